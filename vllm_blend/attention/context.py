@@ -1,0 +1,72 @@
+"""What a forward pass carries besides its activations. The only global of the package (see `forward_context`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+
+
+class LayerHook:
+    """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of it."""
+
+    def on_kv(
+        self,
+        layer_idx: int,
+        k_unrotated: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        """Called with this step's K and V [tokens, kv_heads, head_dim] before they are written to the cache.
+
+        Returning rows (int64, ascending) drops every other row from this layer's queries on: K and V of all rows are still
+        written, attention and everything after it run for the returned rows only.
+        """
+        return None
+
+    def on_query(
+        self, layer_idx: int, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int | None
+    ) -> None:
+        """Called with the rotated queries [tokens, heads, head_dim] after K and V are in the cache."""
+
+
+@dataclass
+class ForwardContext:
+    """State of the forward pass in flight; `metadata` is replaced when the active token set shrinks."""
+
+    metadata: AttentionMetadata
+    caches: Sequence[LayerCache]
+    backend: AttentionBackend
+    hooks: Sequence[LayerHook] = field(default_factory=tuple)
+
+    def narrow(self, rows: torch.Tensor) -> None:
+        """Keep only `rows` active. Row counts per request are recomputed from the old offsets."""
+        bounds = torch.tensor(self.metadata.query_start_loc, device=rows.device)
+        query_start_loc = torch.searchsorted(rows, bounds).tolist()
+        self.metadata = self.metadata.narrow(rows, query_start_loc)
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make `context` visible to the attention layers for the duration of one forward pass."""
+    global _current
+    previous, _current = _current, context
+    try:
+        yield context
+    finally:
+        _current = previous
+
+
+def current_context() -> ForwardContext:
+    if _current is None:
+        raise RuntimeError("a model's forward needs a forward_context(...) around it: attention has no cache to write to")
+    return _current

@@ -1,0 +1,94 @@
+"""The attention contract: a step is a set of (request, position) tokens.
+
+Every backend implements one function, `AttentionBackend.attend`: each query token sees exactly the filled slots of its own
+request whose position is <= its own. Queries of a request may be any ascending subset of its positions (holes are normal),
+so the mask is never inferred from shapes: a "bottom-right causal" mask is wrong here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the tokens of a step are, and where each request's keys lie.
+
+    Tokens of one request are adjacent rows with strictly ascending positions. All positions below `seq_lens[r]` of request r
+    are filled in the cache once this step's own K and V are written.
+    """
+
+    positions: torch.Tensor  # [tokens] int64, position of each token in its request
+    slot_mapping: torch.Tensor  # [tokens] int64, the cache slot that receives each token's K and V
+    block_tables: torch.Tensor  # [requests, max_blocks] int32, padded with 0
+    query_start_loc: list[int]  # requests + 1 host offsets: rows query_start_loc[r]:query_start_loc[r + 1] belong to request r
+    seq_lens: list[int]  # host, filled slots of each request, this step's tokens included
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_start_loc[-1]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)
+
+    def rows(self, request: int) -> slice:
+        """Rows of the step's tensors that belong to a request."""
+        return slice(self.query_start_loc[request], self.query_start_loc[request + 1])
+
+    def narrow(self, rows: torch.Tensor, query_start_loc: list[int]) -> AttentionMetadata:
+        """The same step with only `rows` (int64, ascending) still active; the keys stay as they are."""
+        return replace(
+            self,
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            query_start_loc=query_start_loc,
+        )
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Paged K (after RoPE) and V of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+
+class AttentionBackend(ABC):
+    """One way to compute the contract. Implementations are registered by name in `attention/registry.py`."""
+
+    name: str
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Attention of q [tokens, heads, head_dim] over the paged cache -> [tokens, heads, head_dim].
+
+        A key at position p is seen by a query at position t iff p <= t and, with a sliding window w, p > t - w.
+        """
+
+    @abstractmethod
+    def attention_mass(
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        query_rows: list[slice],
+        sliding_window: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Attention probability received by each key position, per request: [seq_len] float32, summed over the query rows
+        `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""

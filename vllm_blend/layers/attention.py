@@ -1,0 +1,57 @@
+"""The attention layer every model shares: rotate, write to the paged cache, attend by explicit positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm_blend import ops
+from vllm_blend.attention.context import current_context
+from vllm_blend.layers.rotary import RotaryEmbedding
+
+
+class Attention(nn.Module):
+    """Attention of one decoder layer over the paged KV cache of the current forward context.
+
+    `forward(q, k, v)` takes flat [tokens, heads * head_dim] projections before RoPE and returns the flat attention output and,
+    when a hook narrowed the step here, the rows that are still active (the caller drops the others from its residual).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer_idx: int,
+        rotary: RotaryEmbedding,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer_idx = layer_idx
+        self.rotary = rotary
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.sliding_window = sliding_window
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        context = current_context()
+        cache, metadata = context.caches[self.layer_idx], context.metadata
+        q = q.view(-1, self.num_heads, self.head_dim)
+        k_unrotated = k.view(-1, self.num_kv_heads, self.head_dim)
+        v = v.view(-1, self.num_kv_heads, self.head_dim)
+        q, k = self.rotary(metadata.positions, q, k_unrotated)
+
+        rows = None
+        for hook in context.hooks:
+            kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata)
+            rows = kept if kept is not None else rows
+        ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)
+        if rows is not None:
+            q = q[rows]
+            context.narrow(rows)
+            metadata = context.metadata
+        for hook in context.hooks:
+            hook.on_query(self.layer_idx, q, cache, metadata, self.scale, self.sliding_window)
+        out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window)
+        return out.reshape(-1, self.num_heads * self.head_dim), rows
