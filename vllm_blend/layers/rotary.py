@@ -1,0 +1,88 @@
+"""Rotary position embedding from float32 tables; one instance serves every layer with the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_blend import ops
+from vllm_blend.layers.rope_frequencies import RopeSpec, rope_spec
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys at explicit positions below `max_position`.
+
+    `cos` and `sin` [max_position, rotary_dim / 2] stay float32 whatever the model is cast to: bf16 angles are off by
+    whole positions a few hundred tokens in.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, spec: RopeSpec, max_position: int) -> None:
+        super().__init__()
+        if max_position <= 0:
+            raise ValueError(f"max_position must be positive, got {max_position}")
+        self.spec = spec
+        self.max_position = max_position
+        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, spec.inverse_frequencies())
+        scale = 1.0 if spec.attention_factor is None else spec.attention_factor
+        device = torch.get_default_device()
+        self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scale).to(device), persistent=False)
+        self._sharing = False
+        self._shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, heads, head_dim] and k [T, kv_heads, head_dim] rotated to positions [T] int64."""
+        shared = self._shared
+        if shared is not None and shared[0] is positions:
+            _, cos, sin = shared
+        else:
+            cos, sin = self.cos_sin(positions)
+            if self._sharing:
+                self._shared = (positions, cos, sin)
+        return ops.rotary_embedding(q, cos, sin), ops.rotary_embedding(k, cos, sin)
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at positions [T] int64, each [T, rotary_dim / 2] float32."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+    def fingerprint(self) -> str:
+        """The RoPE parameters as a short stable text, the same for any table length (see `RopeSpec.fingerprint`)."""
+        return self.spec.fingerprint()
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Within it, layers that pass the same positions tensor share one table lookup.
+
+        The tensor is compared by identity, which is only sound while nobody writes to it: hence the scope of one
+        forward pass.
+        """
+        self._sharing, self._shared = True, None
+        try:
+            yield
+        finally:
+            self._sharing, self._shared = False, None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryEmbedding:
+        # Module.to/half/bfloat16 end here: follow the device, refuse the dtype.
+        for name in ("cos", "sin"):
+            table = getattr(self, name)
+            moved = fn(table)
+            setattr(self, name, moved if moved.dtype == torch.float32 else table.to(moved.device))
+        return self
+
+
+def build_rotary(hf_config: Any, max_position: int, layer_type: str | None = None) -> RotaryEmbedding:
+    """The rotary embedding that `hf_config` describes, for positions below `max_position` (see `rope_spec` for the
+    errors).
+
+    Dynamic NTK uses one fixed base, that of `max_position` tokens: see `rope_spec`.
+    """
+    return RotaryEmbedding(rope_spec(hf_config, max_position, layer_type), max_position)

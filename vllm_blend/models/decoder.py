@@ -1,0 +1,216 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; a model's own file says only where it differs.
+
+A forward pass takes token ids alone. Positions, cache slots and hooks travel in the forward context, and a hook may
+narrow the step between two layers: from there on fewer rows are computed, and fewer hidden states come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_blend import ops
+from vllm_blend.layers.attention import Attention
+from vllm_blend.layers.embedding import Embedding, LMHead
+from vllm_blend.layers.layernorm import RMSNorm
+from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
+from vllm_blend.layers.rope_frequencies import rope_spec
+from vllm_blend.layers.rotary import RotaryEmbedding
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """The shape of a decoder and its architecture's switches."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]  # of LAYER_TYPES, one a layer
+    sliding_window: int | None  # of the sliding_attention layers, in tokens
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of Q and K before RoPE
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"the model's config gives {name} = {getattr(self, name)}: it must be positive")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_layers} layers")
+        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"unknown layer_types {unknown} in the model's config; known: {', '.join(LAYER_TYPES)}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("the model's config has sliding_attention layers but no sliding_window")
+
+    @classmethod
+    def from_hf(cls, hf_config: Any, **switches: Any) -> DecoderSpec:
+        """Read the fields that all Hugging Face decoder configs share; `switches` sets or replaces fields."""
+        activation = getattr(hf_config, "hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act {activation!r} is not supported: the MLP is gated with silu only")
+        heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
+        values: dict[str, Any] = {
+            "vocab_size": hf_config.vocab_size,
+            "hidden_size": hf_config.hidden_size,
+            "intermediate_size": hf_config.intermediate_size,
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": getattr(hf_config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+            "rms_norm_eps": hf_config.rms_norm_eps,
+            "tie_word_embeddings": bool(hf_config.tie_word_embeddings),
+            "layer_types": ("full_attention",) * layers,
+            "sliding_window": None,
+        }
+        return cls(**(values | switches))
+
+    def window(self, layer_idx: int) -> int | None:
+        """Sliding window of a layer in tokens, None for full attention."""
+        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
+
+
+class SelfAttention(nn.Module):
+    """Projections around `Attention`. `hack_kv` is public: [K before RoPE, V] of the last collected forward, or
+    None."""
+
+    def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv_proj = QKVLinear(spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias)
+        self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=spec.window(layer_idx))
+        self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias)
+        self.hack_kv: list[torch.Tensor] | None = None
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden [T, hidden_size] -> output [T', hidden_size] and the rows kept, when a hook kept fewer."""
+        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            head_dim = self.attn.head_dim
+            q = self.q_norm(q.view(-1, self.attn.num_heads, head_dim))
+            k = self.k_norm(k.view(-1, self.attn.num_kv_heads, head_dim))
+        out, rows = self.attn(q, k, v)
+        return self.o_proj(out), rows
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, 2020: SwiGLU)."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm that also adds the previous block's output to the residual stream."""
+
+    def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(spec, layer_idx, rotary)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: the last block's output, not yet added to residual (None in the first layer); both [T,
+        hidden_size]."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden, rows = self.self_attn(hidden)
+        if rows is not None:
+            residual = residual[rows]
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and the final norm. `cache_fuse_metadata` and `old_kvs` are the public blending switches: the
+    engine reads them, the model does not."""
+
+    def __init__(self, spec: DecoderSpec, rotaries: dict[str, RotaryEmbedding]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, rotaries[kind]) for i, kind in enumerate(spec.layer_types))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self._rotaries = tuple(dict.fromkeys(rotaries.values()))  # already registered, as submodules of the layers
+        self.cache_fuse_metadata: dict[str, Any] = {}
+        self.old_kvs: list[list[torch.Tensor]] = []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] -> normalised hidden states [T', hidden_size] of the rows still active after the last layer."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        with ExitStack() as stack:
+            for rotary in self._rotaries:
+                stack.enter_context(rotary.one_step())
+            for layer in self.layers:
+                hidden, residual = layer(hidden, residual)
+        assert residual is not None  # DecoderSpec: at least one layer
+        return self.norm.add(hidden, residual)[0]
+
+
+def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Iterable[str]) -> dict[str, RotaryEmbedding]:
+    """The rotary embedding of each layer type in use; types with the same parameters share one instance and its
+    tables."""
+    specs = {kind: rope_spec(hf_config, max_position, kind) for kind in dict.fromkeys(layer_types)}
+    built = {spec: RotaryEmbedding(spec, max_position) for spec in dict.fromkeys(specs.values())}
+    return {kind: built[spec] for kind, spec in specs.items()}
+
+
+class CausalLM(nn.Module):
+    """A decoder with its language-model head. Subclasses say in `spec` how to read their config."""
+
+    def __init__(self, hf_config: Any, max_position: int) -> None:
+        super().__init__()
+        spec = self.spec(hf_config)
+        self.config = hf_config
+        self.model = DecoderModel(spec, rotaries_by_layer_type(hf_config, max_position, spec.layer_types))
+        tied = self.model.embed_tokens if spec.tie_word_embeddings else None
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        raise NotImplementedError(f"{cls.__name__} must say how to read its config: override spec()")
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] int64 -> hidden states [T', hidden_size]; needs a `forward_context` around it."""
+        return self.model(input_ids)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden_size] -> logits [n, vocab_size] float32."""
+        return self.lm_head(hidden)

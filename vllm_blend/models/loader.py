@@ -1,0 +1,141 @@
+"""From a directory or a Hub id to a model in memory: config.json, then safetensors streamed into the parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from vllm_blend.layers.layernorm import RMSNorm
+from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
+from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
+
+LOAD_FORMATS = ("auto", "dummy")
+DUMMY_SEED = 0
+DUMMY_STD = 0.02  # the usual initializer_range: activations stay finite at any depth
+
+
+def load_hf_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a local directory or a Hub id.
+
+    Raises FileNotFoundError when the directory or its config.json is missing or the Hub does not have it, ValueError
+    when config.json is damaged or describes something that transformers does not know.
+    """
+    if is_local(model):
+        _check_local_config(Path(model))
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"no config for {model!r}: it is not a local directory and could not be fetched from the Hub ({error})"
+        ) from error
+    except Exception as error:  # transformers raises a type of its own for every kind of bad field
+        known = ", ".join(sorted(MODEL_REGISTRY))
+        raise ValueError(
+            f"config.json of {model!r} is not usable: {error}; supported architectures: {known}"
+        ) from error
+
+
+def load_model(
+    hf_config: Any,
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: str = "auto",
+    *,
+    max_position: int,
+    revision: str | None = None,
+) -> nn.Module:
+    """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
+
+    `model` is the directory or Hub id with the weights; `load_format="dummy"` fills small random weights of a fixed
+    seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes the RoPE
+    tables. Raises ValueError for an unsupported architecture or checkpoint and FileNotFoundError when there are no
+    weights.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
+    if getattr(hf_config, "quantization_config", None):
+        raise ValueError(f"{model!r} is quantized (quantization_config in config.json): use an unquantized checkpoint")
+    model_class = resolve_model_class(hf_config)
+    files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
+    with _construct_as(dtype, torch.device(device)):
+        built = model_class(hf_config, max_position)
+    if load_format == "auto":
+        fill_from_safetensors(built, files)
+    else:
+        fill_dummy(built)
+    return built.requires_grad_(False).eval()
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` names a directory rather than a Hub id; FileNotFoundError for a path that does not exist."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return True
+    if path.exists():
+        raise FileNotFoundError(f"model {model!r} is a file: give the directory that holds config.json and the weights")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise FileNotFoundError(f"model directory {model!r} does not exist")
+    return False
+
+
+def weights_directory(model: str, revision: str | None = None) -> Path:
+    """The directory of a local model, or that of a Hub snapshot after downloading its safetensors files."""
+    if is_local(model):
+        return Path(model).expanduser()
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.index.json"]
+        )
+    except Exception as error:  # network, authentication and naming errors share no base class
+        raise FileNotFoundError(f"could not fetch the weights of {model!r} from the Hub: {error}") from error
+    return Path(found)
+
+
+@torch.no_grad()
+def fill_dummy(model: nn.Module) -> None:
+    """Fixed-seed normal weights; norms are 1, so that activations keep their scale."""
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        if id(parameter) in norms:
+            parameter.fill_(1)
+            continue
+        if parameter.device not in generators:
+            generators[parameter.device] = torch.Generator(parameter.device).manual_seed(DUMMY_SEED)
+        parameter.normal_(0, DUMMY_STD, generator=generators[parameter.device])
+
+
+def _check_local_config(directory: Path) -> None:
+    path = directory.expanduser() / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+
+
+@contextmanager
+def _construct_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """New parameters get `dtype` and `device` at once: no float32 copy on the host first."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point type, got {dtype}")
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)

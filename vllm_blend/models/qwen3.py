@@ -1,0 +1,17 @@
+"""Qwen3, dense models (Yang et al., 2025)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_blend.models.decoder import CausalLM, DecoderSpec
+from vllm_blend.models.qwen2 import qwen_windows
+
+
+class Qwen3ForCausalLM(CausalLM):
+    """Llama with each head of Q and K normalised before RoPE; `attention_bias` adds biases to all four projections."""
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        bias = bool(getattr(hf_config, "attention_bias", False))
+        return DecoderSpec.from_hf(hf_config, qk_norm=True, qkv_bias=bias, out_bias=bias, **qwen_windows(hf_config))

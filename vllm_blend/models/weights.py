@@ -1,0 +1,129 @@
+"""Safetensors into parameters: every tensor accounted for, nothing held in memory twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from vllm_blend.layers.embedding import LMHead
+from vllm_blend.layers.linear import PackedLinear
+
+INDEX_NAME = "model.safetensors.index.json"
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # old checkpoints store it; ours follows from the config
+NAMES_SHOWN = 8  # of a list in an error message
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, found as transformers does: one file, else the index, else all that are
+    there.
+
+    Raises FileNotFoundError when there are none or the index names a missing one, ValueError for a damaged index.
+    """
+    single, index = directory / "model.safetensors", directory / INDEX_NAME
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        files = [directory / name for name in _indexed_names(index)]
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{index} names files that are not there: {_shown(missing)}")
+        return files
+    found = sorted(directory.glob("*.safetensors"))
+    if found:
+        return found
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
+        raise FileNotFoundError(
+            f"{directory} has PyTorch pickles only, which are not loaded because they run code: convert them to "
+            "safetensors (AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path))"
+        )
+    raise FileNotFoundError(f"{directory} has no weights: no *.safetensors file in it")
+
+
+def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Each tensor name of a Hugging Face checkpoint -> the memory it fills (packed layers take several)."""
+    destinations: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, PackedLinear):
+            destinations.update({f"{_parent(prefix)}{name}": view for name, view in module.checkpoint_views().items()})
+            seen.update(id(parameter) for parameter in module.parameters())
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:  # a tied parameter belongs to the first module that has it
+                seen.add(id(parameter))
+                destinations[f"{prefix}{name}"] = parameter.detach()
+    return destinations
+
+
+def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
+    """Copy every tensor of `files` into `model`, one at a time, casting to the model's dtype.
+
+    Raises ValueError for a file that safetensors cannot read, and for missing, unexpected or misshapen tensors, by
+    name.
+    """
+    destinations = checkpoint_destinations(model)
+    tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
+    loaded: dict[str, Path] = {}
+    unexpected: list[str] = []
+    problems: list[str] = []
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    if name.endswith(IGNORED_SUFFIXES) or name in tied:
+                        continue
+                    if name not in destinations:
+                        unexpected.append(name)
+                    elif name in loaded:
+                        problems.append(f"{name} is in {loaded[name].name} and again in {path.name}")
+                    else:
+                        loaded[name] = path
+                        problems += _fill(name, destinations[name], file.get_slice(name), file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or not a safetensors file ({error}): fetch it again") from error
+    missing = sorted(destinations.keys() - loaded.keys())
+    if missing:
+        problems.append(f"missing: {_shown(missing)}")
+    if unexpected:
+        problems.append(f"unexpected: {_shown(sorted(unexpected))}")
+    if problems:
+        raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
+
+
+def _fill(name: str, destination: torch.Tensor, stored: Any, file: Any) -> list[str]:
+    """Copy one tensor, or say why not. `stored` is its safetensors slice: shape and dtype without the data."""
+    shape = tuple(stored.get_shape())
+    if shape != tuple(destination.shape):
+        return [f"{name} has shape {shape}, the config asks for {tuple(destination.shape)}"]
+    tensor = file.get_tensor(name)
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return [f"{name} is stored as {tensor.dtype}: quantized checkpoints are not supported"]
+    destination.copy_(tensor)
+    return []
+
+
+def _indexed_names(index: Path) -> list[str]:
+    """The file names in a safetensors index, each once, in order."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not a safetensors index with a 'weight_map': {error!r}") from error
+
+
+def _parent(prefix: str) -> str:
+    """ "layers.0.mlp.gate_up_proj." -> "layers.0.mlp."."""
+    head = prefix.rstrip(".").rpartition(".")[0]
+    return f"{head}." if head else ""
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
