@@ -1,0 +1,152 @@
+"""Data sets in the format of the CacheBlend repository: a JSON list of samples with `ctxs`, `question` and `answers`.
+
+`load_dataset(path)` gives the samples as they are in the file, checked; `normalize_sample` gives a typed view of one.
+The files published with CacheBlend (MuSiQue, 2WikiMultihopQA, SAMSum) and ours (`make_datasets`) both load. Ours add
+`id`, the question's `kind`, `gold` (indices of the passages that hold the answer) and each passage's `page_id`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_blend.pipeline.files import read_json
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class SamplePassage:
+    """`page_id` is None where the file does not say which page the passage comes from."""
+
+    title: str
+    text: str
+    page_id: str | None
+
+    @property
+    def searchable(self) -> str:
+        """What a retriever indexes: title and text on one line."""
+        return " ".join(f"{self.title} {self.text}".split())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A typed view of one sample. `answers` is flat; `kind` and `gold` are None where the file does not know them."""
+
+    sample_id: str
+    question: str
+    passages: tuple[SamplePassage, ...]
+    answers: tuple[str, ...]
+    kind: str | None
+    gold: tuple[int, ...] | None
+
+    def chunk_id(self, passage: int) -> str:
+        """Name of a passage's folder in a KV cache directory."""
+        return f"{self.sample_id}_chunk{passage}"
+
+
+def load_dataset(path: str | Path) -> list[dict[str, Any]]:
+    """Samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
+
+    Raises FileNotFoundError, or ValueError naming the sample, the field and the fix.
+    """
+    data = read_json(path, "data set")
+    if isinstance(data, dict):
+        data = data.get("results")
+    if not isinstance(data, list) or not data:
+        raise ValueError(
+            f'data set {path}: expected a non-empty JSON list of samples, or an object with such a list under "results"'
+        )
+    seen: dict[str, int] = {}
+    for index, raw in enumerate(data):
+        try:
+            sample = normalize_sample(raw, index)
+        except ValueError as error:
+            raise ValueError(f"data set {path}: {error}") from error
+        first = seen.setdefault(sample.sample_id, index)
+        if first != index:
+            raise ValueError(
+                f"data set {path}: sample {index}: id {sample.sample_id!r} is also the id of sample {first}; "
+                "make ids unique or leave them out"
+            )
+    return data
+
+
+def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> Sample:
+    """The typed view of sample `index` of a file. ValueError names the sample, the field and the fix."""
+
+    def bad(field: str, problem: str) -> ValueError:
+        return ValueError(f"sample {index}: {field} {problem}")
+
+    if not isinstance(raw, dict):
+        raise bad("the sample", f"must be an object with ctxs, question and answers, not {_kind_of(raw)}")
+    for field in ("ctxs", "question", "answers"):
+        if field not in raw:
+            raise bad(field, f"is missing; the sample has {', '.join(map(repr, raw)) or 'no fields'}")
+    question = raw["question"]
+    if not isinstance(question, str) or not question.strip():
+        raise bad("question", f"must be a non-empty string, not {_kind_of(question)}")
+    if not isinstance(raw["ctxs"], list) or not raw["ctxs"]:
+        raise bad("ctxs", f"must be a non-empty list of {{title, text}}, not {_kind_of(raw['ctxs'])}")
+    passages = []
+    for i, ctx in enumerate(raw["ctxs"]):
+        field = f"ctxs[{i}]"
+        if not isinstance(ctx, dict):
+            raise bad(field, f"must be an object with title and text, not {_kind_of(ctx)}")
+        title, text, page = ctx.get("title", ""), ctx.get("text"), ctx.get(page_id_key)
+        if not isinstance(text, str) or not text.strip():
+            raise bad(f"{field}.text", f"must be a non-empty string, not {_kind_of(text)}; fill it or drop the passage")
+        if not isinstance(title, str):
+            raise bad(f"{field}.title", f'must be a string, not {_kind_of(title)}; use "" for none')
+        if page is not None and not isinstance(page, (str, int)):
+            raise bad(f"{field}.{page_id_key}", f"must be a string or an integer, not {_kind_of(page)}")
+        passages.append(SamplePassage(title, text, None if page is None else str(page)))
+    answers = tuple(flatten_answers(raw["answers"], bad))
+    if not answers:
+        raise bad("answers", "must hold at least one answer")
+    kind, gold = raw.get("kind"), raw.get("gold")
+    if kind is not None and not isinstance(kind, str):
+        raise bad("kind", f"must be a string, not {_kind_of(kind)}; leave it out if unknown")
+    if gold is not None and not (isinstance(gold, list) and all(_is_index(g, len(passages)) for g in gold)):
+        raise bad("gold", f"must be a list of indices into ctxs (0 to {len(passages) - 1}); leave it out if unknown")
+    return Sample(
+        sample_id=_sample_id(raw.get("id"), index, bad),
+        question=question,
+        passages=tuple(passages),
+        answers=answers,
+        kind=kind,
+        gold=None if gold is None else tuple(gold),
+    )
+
+
+def flatten_answers(answers: Any, bad: Any = None) -> Iterable[str]:
+    """Strings of a flat or nested list of answers, or of one answer, in order. ValueError for anything else."""
+    if isinstance(answers, str):
+        yield answers
+    elif isinstance(answers, list):
+        for answer in answers:
+            yield from flatten_answers(answer, bad)
+    else:
+        problem = f"must be a string or a (nested) list of strings, not {_kind_of(answers)}"
+        raise bad("answers", problem) if bad else ValueError(f"answers {problem}")
+
+
+def _sample_id(value: Any, index: int, bad: Any) -> str:
+    if value is None:
+        return f"sample{index}"
+    if isinstance(value, (str, int)) and _SAFE_ID.fullmatch(str(value)):
+        return str(value)
+    raise bad("id", f"must name a folder (letters, digits, '.', '_' and '-'), not {value!r}; or leave it out")
+
+
+def _is_index(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "null or missing"
+    return "empty" if value in ("", [], {}) or (isinstance(value, str) and not value.strip()) else type(value).__name__
