@@ -65,7 +65,7 @@ def load_model(
         raise ValueError(f"{model!r} is quantized (quantization_config in config.json): use an unquantized checkpoint")
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
-    with _construct_as(dtype, torch.device(device)):
+    with construct_as(dtype, torch.device(device)):
         built = model_class(hf_config, max_position)
     if load_format == "auto":
         fill_from_safetensors(built, files)
@@ -128,7 +128,7 @@ def _check_local_config(directory: Path) -> None:
 
 
 @contextmanager
-def _construct_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def construct_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """New parameters get `dtype` and `device` at once: no float32 copy on the host first."""
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type, got {dtype}")

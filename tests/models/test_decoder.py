@@ -1,0 +1,199 @@
+"""The decoder's contract with hooks and the engine, and the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.tiny import ARCHITECTURES, PagedRunner, load_tiny, prompt, save, tiny_hf_model
+from vllm_blend.attention.context import LayerHook
+from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
+from vllm_blend.models.llama import LlamaForCausalLM
+from vllm_blend.models.qwen2 import Qwen2ForCausalLM
+from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
+
+SPEC: dict[str, Any] = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "layer_types": ("full_attention", "full_attention"),
+    "sliding_window": None,
+}
+
+
+class NarrowAt(LayerHook):
+    """Keeps `rows` from one layer on."""
+
+    def __init__(self, layer_idx: int, rows: torch.Tensor) -> None:
+        self.layer_idx, self.rows = layer_idx, rows
+
+    def on_kv(self, layer_idx: int, *_: Any) -> torch.Tensor | None:
+        return self.rows if layer_idx == self.layer_idx else None
+
+
+class KeepKeys(LayerHook):
+    """Records K before and after RoPE of every layer."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_kv(
+        self,
+        layer_idx: int,
+        k_unrotated: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert layer_idx == len(self.seen)
+        self.seen.append((k_unrotated.clone(), k.clone()))
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_narrowed_rows_equal_the_same_rows_of_a_whole_step(architecture: str, layer_idx: int, tmp_path: Path) -> None:
+    runner = PagedRunner(load_tiny(save(tiny_hf_model(architecture), tmp_path)), requests=2)
+    steps = [(0, prompt(20)), (0, prompt(13, seed=2))]
+    whole = runner.step(steps)  # leaves every layer's KV in the cache, where later layers of the narrowed step find it
+    rows = torch.tensor([3, 4, 11, 19, 20, 27, 32])
+    narrowed = runner.step(steps, [NarrowAt(layer_idx, rows)])
+    assert narrowed.shape == (7, whole.shape[1])
+    torch.testing.assert_close(narrowed, whole[rows], atol=1e-4, rtol=0)
+
+
+def test_a_step_may_be_narrowed_twice(tmp_path: Path) -> None:
+    runner = PagedRunner(load_tiny(save(tiny_hf_model("qwen3"), tmp_path)))
+    whole = runner.step([(0, prompt(20))])
+    hooks = [NarrowAt(0, torch.tensor([2, 5, 9, 19])), NarrowAt(2, torch.tensor([1, 3]))]
+    narrowed = runner.step([(0, prompt(20))], hooks)
+    torch.testing.assert_close(narrowed, whole[[5, 19]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hooks_see_keys_before_and_after_rope(architecture: str, tmp_path: Path) -> None:
+    model = load_tiny(save(tiny_hf_model(architecture), tmp_path))
+    hook = KeepKeys()
+    ids = prompt(20)
+    PagedRunner(model).step([(0, ids)], [hook])
+    assert len(hook.seen) == 3
+    rotary = model.model.layers[0].self_attn.attn.rotary
+    for before, after in hook.seen:
+        torch.testing.assert_close(rotary(torch.arange(20), before, before)[1], after)
+        assert not torch.allclose(before[1:], after[1:])
+
+
+def test_public_names_of_the_decoder_stack(tmp_path: Path) -> None:
+    stack = load_tiny(save(tiny_hf_model("llama"), tmp_path)).model
+    assert stack.cache_fuse_metadata == {}
+    assert stack.old_kvs == []
+    assert [layer.self_attn.hack_kv for layer in stack.layers] == [None] * 3
+    stack.cache_fuse_metadata["check"] = True
+    stack.old_kvs = [[torch.zeros(1), torch.zeros(1)]]
+    stack.layers[0].self_attn.hack_kv = [torch.zeros(1), torch.zeros(1)]
+    other = load_tiny(str(tmp_path)).model
+    assert other.cache_fuse_metadata == {}, "each model has a dict of its own"
+    assert stack.state_dict().keys() == other.state_dict().keys(), "hooks are no parameters"
+
+
+def test_forward_needs_a_context(tmp_path: Path) -> None:
+    model = load_tiny(save(tiny_hf_model("llama"), tmp_path))
+    with pytest.raises(RuntimeError, match="forward_context"):
+        model(prompt(3))
+
+
+def test_a_failed_step_leaves_no_positions_behind(tmp_path: Path) -> None:
+    model = load_tiny(save(tiny_hf_model("llama"), tmp_path))
+    expected = PagedRunner(model).run(prompt(8), [8])
+
+    class Failing(LayerHook):
+        def on_kv(self, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        PagedRunner(model).step([(0, prompt(8))], [Failing()])
+    assert model.model.layers[0].self_attn.attn.rotary._shared is None
+    assert torch.equal(PagedRunner(model).run(prompt(8), [8]), expected)
+
+
+def test_layers_of_one_kind_share_their_rope_tables(tmp_path: Path) -> None:
+    model = load_tiny(save(tiny_hf_model("mistral", sliding_window=8), tmp_path))
+    assert len({id(layer.self_attn.attn.rotary) for layer in model.model.layers}) == 1
+
+
+def test_rope_by_layer_type() -> None:
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = SimpleNamespace(head_dim=16, max_position_embeddings=64, rope_parameters=nested)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    built = rotaries_by_layer_type(config, 32, kinds)
+    assert built["full_attention"].spec.theta == 1e6
+    assert built["sliding_attention"].spec.theta == 1e4
+    config.rope_parameters = nested["sliding_attention"]
+    shared = rotaries_by_layer_type(config, 32, kinds)
+    assert shared["full_attention"] is shared["sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"num_layers": 0, "layer_types": ()}, "num_layers = 0: it must be positive"),
+        ({"layer_types": ("full_attention",)}, "layer_types has 1 entries for 2 layers"),
+        ({"layer_types": ("full_attention", "chunked")}, r"unknown layer_types \['chunked'\]"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "no sliding_window"),
+    ],
+)
+def test_shapes_that_make_no_sense(changes: dict[str, Any], message: str) -> None:
+    DecoderSpec(**SPEC)
+    with pytest.raises(ValueError, match=message):
+        DecoderSpec(**(SPEC | changes))
+
+
+def test_qwen_configs_older_than_layer_types() -> None:
+    config = SimpleNamespace(
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+    )
+    spec = Qwen2ForCausalLM.spec(config)
+    assert [spec.window(layer) for layer in range(3)] == [None, None, 5]
+    config.use_sliding_window = False
+    assert [Qwen2ForCausalLM.spec(config).window(layer) for layer in range(3)] == [None] * 3
+
+
+def test_registry_takes_the_first_known_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model_class(SimpleNamespace(architectures=["Odd", "LlamaForCausalLM"])) is LlamaForCausalLM
+
+    class MyForCausalLM(LlamaForCausalLM):
+        pass
+
+    monkeypatch.setitem(MODEL_REGISTRY, "MyForCausalLM", MyForCausalLM)
+    assert resolve_model_class(SimpleNamespace(architectures=["MyForCausalLM"])) is MyForCausalLM
+
+
+@pytest.mark.parametrize("architectures", [["BertModel"], [], None])
+def test_registry_lists_what_it_knows(architectures: list[str] | None) -> None:
+    known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    with pytest.raises(ValueError, match=f"unsupported model architecture: .*{known}"):
+        resolve_model_class(SimpleNamespace(architectures=architectures))

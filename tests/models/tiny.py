@@ -1,0 +1,131 @@
+"""Tiny random checkpoints of every supported architecture, and a paged cache to run them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
+from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.torch_native import TorchNativeBackend
+from vllm_blend.models.loader import load_hf_config, load_model
+
+VOCAB_SIZE, CONTEXT = 97, 96
+ARCHITECTURES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 model of three layers whose weights are large enough for attention to be far from uniform."""
+    config_class, model_class = ARCHITECTURES[architecture]
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+    }
+    model = model_class(config_class(**(fields | overrides))).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "norm" in name else 0.2)
+    return model
+
+
+def save(model: PreTrainedModel, directory: Path, **options: Any) -> str:
+    model.save_pretrained(directory, **options)
+    return str(directory)
+
+
+def edit_config(directory: str | Path, remove: Sequence[str] = (), **changes: Any) -> None:
+    """Rewrite fields of a saved config.json."""
+    path = Path(directory) / "config.json"
+    content = json.loads(path.read_text())
+    for name in remove:
+        content.pop(name)
+    path.write_text(json.dumps(content | changes))
+
+
+def load_tiny(directory: str, max_position: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(load_hf_config(directory), directory, dtype, "cpu", max_position=max_position)
+
+
+def prompt(length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def hf_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids[None]).logits[0].float()
+
+
+class PagedRunner:
+    """Runs a model over paged caches of NaN: a slot read before it is written shows up in the result."""
+
+    def __init__(self, model: Any, requests: int = 1, blocks_each: int = 24, block_size: int = 4) -> None:
+        self.model = model
+        attention = [layer.self_attn.attn for layer in self.model.model.layers]
+        dtype = self.model.lm_head.weight.dtype
+        shape = (requests * blocks_each, block_size, attention[0].num_kv_heads, attention[0].head_dim)
+        self.caches = [
+            LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+            for _ in attention
+        ]
+        shuffled = torch.randperm(shape[0], generator=torch.Generator().manual_seed(7))
+        self.block_tables = shuffled.view(requests, blocks_each).int()
+        self.block_size = block_size
+
+    def metadata(self, steps: Sequence[tuple[int, torch.Tensor]]) -> AttentionMetadata:
+        """For (first position, ids) of each request in the step; an empty ids leaves a request out of it."""
+        positions, slots, offsets, lengths = [], [], [0], []
+        for request, (start, ids) in enumerate(steps):
+            at = torch.arange(start, start + len(ids))
+            positions.append(at)
+            slots.append(
+                self.block_tables[request, at // self.block_size].long() * self.block_size + at % self.block_size
+            )
+            offsets.append(offsets[-1] + len(ids))
+            lengths.append(start + len(ids))
+        return AttentionMetadata(torch.cat(positions), torch.cat(slots), self.block_tables, offsets, lengths)
+
+    @torch.inference_mode()
+    def step(self, steps: Sequence[tuple[int, torch.Tensor]], hooks: Sequence[LayerHook] = ()) -> torch.Tensor:
+        """Logits [rows, vocab] of one forward pass."""
+        context = ForwardContext(self.metadata(steps), self.caches, TorchNativeBackend(), hooks)
+        with forward_context(context):
+            hidden = self.model(torch.cat([ids for _, ids in steps]))
+        return self.model.compute_logits(hidden)
+
+    def run(self, ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+        """Logits of one request computed in consecutive chunks of these lengths."""
+        assert sum(chunks) == len(ids)
+        parts, start = [], 0
+        for length in chunks:
+            parts.append(self.step([(start, ids[start : start + length])]))
+            start += length
+        return torch.cat(parts)
