@@ -1,0 +1,96 @@
+"""What comes back for a request: text, token ids, log-probabilities, times and reuse counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of a token, its rank in the vocabulary (1 is best, ties share the better one) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `finish_reason` is None while it runs; "stop" for end-of-sequence, a stop token or a stop string; "length" for
+    max_tokens or a full context; "abort" on request; "error" when it failed alone. `stop_reason` is the stop token id
+    or the stop string. `logprobs` holds a dict token id -> Logprob per output token, and `cumulative_logprob` their
+    sum over the chosen tokens; both are None unless asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to a request, in seconds since the epoch; None until they do.
+
+    `first_token_time - first_scheduled_time` is the time to first token.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds between arrival and the first step that worked on the request."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class BlendStats:
+    """How a chunked prompt was blended, in tokens: reused + recomputed + exact make up the prompt.
+
+    `num_exact_tokens` is the leading part that needed no repair (a true prefix), `num_reused_tokens` those whose KV
+    came from stored chunks and stayed as it was, `num_recomputed_tokens` those the model computed again or for the
+    first time.
+    """
+
+    selector: str
+    num_reused_tokens: int
+    num_recomputed_tokens: int
+    num_exact_tokens: int
+    num_chunks: int
+    recompute_ratio: float  # as asked for
+
+
+@dataclass
+class RequestOutput:
+    """A request and what has been generated for it.
+
+    `prompt_logprobs` has an entry per prompt token, None for the first. `num_cached_tokens` counts prompt tokens
+    whose KV was found in the prefix cache. A request that failed alone has `error` set and outputs with finish_reason
+    "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    blend: BlendStats | None = None
+    error: str | None = None

@@ -1,0 +1,223 @@
+"""How the next token of a request is chosen, and when its generation ends."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
+
+
+@dataclass
+class SamplingParams:
+    """Sampling settings of one request, with vLLM's names and meanings.
+
+    n: completions per prompt; drawn independently, so greedy decoding allows 1 only.
+    presence_penalty, frequency_penalty: -2..2, subtracted from the logits of generated tokens, once and per occurrence.
+    repetition_penalty: > 0; divides the logits of tokens of the prompt and the output (multiplies them where negative).
+    temperature: >= 0; below 1e-5 is greedy.
+    top_p, top_k, min_p: nucleus mass in (0, 1]; number of candidates, 0 or -1 for all; least probability in 0..1 of a
+        candidate, relative to the best one's.
+    seed: makes the draws of this request reproducible, whatever else is in the batch.
+    stop, stop_token_ids: text or tokens that end the generation. Neither counts before `min_tokens` tokens.
+    ignore_eos: go on after the end-of-sequence token.
+    max_tokens: most tokens generated, None until the context is full.
+    min_tokens: tokens generated before any may stop the request.
+    logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each output position (0: of
+        the chosen one only, -1: of the whole vocabulary), in the model's own distribution, before every other setting.
+    prompt_logprobs: the same for each prompt position.
+    detokenize: whether to produce text.
+    skip_special_tokens: leave special tokens out of the text.
+    spaces_between_special_tokens: keep the spaces a tokenizer's decoder puts between adjacent added tokens.
+    include_stop_str_in_output: keep the matched stop string at the end of the text.
+    logit_bias: token id -> number added to its logit. allowed_token_ids: the only tokens that may be generated.
+    bad_words: strings that are never completed, with or without a space before them.
+
+    Raises ValueError or TypeError naming the field, its value and the fix.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("temperature", self.temperature, 0.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed == -1:
+            self.seed = None
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower one or raise the other"
+            )
+        self.logprobs = _num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.stop = [self.stop] if isinstance(self.stop, str) else _strings("stop", self.stop)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        self.logit_bias = _logit_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError(
+                    "allowed_token_ids is empty, so no token could be generated: list some, or leave it None"
+                )
+        for field, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if any(not s.strip() if field == "bad_words" else not s for s in strings):
+                raise ValueError(f"{field}={strings!r} holds an empty string: remove it")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need text, but detokenize=False: use stop_token_ids, or detokenize=True")
+        if self.greedy and self.n > 1:
+            raise ValueError(
+                f"n={self.n} with temperature={self.temperature}: greedy completions are all alike, use n=1"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def clone(self) -> SamplingParams:
+        """A deep copy."""
+        return copy.deepcopy(self)
+
+    def for_completion(self, index: int) -> SamplingParams:
+        """The settings of completion `index` of `n`: n=1, and a seed of its own if there is one."""
+        seed = self.seed if self.seed is None or index == 0 else (self.seed + index) % 2**63
+        return replace(self.clone(), n=1, seed=seed)
+
+    def bind(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[tuple[int, ...]]:
+        """Check what depends on the vocabulary, before any work starts; return the token sequences of `bad_words`.
+
+        Each bad word is encoded alone and after a space, without special tokens. Raises ValueError naming the field.
+        """
+        assert isinstance(self.stop_token_ids, list)
+        for field, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logit_bias", self.logit_bias or ()),
+        ):
+            outside = [token for token in ids if token >= vocab_size]
+            if outside:
+                raise ValueError(f"{field} names {outside}, outside the vocabulary of {vocab_size} tokens: remove them")
+        for field, k in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if k is not None and k > vocab_size:
+                raise ValueError(f"{field}={k} is above the vocabulary of {vocab_size} tokens: use -1 for all of them")
+        if tokenizer is None:
+            for field in ("stop", "bad_words"):
+                if getattr(self, field):
+                    raise ValueError(
+                        f"{field}={getattr(self, field)!r} needs a tokenizer, and the engine has none: give one"
+                    )
+            return []
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in self.bad_words or ():
+            bare = word.lstrip()
+            for text in (bare, " " + bare):
+                sequence = tuple(tokenizer.encode(text, add_special_tokens=False))
+                if not sequence or any(token >= vocab_size for token in sequence):
+                    raise ValueError(f"bad_words: {word!r} has no tokens in the vocabulary of {vocab_size}: remove it")
+                sequences[sequence] = None
+        return list(sequences)
+
+
+def _number(field: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{field}={value!r} must be a number, not {type(value).__name__}")
+    number = float(value)
+    below = number <= low if open_low else number < low
+    if below or number > high or not math.isfinite(number):
+        span = f"above {low:g}" if open_low else f"of at least {low:g}"
+        raise ValueError(f"{field}={value!r} is out of range: use a finite number {span}{_at_most(high)}")
+
+
+def _integer(field: str, value: Any, low: int, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{field}={value!r} must be an integer, not {type(value).__name__}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{field}={value!r} is out of range: use an integer of at least {low}{_at_most(high)}")
+
+
+def _at_most(high: float) -> str:
+    return "" if high == math.inf else f" and at most {high:g}"
+
+
+def _num_logprobs(field: str, value: Any) -> int | None:
+    if value is None or value is False:
+        return None
+    if value is True:  # the OpenAI API says logprobs=True
+        return 1
+    _integer(field, value, -1)
+    return int(value)
+
+
+def _strings(field: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{field}={value!r} must be a list of strings, not {type(value).__name__}")
+    items = list(value)
+    if not all(isinstance(item, str) for item in items):
+        raise TypeError(f"{field}={items!r} must hold strings only")
+    return items
+
+
+def _token_ids(field: str, value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{field}={value!r} must be a list of token ids, not {type(value).__name__}")
+    ids = list(value)
+    for token in ids:
+        _integer(f"an entry of {field}", token, 0)
+    return [int(token) for token in ids]
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise TypeError(f"logit_bias={value!r} must be a dict of token id -> number, not {type(value).__name__}")
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # JSON keys are strings
+        _integer("a key of logit_bias", token, 0)
+        _number(f"logit_bias[{token}]", amount, -math.inf)
+        bias[int(token)] = float(amount)
+    return bias
