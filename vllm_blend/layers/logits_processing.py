@@ -1,0 +1,87 @@
+"""Changes to logits that depend on a sequence: allowed tokens, biases, bans and penalties.
+
+All of them touch few (row, token) pairs, so they are gathered, changed and scattered back for the whole batch at once;
+nothing of the vocabulary's size is built per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_blend.layers.sampling_state import SamplingState
+
+
+def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
+
+    In this order: only allowed tokens, biases, bans (`min_tokens`, bad words), penalties.
+    """
+    _keep_allowed(logits, states)
+    _add_bias(logits, states)
+    _ban(logits, states)
+    _penalize(logits, states)
+
+
+def _keep_allowed(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    allowed = [(row, state.allowed_ids) for row, state in enumerate(states) if state.allowed_ids is not None]
+    if not allowed:
+        return
+    rows, tokens = _pairs([row for row, _ in allowed], [ids for _, ids in allowed], logits.device)
+    kept = logits[rows, tokens]
+    logits[_to_device(np.array([row for row, _ in allowed]), logits.device)] = -torch.inf
+    logits[rows, tokens] = kept
+
+
+def _add_bias(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    biased = [(row, *state.bias) for row, state in enumerate(states) if state.bias is not None]
+    if not biased:
+        return
+    rows, tokens = _pairs([row for row, _, _ in biased], [ids for _, ids, _ in biased], logits.device)
+    logits[rows, tokens] += _to_device(np.concatenate([amounts for _, _, amounts in biased]), logits.device)
+
+
+def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    vocab_size = logits.shape[-1]
+    banned = [(row, [i for i in state.banned_ids() if i < vocab_size]) for row, state in enumerate(states)]
+    banned = [(row, ids) for row, ids in banned if ids]
+    if not banned:
+        return
+    id_arrays = [np.array(ids, dtype=np.int64) for _, ids in banned]
+    rows, tokens = _pairs([row for row, _ in banned], id_arrays, logits.device)
+    logits[rows, tokens] = -torch.inf
+
+
+def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+    """Repetition penalty (CTRL, Keskar et al., 2019, section 4.1), then OpenAI's frequency and presence penalties."""
+    penalized = [(row, state) for row, state in enumerate(states) if state.penalized]
+    if not penalized:
+        return
+    tables = [state.penalty_table() for _, state in penalized]
+    lengths = [len(ids) for ids, _ in tables]
+    rows, tokens = _pairs([row for row, _ in penalized], [ids for ids, _ in tables], logits.device)
+    settings = np.array(
+        [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for _, s in penalized],
+        dtype=np.float32,
+    )
+    columns = np.vstack([np.repeat(settings, lengths, axis=0).T, np.concatenate([counts for _, counts in tables])])
+    repetition, frequency, presence, counts = _to_device(columns, logits.device)
+    values = logits[rows, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+
+
+def _pairs(
+    rows: list[int], ids: Sequence[NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and token of every pair, both int64 [pairs], in one transfer."""
+    flat = np.stack([np.repeat(np.array(rows, dtype=np.int64), [len(i) for i in ids]), np.concatenate(ids)])
+    pairs = _to_device(flat, device)
+    return pairs[0], pairs[1]
+
+
+def _to_device(values: NDArray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -1,0 +1,128 @@
+"""What the sampler remembers of one sequence, and when the sequence ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_blend.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """One sequence as the sampler sees it.
+
+    `output_token_ids` is the owner's list, read here and never written. `bad_words` are the token sequences that
+    `SamplingParams.bind` returned. The generator draws on the host, so a seed gives the same draws on every device.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]
+    eos_token_ids: Sequence[int] = ()
+    bad_words: Sequence[tuple[int, ...]] = ()
+    generator: torch.Generator | None = field(init=False, default=None)
+    _table: _PenaltyTable | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.params.seed is not None:
+            self.generator = torch.Generator().manual_seed(int(self.params.seed))
+
+    @cached_property
+    def penalized(self) -> bool:
+        p = self.params
+        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+    @cached_property
+    def _changes_logits_always(self) -> bool:
+        return self.penalized or bool(self.params.logit_bias or self.params.allowed_token_ids or self.bad_words)
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether the next token is the argmax of the model's logits as they are."""
+        waits = len(self.output_token_ids) < self.params.min_tokens
+        return self.params.greedy and not waits and not self._changes_logits_always
+
+    @cached_property
+    def stopping_ids(self) -> frozenset[int]:
+        """Tokens that `min_tokens` holds back: end of sequence and stop tokens."""
+        return frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids or ())
+
+    @cached_property
+    def allowed_ids(self) -> NDArray[np.int64] | None:
+        allowed = self.params.allowed_token_ids
+        return None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
+
+    @cached_property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, each once, and what is added to their logits."""
+        bias = self.params.logit_bias
+        if not bias:
+            return None
+        return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+
+    def banned_ids(self) -> set[int]:
+        """Tokens that may not come next: stopping ones before `min_tokens`, and the last token of a bad word begun."""
+        output = self.output_token_ids
+        banned = set(self.stopping_ids) if len(output) < self.params.min_tokens else set()
+        for *start, last in self.bad_words:
+            if not start or output[-len(start) :] == start:
+                banned.add(last)
+        return banned
+
+    def penalty_table(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens under a penalty, each once, and how often each was generated (0: only in the prompt)."""
+        if self._table is None or self._table.num_counted > len(self.output_token_ids):
+            # NOTE: only the repetition penalty looks at the prompt
+            self._table = _PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())
+        self._table.count(self.output_token_ids)
+        return self._table.arrays()
+
+
+class _PenaltyTable:
+    """Token counts that grow with the output: a step costs the new tokens, not the whole sequence."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.num_counted = 0
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = array("q", self._slots)
+        self._counts = array("f", bytes(4 * len(self._slots)))
+
+    def count(self, output: list[int]) -> None:
+        for token in output[self.num_counted :]:
+            slot = self._slots.setdefault(token, len(self._ids))
+            if slot == len(self._ids):
+                self._ids.append(token)
+                self._counts.append(0.0)
+            self._counts[slot] += 1.0
+        self.num_counted = len(output)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+
+
+def check_stop(
+    state: SamplingState, token_id: int, num_total_tokens: int, max_model_len: int
+) -> tuple[str, int | None] | None:
+    """(finish_reason, stop_reason) if a sequence ends with `token_id`, the last of `state.output_token_ids`, else None.
+
+    `num_total_tokens` counts prompt and output. End of sequence and stop tokens end it with "stop" unless fewer than
+    `min_tokens` tokens were generated; `stop_reason` is the id of a stop token, None for end of sequence.
+    `max_tokens` and a full context end it with "length". Stop strings are the detokenizer's.
+    """
+    params = state.params
+    num_output = len(state.output_token_ids)
+    if num_output >= params.min_tokens:
+        if token_id in state.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in (params.stop_token_ids or ()):
+            return "stop", token_id
+    if num_total_tokens >= max_model_len or (params.max_tokens is not None and num_output >= params.max_tokens):
+        return "length", None
+    return None
