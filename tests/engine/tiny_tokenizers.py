@@ -1,0 +1,56 @@
+"""Small real tokenizers, trained on the spot: byte-level BPE, byte-fallback BPE with visible spaces, and a slow one."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. Where did the dog go?",
+    "Der schnelle braune Fuchs springt über den faulen Hund, naïve café.",
+    "敏捷的棕色狐狸跳过了懒狗。速い茶色の狐。",
+    "def f(x):\n    return x + 1\n\nAnswer: 42 😀😃",
+]
+SPECIAL = ["<s>", "</s>", "<|sep|>"]
+
+
+@lru_cache
+def byte_level() -> PreTrainedTokenizerBase:
+    """As in GPT-2, Llama 3 and Qwen: tokens are bytes, so a character may be spread over several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@lru_cache
+def byte_fallback() -> PreTrainedTokenizerBase:
+    """As in Llama 2 and Mistral: a space is part of the word after it, unknown characters are runs of byte tokens."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator([TEXTS[0]], trainer)
+    state = json.loads(tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    vocab.update({f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)})
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@lru_cache
+def slow() -> PreTrainedTokenizerBase:
+    """A tokenizer written in Python: one token per byte; bytes that are no character decode to nothing."""
+    return ByT5Tokenizer()
