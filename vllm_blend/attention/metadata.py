@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -34,6 +35,11 @@ class AttentionMetadata:
     @property
     def num_requests(self) -> int:
         return len(self.seq_lens)
+
+    @cached_property
+    def host_positions(self) -> list[int]:
+        """`positions` on the host, read once per step (a synchronisation on a GPU: only the plain torch backend uses it)."""
+        return self.positions.tolist()
 
     def rows(self, request: int) -> slice:
         """Rows of the step's tensors that belong to a request."""

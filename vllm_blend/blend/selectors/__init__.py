@@ -1,0 +1,47 @@
+"""Which context tokens are computed again: one file per rule, one registry of all."""
+
+from __future__ import annotations
+
+from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector, best
+from vllm_blend.blend.selectors.first_tokens import FirstTokens
+from vllm_blend.blend.selectors.gradual import Gradual
+from vllm_blend.blend.selectors.key_deviation import KeyDeviation
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
+from vllm_blend.blend.selectors.simple import Full, NoRecompute, Random
+from vllm_blend.blend.selectors.value_deviation import ValueDeviation
+
+SELECTORS: dict[str, type[Selector]] = {}
+
+
+def register_selector(selector: type[Selector]) -> type[Selector]:
+    """Make a selector usable by its `name`. Works as a decorator on a user's own class."""
+    name = getattr(selector, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{selector.__name__} needs a class attribute `name`: it is what users select it by")
+    known = SELECTORS.get(name)
+    if known is not None and known is not selector:
+        raise ValueError(f"a selector named {name!r} is registered already ({known.__name__}): choose another name")
+    SELECTORS[name] = selector
+    return selector
+
+
+def make_selector(name: str) -> Selector:
+    """The selector registered as `name`, with its default settings. Raises ValueError listing the known ones."""
+    if name not in SELECTORS:
+        raise ValueError(f"blend_selector={name!r} is unknown: use one of {sorted(SELECTORS)}, or register your own")
+    return SELECTORS[name]()
+
+
+for _selector in (
+    ValueDeviation,
+    KeyDeviation,
+    Gradual,
+    QuestionAttention,
+    FirstTokens,
+    Random,
+    NoRecompute,
+    Full,
+):
+    register_selector(_selector)
+
+__all__ = ["SELECTORS", "Evidence", "LooksAt", "Selector", "best", "make_selector", "register_selector"]

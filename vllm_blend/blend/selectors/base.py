@@ -1,0 +1,58 @@
+"""What a selector is: one method that scores context tokens; the best `ratio` of them are computed again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class LooksAt(Enum):
+    """What a selector has to see, which decides when the tokens are chosen and what choosing costs."""
+
+    POSITIONS = "positions"  # nothing computed: the forward starts with the final token set
+    QUESTION = "question"  # a pass of the suffix alone over the reused cache, then the same
+    LAYERS = "layers"  # the whole context is computed up to a check layer, where the token set shrinks
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a selector may look at, for the n candidate tokens of one request. Never anything of another request.
+
+    Candidates are the reused tokens before the suffix whose KV is not known to be exact.
+    """
+
+    positions: torch.Tensor  # [n] int64, ascending
+    chunk_offsets: torch.Tensor  # [n] int64, how far into its chunk each token is
+    seed: int  # of the request's content: the same prompt gives the same random choice
+    question_mass: torch.Tensor | None = None  # [n] float32, with LooksAt.QUESTION
+    k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, with LooksAt.LAYERS; K is rotated on both sides
+    k_old: torch.Tensor | None = None
+    v_new: torch.Tensor | None = None
+    v_old: torch.Tensor | None = None
+
+
+class Selector(ABC):
+    """Base of all selectors. A subclass is a dataclass (its fields are its settings) with a `name` and a `score`."""
+
+    name: str
+    looks_at: LooksAt = LooksAt.POSITIONS
+    default_ratio: float = 0.15
+    fixed_ratio: float | None = None  # set where the rule itself decides how much is computed
+
+    @abstractmethod
+    def score(self, evidence: Evidence) -> torch.Tensor:
+        """[n] float scores, larger meaning compute this token again. Ties go to the earlier position."""
+
+    def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
+        """The share of context tokens kept after each check layer; the last is `ratio`."""
+        return [ratio] * len(check_layers)
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` largest scores, ascending. Stable: equal scores are taken from the front."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return order[:count].sort().values

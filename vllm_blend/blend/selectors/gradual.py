@@ -1,0 +1,37 @@
+"""CacheBlend's gradual filtering: several check layers, each keeping fewer tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector
+
+
+@dataclass(frozen=True)
+class Gradual(Selector):
+    """Deviation of K and V, narrowing over the check layers (CacheBlend, arXiv:2405.16444, section 4.3, 'gradual filtering').
+
+    The paper keeps r1 > r2 > ... > r tokens after successive layers; the shares here fall geometrically from `first` times
+    the ratio to the ratio. Give several `blend_check_layers`, for example [1, 2, 3, 4].
+    """
+
+    name: ClassVar[str] = "gradual"
+    looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
+
+    first: float = 2.0
+
+    def score(self, evidence: Evidence) -> torch.Tensor:
+        assert evidence.k_new is not None and evidence.k_old is not None
+        assert evidence.v_new is not None and evidence.v_old is not None
+        k_change = (evidence.k_new.float() - evidence.k_old.float()).square().sum((1, 2))
+        v_change = (evidence.v_new.float() - evidence.v_old.float()).square().sum((1, 2))
+        # K and V differ in scale from model to model: each counts relative to its own total.
+        return k_change / k_change.sum().clamp_min(1e-12) + v_change / v_change.sum().clamp_min(1e-12)
+
+    def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
+        steps = len(check_layers) - 1
+        return [min(1.0, ratio * self.first ** ((steps - i) / max(1, steps))) if i < steps else ratio for i in range(steps + 1)]

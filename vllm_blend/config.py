@@ -1,0 +1,186 @@
+"""Configuration: one dataclass per concern, each checked once, in `__post_init__`, with errors that say the fix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+LoadFormat = Literal["auto", "dummy"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def resolve_device(device: str) -> torch.device:
+    """'auto' is the first CUDA device where there is one, the CPU otherwise."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
+    require(
+        resolved.type == "cpu" or torch.cuda.is_available(),
+        f"device={device!r} was asked for, but torch sees no CUDA device: use device='cpu', or install a CUDA build of torch",
+    )
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache.
+
+    'auto' is the checkpoint's dtype on a GPU (float32 checkpoints become bfloat16 there, as half the memory serves as well)
+    and float32 on a CPU, where half precision is fast on few machines and emulated on the others.
+    """
+    if isinstance(dtype, torch.dtype):
+        require(dtype in _DTYPES.values(), f"dtype={dtype} is not supported: use one of {sorted(_DTYPES)}")
+        return dtype
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if checkpoint_dtype in (None, torch.float32) else checkpoint_dtype
+    require(dtype in _DTYPES, f"dtype={dtype!r} is unknown: use 'auto' or one of {sorted(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+@dataclass
+class ModelConfig:
+    """Which model, in which precision, on which device."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    load_format: LoadFormat = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "model is empty: give a model directory or a Hugging Face model id")
+        require(
+            self.load_format in ("auto", "dummy"), f"load_format={self.load_format!r} is unknown: use 'auto' or 'dummy'"
+        )
+        require(
+            self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
+        )
+
+
+@dataclass
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    num_gpu_blocks_override: int | None = None  # number of blocks to allocate, instead of measuring the memory
+
+    def __post_init__(self) -> None:
+        require(
+            self.block_size in (8, 16, 32, 64, 128), f"block_size={self.block_size}: use one of 8, 16, 32, 64, 128 tokens"
+        )
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization={self.gpu_memory_utilization} is a share of the memory: use a value in (0, 1]",
+        )
+        blocks = self.num_gpu_blocks_override
+        require(blocks is None or blocks >= 2, f"num_gpu_blocks_override={blocks}: at least 2 blocks are needed")
+
+
+@dataclass
+class SchedulerConfig:
+    """How much work goes into a step."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None  # default: 2048 on a CPU, 8192 on a GPU
+
+    def __post_init__(self) -> None:
+        require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
+        tokens = self.max_num_batched_tokens
+        require(
+            tokens is None or tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={self.max_num_seqs}: a step could not hold one token of "
+            "every running request; raise the first or lower the second",
+        )
+
+
+@dataclass
+class BlendConfig:
+    """Reuse of chunk KV: which tokens of a reused context are computed again (CacheBlend, Yao et al., EuroSys 2025).
+
+    `recompute_ratio` is the share of the tokens before the suffix that is recomputed, None for the selector's default (0.15).
+    `check_layers` are the layers at which deviation selectors look; with several, `recompute_ratios` gives the share kept
+    after each (the paper's gradual filtering, section 4.3). Contexts shorter than `min_tokens` are prefilled in full.
+    """
+
+    enable_blending: bool = False
+    selector: str = "question_attention"
+    recompute_ratio: float | None = None
+    check_layers: list[int] = field(default_factory=lambda: [1])
+    recompute_ratios: list[float] | None = None
+    min_tokens: int = 0
+    chunk_cache_gib: float = 4.0  # memory for stored chunk KV; the least recently used chunks leave first
+
+    def __post_init__(self) -> None:
+        check_ratio("blend_recompute_ratio", self.recompute_ratio)
+        require(len(self.check_layers) > 0, "blend_check_layers is empty: name at least one layer, for example [1]")
+        require(
+            all(isinstance(i, int) and i >= 1 for i in self.check_layers)
+            and list(self.check_layers) == sorted(set(self.check_layers)),
+            f"blend_check_layers={self.check_layers} must be ascending layer numbers from 1 on (K and V of layer 0 depend on "
+            "the token alone, so there is nothing to compare there)",
+        )
+        if self.recompute_ratios is not None:
+            for ratio in self.recompute_ratios:
+                check_ratio("blend_recompute_ratios", ratio)
+            require(
+                len(self.recompute_ratios) == len(self.check_layers),
+                f"blend_recompute_ratios has {len(self.recompute_ratios)} entries for {len(self.check_layers)} "
+                "blend_check_layers: give one ratio per layer",
+            )
+            require(
+                self.recompute_ratio is None,
+                "blend_recompute_ratio and blend_recompute_ratios are both given: keep one of them",
+            )
+        require(self.min_tokens >= 0, f"blend_min_tokens={self.min_tokens} must not be negative")
+        require(self.chunk_cache_gib > 0, f"blend_chunk_cache_gib={self.chunk_cache_gib} must be positive")
+
+
+def check_ratio(name: str, value: Any) -> None:
+    """A recompute ratio is None or a number in 0..1."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(number and 0.0 <= value <= 1.0, f"{name}={value!r} is a share of tokens: use a number in 0..1")
+
+
+@dataclass
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
+    disable_log_stats: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported by the single-process executor",
+        )

@@ -1,0 +1,120 @@
+"""Pages of the KV cache: who owns which block, and which full blocks can be found again by their content.
+
+Every block has a reference count. A full block of exact prefill can be published under a digest chained over everything
+before it; a later request with the same beginning takes it by reference. A published block that nobody uses keeps its
+content until the space is needed, least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a published block holds: the digest of its whole prefix, and its own tokens to verify a hit."""
+
+    digest: bytes
+    token_ids: tuple[int, ...]
+
+
+def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Digest of a block's content in the context of everything before it (16 bytes, BLAKE2b)."""
+    return hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16, key=parent).digest()
+
+
+class BlockManager:
+    """Reference-counted blocks 1..num_blocks-1 (block 0 is never given out: block tables are padded with it)."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: at least 2 are needed, as block 0 is reserved for padding")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to be reused first
+        self._published: dict[int, Published] = {}
+        self._by_digest: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody uses, cached content included."""
+        return len(self._free)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks that requests can have."""
+        return self.num_blocks - 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks `num_tokens` tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of undefined content, one reference each. Raises OutOfBlocks, having taken nothing."""
+        if count > len(self._free):
+            raise OutOfBlocks(f"{count} blocks were asked for, {len(self._free)} of {self.num_usable_blocks} are free")
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._unpublish(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def take(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of `blocks`, which hold content somebody wants to share."""
+        for block in blocks:
+            self._references[block] += 1
+            self._free.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each of `blocks`; those without any left are free again.
+
+        Later blocks of a prefix are reused before earlier ones: an evicted early block would make the later ones unreachable.
+        """
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise RuntimeError(f"block {block} was released more often than it was taken")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._published:
+                    self._free.move_to_end(block, last=False)  # nothing to lose: reuse it before cached content
+
+    def match_prefix(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
+        """The longest run of published blocks for a prompt's chained `digests`, one per full block, without taking them."""
+        matched: list[int] = []
+        for index, digest in enumerate(digests):
+            block = self._by_digest.get(digest)
+            start = index * self.block_size
+            if block is None or self._published[block].token_ids != tuple(token_ids[start : start + self.block_size]):
+                break
+            matched.append(block)
+        return matched
+
+    def publish(self, block: int, digest: bytes, token_ids: Sequence[int]) -> None:
+        """Make a full block findable. A second block with the same digest stays private."""
+        if not self.enable_prefix_caching or digest in self._by_digest or block in self._published:
+            return
+        self._published[block] = Published(digest, tuple(token_ids))
+        self._by_digest[digest] = block
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all published content. Blocks in use stay with their owners."""
+        self._published.clear()
+        self._by_digest.clear()
+
+    def _unpublish(self, block: int) -> None:
+        published = self._published.pop(block, None)
+        if published is not None:
+            del self._by_digest[published.digest]

@@ -1,0 +1,186 @@
+"""Which tokens of which requests go into the next step: continuous batching with chunked prefill and preemption.
+
+Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in order of arrival, as far
+as the token budget, the number of sequences and the pages allow. When pages run out, the request that started last gives its
+own back and is computed again later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from vllm_blend.core.block_manager import BlockManager, chain_digest
+from vllm_blend.request import Request, RequestStatus
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen ones."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    is_blend: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the request's last known token, so that the next one can be sampled."""
+        return self.request.params is not None and self.stop == self.request.num_tokens
+
+
+@dataclass
+class SchedulerOutput:
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+class Scheduler:
+    """Owns the queues. Pages are taken here and given back here; the model run in between never allocates."""
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> SchedulerOutput:
+        output = SchedulerOutput()
+        budget = self._schedule_running(output, self.max_num_batched_tokens)
+        if not output.preempted:
+            self._schedule_waiting(output, budget)
+        return output
+
+    def finish(self, request: Request) -> None:
+        """Remove a request from the queues, finished or aborted, and give its pages back."""
+        if request.status is RequestStatus.RUNNING or request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._release(request)
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Record that the scheduled tokens are in the cache, and publish the blocks that exact prefill has filled."""
+        for item in output.scheduled:
+            item.request.num_computed_tokens = item.stop
+            if item.request.exact and self.blocks.enable_prefix_caching:
+                self._publish(item.request, item.start)
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._grow(request, request.num_computed_tokens + count):
+                victim = self.running[-1]
+                self._preempt(victim, output)
+                if victim is request:
+                    return budget
+            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
+            budget -= count
+            index += 1
+        return budget
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        passed_over: list[Request] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.popleft()
+            item = None if request.blocked else self._admit(request, budget, output)
+            if item is None:
+                passed_over.append(request)
+                if request.blocked:
+                    continue
+                break
+            output.scheduled.append(item)
+            budget -= request.blend.num_scheduled_tokens if request.blend and item.is_blend else item.num_tokens
+            request.status = RequestStatus.RUNNING
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.time()
+                request.metrics.time_in_queue = request.metrics.first_scheduled_time - request.metrics.arrival_time
+            self.running.append(request)
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
+        """Give a waiting request its first pages and tokens, or None when they do not fit now."""
+        if request.blend is not None:
+            # A blend is one step by nature: it may exceed the budget, but only where nothing else is being prefilled.
+            cost = request.blend.num_scheduled_tokens
+            if cost > budget and any(item.num_tokens > 1 for item in output.scheduled):
+                return None
+            if not self._grow(request, request.num_tokens):
+                return None
+            return ScheduledRequest(request, 0, request.num_tokens, is_blend=True)
+        cached = self._cached_blocks(request)
+        start = len(cached) * self.blocks.block_size
+        count = min(request.num_tokens - start, budget)
+        self.blocks.take(cached)
+        request.block_table = list(cached)
+        if not self._grow(request, start + count):
+            self._release(request)
+            return None
+        request.num_computed_tokens = start
+        if not request.output_token_ids:  # what a preempted request finds again is no hit for its user
+            request.num_cached_tokens = start
+        return ScheduledRequest(request, start, count)
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        limit = request.max_cached_tokens // self.blocks.block_size
+        if not self.blocks.enable_prefix_caching or limit == 0:
+            return []
+        self._extend_digests(request, limit)
+        return self.blocks.match_prefix(request.block_digests[:limit], request.token_slice(0, limit * self.blocks.block_size))
+
+    def _extend_digests(self, request: Request, count: int) -> None:
+        size = self.blocks.block_size
+        for index in range(len(request.block_digests), count):
+            parent = request.block_digests[index - 1] if index else b""
+            request.block_digests.append(chain_digest(parent, request.token_slice(index * size, (index + 1) * size)))
+
+    def _publish(self, request: Request, start: int) -> None:
+        size = self.blocks.block_size
+        full = request.num_computed_tokens // size
+        if full == start // size:
+            return
+        self._extend_digests(request, full)
+        for index in range(start // size, full):
+            tokens = request.token_slice(index * size, (index + 1) * size)
+            self.blocks.publish(request.block_table[index], request.block_digests[index], tokens)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Extend the block table to hold `num_tokens`; False, with nothing taken, when there are too few free blocks."""
+        needed = self.blocks.blocks_for(num_tokens) - len(request.block_table)
+        if needed > self.blocks.num_free_blocks:
+            return False
+        if needed > 0:
+            request.block_table.extend(self.blocks.allocate(needed))
+        return True
+
+    def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+        output.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        self.blocks.release(request.block_table)
+        request.block_table = []
+        request.num_computed_tokens = 0
+        request.collected.clear()

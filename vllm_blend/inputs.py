@@ -1,0 +1,133 @@
+"""Prompts: text, token ids, or a prefix, chunks and a suffix whose KV cache is reused chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Union
+
+from transformers import PreTrainedTokenizerBase
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class _ChunkedPromptOptions(TypedDict, total=False):
+    blend_selector: str
+    blend_recompute_ratio: float
+
+
+class ChunkedPrompt(_ChunkedPromptOptions):
+    """A prompt in pieces. Each is text or token ids; strings are tokenized one by one and joined as ids, BOS once.
+
+    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt.
+    """
+
+    prefix: str | list[int]
+    chunks: list[str] | list[list[int]]
+    suffix: str | list[int]
+
+
+PromptType = Union[str, TextPrompt, TokensPrompt, ChunkedPrompt]
+
+_CHUNKED_KEYS = {"prefix", "chunks", "suffix", "blend_selector", "blend_recompute_ratio"}
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt as token ids. `chunk_bounds` are the (start, stop) positions of its chunks; empty for a plain prompt.
+
+    Everything before the first chunk is the prefix, everything after the last one the suffix.
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+    chunk_bounds: tuple[tuple[int, int], ...] = ()
+    blend_selector: str | None = None
+    blend_recompute_ratio: float | None = None
+
+
+def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
+    """Tokenize and check a prompt.
+
+    Raises ValueError or TypeError naming the field and the fix; nothing has been scheduled by then.
+    """
+    if isinstance(prompt, str):
+        return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt is a str or a dict, not {type(prompt).__name__}: see vllm_blend.inputs")
+    if "chunks" in prompt:
+        return _chunked(prompt, tokenizer, vocab_size)  # type: ignore[arg-type]
+    if "prompt_token_ids" in prompt:
+        text = prompt.get("prompt")
+        ids = _check_ids(prompt["prompt_token_ids"], "prompt_token_ids", vocab_size)
+        return _plain(ids, text, vocab_size)  # type: ignore[arg-type]
+    if "prompt" in prompt:
+        return parse_prompt(prompt["prompt"], tokenizer, vocab_size)
+    raise ValueError(
+        f"a prompt dict needs 'prompt', 'prompt_token_ids', or 'prefix', 'chunks' and 'suffix'; got {sorted(prompt)}"
+    )
+
+
+def _plain(ids: list[int], text: str | None, vocab_size: int) -> ParsedPrompt:
+    if not ids:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    return ParsedPrompt(_check_ids(ids, "prompt", vocab_size), text)
+
+
+def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
+    unknown = set(prompt) - _CHUNKED_KEYS
+    if unknown:
+        raise ValueError(f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}")
+    chunks = prompt["chunks"]
+    if isinstance(chunks, str) or not isinstance(chunks, Sequence):
+        raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
+    ids = _piece(prompt.get("prefix", ""), tokenizer, True, "prefix", vocab_size)
+    bounds = []
+    for index, chunk in enumerate(chunks):
+        piece = _piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
+        if not piece:
+            raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
+        bounds.append((len(ids), len(ids) + len(piece)))
+        ids = ids + piece
+    suffix = _piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
+    if not suffix:
+        raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
+    return ParsedPrompt(
+        ids + suffix, None, tuple(bounds), prompt.get("blend_selector"), prompt.get("blend_recompute_ratio")
+    )
+
+
+def _piece(
+    piece: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str, vocab_size: int
+) -> list[int]:
+    if isinstance(piece, str):
+        return _encode(piece, tokenizer, special, name)
+    return _check_ids(piece, name, vocab_size)
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str) -> list[int]:
+    """Token ids of `text`. With `special`, what the tokenizer puts before a text (BOS) comes first, once; what it may put
+    behind (EOS) does not: a prompt goes on."""
+    if tokenizer is None:
+        raise ValueError(f"{name} is text, but the engine has no tokenizer: give token ids, or a tokenizer")
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
+    if special and bos is not None and ids[:1] != [bos] and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]:
+        ids.insert(0, bos)
+    return ids
+
+
+def _check_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+        raise TypeError(f"{name} must be a list of token ids, not {type(ids).__name__}")
+    checked = [int(i) for i in ids]
+    for position, token in enumerate(checked):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{position}] is {token}, outside the vocabulary of {vocab_size} tokens")
+    return checked

@@ -1,0 +1,91 @@
+"""A request inside the engine: its tokens, its pages, and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_blend.outputs import RequestMetrics
+from vllm_blend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_blend.blend.plan import BlendPlan
+    from vllm_blend.engine.detokenizer import Detokenizer
+    from vllm_blend.layers.sampler import SamplingState
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to compute. `n > 1` makes several of these; encoding a chunk makes one without sampling."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams | None  # None: compute the prompt's KV only
+    metrics: RequestMetrics
+    index: int = 0  # which of the n completions this is
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache
+    num_cached_tokens: int = 0  # of those, how many were found there
+    block_digests: list[bytes] = field(default_factory=list)  # chained, one per full block known so far
+    sampling: SamplingState | None = None
+    detokenizer: Detokenizer | None = None
+    # blending
+    blend: BlendPlan | None = None
+    blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
+    # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
+    collect_from: int | None = None
+    collected: list[torch.Tensor] = field(default_factory=list)  # pieces [2, layers, tokens, kv_heads, head_dim]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions start..stop-1, prompt and output taken as one sequence."""
+        n = len(self.prompt_token_ids)
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the cache holds what plain prefill would have put there: only then may pages be shared by content."""
+        return self.blend is None
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens may come from the prefix cache. The last token is always computed, for its logits; so is
+        everything whose KV or log-probability somebody wants to see."""
+        if not self.exact or (self.params is not None and self.params.prompt_logprobs is not None):
+            return 0
+        return self.num_tokens - 1 if self.collect_from is None else min(self.collect_from, self.num_tokens - 1)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.status = RequestStatus.FINISHED
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.metrics.finished_time = time.time()
