@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.engine.tiny_tokenizers import byte_fallback, byte_level
+from vllm_blend.sampling_params import SamplingParams
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.prompt_logprobs) == (16, 0, None, None)
+    assert (params.seed, params.stop, params.stop_token_ids, params.bad_words) == (None, [], [], [])
+    assert (params.detokenize, params.skip_special_tokens, params.spaces_between_special_tokens) == (True, True, True)
+    assert not params.ignore_eos and not params.include_stop_str_in_output and not params.greedy
+
+
+def params_with(field: str, value: Any) -> SamplingParams:
+    return SamplingParams(**{field: value})
+
+
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n=0"),
+    ({"n": 2, "temperature": 0.0}, "n=2 .*n=1"),
+    ({"presence_penalty": 2.5}, "presence_penalty=2.5 .*at least -2 and at most 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty=-3"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 .*above 0"),
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": float("inf")}, "temperature=inf"),
+    ({"top_p": 0.0}, "top_p=0.0 .*above 0 and at most 1"),
+    ({"top_p": 1.1}, "top_p=1.1"),
+    ({"top_k": -2}, "top_k=-2 .*at least -1"),
+    ({"min_p": 1.5}, "min_p=1.5"),
+    ({"seed": 2**63}, "seed="),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"min_tokens": -1}, "min_tokens=-1"),
+    ({"min_tokens": 20}, "min_tokens=20 is above max_tokens=16"),
+    ({"logprobs": -2}, "logprobs=-2"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs=-2"),
+    ({"stop": ["a", ""]}, "stop=.*empty"),
+    ({"stop": ""}, "stop=.*empty"),
+    ({"stop": "a", "detokenize": False}, "detokenize=True"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
+    ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+    ({"bad_words": [" "]}, "bad_words=.*empty"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias=-1"),
+    ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan"),
+    ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf"),
+]
+WRONG_TYPE: list[tuple[dict[str, Any], str]] = [
+    ({"n": 1.5}, "n=1.5 must be an integer"),
+    ({"temperature": "hot"}, "temperature='hot' must be a number"),
+    ({"temperature": True}, "temperature=True must be a number"),
+    ({"max_tokens": "16"}, "max_tokens='16' must be an integer"),
+    ({"stop": [1]}, "stop=.*strings only"),
+    ({"stop_token_ids": "12"}, "stop_token_ids='12' must be a list of token ids"),
+    ({"stop_token_ids": ["x"]}, "stop_token_ids='x' must be an integer"),
+    ({"bad_words": "word"}, "bad_words='word' must be a list of strings"),
+    ({"logit_bias": [1]}, "logit_bias=.*must be a dict"),
+    ({"logit_bias": {"x": 1.0}}, "logit_bias='x' must be an integer"),
+    ({"best_of": 3}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), INVALID, ids=lambda value: repr(value)[:40])
+def test_invalid_value_is_named(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_TYPE, ids=lambda value: repr(value)[:40])
+def test_wrong_type_is_named(settings: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**settings)
+
+
+def test_accepted_spellings():
+    assert SamplingParams(stop="END").stop == ["END"]
+    assert SamplingParams(logit_bias={"12": 1, 7: -3.5}).logit_bias == {12: 1.0, 7: -3.5}  # type: ignore[dict-item]
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).max_tokens is None
+    assert SamplingParams(top_k=-1).top_k == -1
+
+
+def test_greedy_below_a_hundred_thousandth():
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=3)
+    copy = params.clone()
+    assert copy == params
+    assert copy.stop is not params.stop and copy.logit_bias is not params.logit_bias
+
+
+def test_completions_get_different_seeds():
+    params = SamplingParams(n=3, seed=2**63 - 2, temperature=0.7)
+    several = [params.for_completion(index) for index in range(3)]
+    assert several[0].seed == params.seed and len({p.seed for p in several}) == 3
+    assert all(p.n == 1 and p.temperature == 0.7 for p in several)
+    assert [SamplingParams(n=2).for_completion(i).seed for i in range(2)] == [None, None]
+    assert None not in {SamplingParams(n=9, seed=-5).for_completion(i).seed for i in range(9)}
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_bind_refuses_tokens_outside_the_vocabulary(field: str):
+    value: Any = {5: 1.0, 420: 1.0} if field == "logit_bias" else [5, 420]
+    params = params_with(field, value)
+    with pytest.raises(ValueError, match=re.escape(f"{field} names [420], outside the vocabulary of 420 tokens")):
+        params.bind(byte_level(), 420)
+    assert params.bind(byte_level(), 421) == []
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_bind_refuses_more_logprobs_than_tokens(field: str):
+    with pytest.raises(ValueError, match=f"{field}=421 is above the vocabulary of 420"):
+        params_with(field, 421).bind(byte_level(), 420)
+    assert params_with(field, -1).bind(byte_level(), 420) == []
+
+
+def test_bad_words_become_token_sequences_with_and_without_a_space():
+    tokenizer = byte_level()
+    sequences = SamplingParams(bad_words=["dog", " fox jumps"]).bind(tokenizer, 420)
+    assert {tokenizer.decode(list(sequence)) for sequence in sequences} == {"dog", " dog", "fox jumps", " fox jumps"}
+    assert len(sequences) == 4
+
+
+def test_bad_words_of_a_tokenizer_that_hides_the_first_space():
+    tokenizer = byte_fallback()
+    sequences = SamplingParams(bad_words=["dog"]).bind(tokenizer, len(tokenizer))
+    assert (tokenizer.convert_tokens_to_ids("▁dog"),) in sequences
+
+
+def test_bind_refuses_bad_words_beyond_the_models_vocabulary():
+    with pytest.raises(ValueError, match="bad_words: 'dog' has no tokens in the vocabulary of 50"):
+        SamplingParams(bad_words=["dog"]).bind(byte_level(), 50)
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_bind_without_a_tokenizer_refuses_text(field: str):
+    with pytest.raises(ValueError, match=f"{field}=.* needs a tokenizer"):
+        params_with(field, ["x"]).bind(None, 100)
+    assert SamplingParams(stop_token_ids=[3]).bind(None, 100) == []
