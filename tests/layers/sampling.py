@@ -1,0 +1,22 @@
+"""Helpers of the sampler's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.sampling_params import SamplingParams
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def state(prompt: list[int] | None = None, output: list[int] | None = None, **settings: Any) -> SamplingState:
+    """A sequence with end of sequence 0; `bad_words` are token sequences here."""
+    bad_words = settings.pop("bad_words", ())
+    return SamplingState(SamplingParams(**settings), prompt or [1], list(output or ()), (0,), bad_words)
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
