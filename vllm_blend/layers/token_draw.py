@@ -33,9 +33,8 @@ def draw_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms
         floor[rows] = _threshold(values, floor[rows], top_k[rows], top_p[rows])
     scaled.masked_fill_(scaled < floor.unsqueeze(1), -torch.inf)
     cumulative = scaled.exp_().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # NOTE: uniform * total may round up to total, beyond the last token; the last number below it is still inside
-    target = torch.minimum(uniform.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # NOTE: a float64 below 1 times the total rounds to less than the total, so the last likely token is never overshot
+    target = uniform.unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
