@@ -8,7 +8,7 @@ The files published with CacheBlend (MuSiQue, 2WikiMultihopQA, SAMSum) and ours 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from vllm_blend.pipeline.files import read_json
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_Complaint = Callable[[str, str], ValueError]  # (field, problem) -> the error to raise
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> 
     )
 
 
-def flatten_answers(answers: Any, bad: Any = None) -> Iterable[str]:
+def flatten_answers(answers: Any, bad: _Complaint | None = None) -> Iterable[str]:
     """Strings of a flat or nested list of answers, or of one answer, in order. ValueError for anything else."""
     if isinstance(answers, str):
         yield answers
@@ -134,7 +135,7 @@ def flatten_answers(answers: Any, bad: Any = None) -> Iterable[str]:
         raise bad("answers", problem) if bad else ValueError(f"answers {problem}")
 
 
-def _sample_id(value: Any, index: int, bad: Any) -> str:
+def _sample_id(value: Any, index: int, bad: _Complaint) -> str:
     if value is None:
         return f"sample{index}"
     if isinstance(value, (str, int)) and _SAFE_ID.fullmatch(str(value)):
