@@ -32,7 +32,7 @@ def _keep_allowed(logits: torch.Tensor, states: Sequence[SamplingState]) -> None
         return
     rows, tokens = _pairs([row for row, _ in allowed], [ids for _, ids in allowed], logits.device)
     kept = logits[rows, tokens]
-    logits[_to_device(np.array([row for row, _ in allowed]), logits.device)] = -torch.inf
+    logits.index_fill_(0, _to_device(np.array([row for row, _ in allowed]), logits.device), -torch.inf)
     logits[rows, tokens] = kept
 
 
@@ -52,7 +52,7 @@ def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
         return
     id_arrays = [np.array(ids, dtype=np.int64) for _, ids in banned]
     rows, tokens = _pairs([row for row, _ in banned], id_arrays, logits.device)
-    logits[rows, tokens] = -torch.inf
+    logits[rows, tokens] = logits.new_full((), -torch.inf)  # a Python number would be copied from the host, and wait
 
 
 def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
@@ -61,14 +61,13 @@ def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     if not penalized:
         return
     tables = [state.penalty_table() for _, state in penalized]
-    lengths = [len(ids) for ids, _ in tables]
     rows, tokens = _pairs([row for row, _ in penalized], [ids for ids, _ in tables], logits.device)
-    settings = np.array(
-        [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for _, s in penalized],
-        dtype=np.float32,
-    )
-    columns = np.vstack([np.repeat(settings, lengths, axis=0).T, np.concatenate([counts for _, counts in tables])])
-    repetition, frequency, presence, counts = _to_device(columns, logits.device)
+    counts = _to_device(np.concatenate([counts for _, counts in tables]), logits.device)
+    per_row = np.ones((3, len(states)), dtype=np.float32)
+    for row, state in penalized:
+        p = state.params
+        per_row[:, row] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+    repetition, frequency, presence = _to_device(per_row, logits.device)[:, rows]
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
