@@ -1,0 +1,61 @@
+"""An inference engine in which a prompt's passages are reusable KV cache, behind vLLM's API."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
+    from vllm_blend.config import BlendConfig
+    from vllm_blend.engine.arg_utils import EngineArgs
+    from vllm_blend.engine.llm_engine import LLMEngine
+    from vllm_blend.entrypoints.llm import LLM
+    from vllm_blend.inputs import ChunkedPrompt, TextPrompt, TokensPrompt
+    from vllm_blend.outputs import BlendStats, CompletionOutput, RequestOutput
+    from vllm_blend.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+# Imported on first use: reading a data set must not load the engine.
+_HOMES = {
+    "BlendConfig": "config",
+    "BlendStats": "outputs",
+    "ChunkedPrompt": "inputs",
+    "CompletionOutput": "outputs",
+    "EngineArgs": "engine.arg_utils",
+    "Evidence": "blend.selectors",
+    "LLM": "entrypoints.llm",
+    "LLMEngine": "engine.llm_engine",
+    "LooksAt": "blend.selectors",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "Selector": "blend.selectors",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
+    "register_selector": "blend.selectors",
+}
+
+__all__ = [
+    "LLM",
+    "BlendConfig",
+    "BlendStats",
+    "ChunkedPrompt",
+    "CompletionOutput",
+    "EngineArgs",
+    "Evidence",
+    "LLMEngine",
+    "LooksAt",
+    "RequestOutput",
+    "SamplingParams",
+    "Selector",
+    "TextPrompt",
+    "TokensPrompt",
+    "register_selector",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_blend.outputs import RequestMetrics
+from vllm_blend.outputs import Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Request:
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
     collect_from: int | None = None
     collected: list[torch.Tensor] = field(default_factory=list)  # pieces [2, layers, tokens, kv_heads, head_dim]
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, where asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -112,7 +112,6 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
-                request.metrics.time_in_queue = request.metrics.first_scheduled_time - request.metrics.arrival_time
             self.running.append(request)
         self.waiting.extendleft(reversed(passed_over))
 

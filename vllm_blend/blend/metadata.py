@@ -1,0 +1,127 @@
+"""The hooks of CacheBlend's vLLM fork: a dict on the decoder stack, and KV that users hand over themselves.
+
+Names and meanings are those of that fork, so that scripts written for it run; its defects are not kept: any suffix is forced
+whole, the mask is exact, `old_kvs` can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
+from vllm_blend.blend.selectors import make_selector
+from vllm_blend.config import check_ratio
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+
+def default_fuse_metadata(kv_cache_dtype: torch.dtype) -> dict[str, Any]:
+    """`cache_fuse_metadata` as a new engine has it.
+
+    Set by users: `collect` (keep K before RoPE and V of this prompt in `hack_kv`), `check` (blend the next prompt with
+    `old_kvs`, then become False again), `selector`, `check_layers`, `recomp_ratio` or `recomp_ratios` (one per check layer),
+    `suffix_len` (trailing tokens always computed; None: what `old_kvs` does not cover, or the question, if it was the last
+    prompt collected and ends this one; at least the last token).
+    Set by the engine after a blend: `imp_indices` (chosen positions before the suffix, int64), `org_seq_len`,
+    `original_slot_mapping` and `our_slot_mapping` (cache slots of all tokens, and of those computed in the last layer).
+    `attn_bias` stays None and `fast_attention` True: the mask follows from explicit positions.
+    """
+    return {
+        "collect": False,
+        "check": False,
+        "selector": "value_deviation",
+        "check_layers": [1],
+        "recomp_ratio": 0.16,
+        "recomp_ratios": None,
+        "suffix_len": None,
+        "imp_indices": None,
+        "org_seq_len": None,
+        "attn_bias": None,
+        "fast_attention": True,
+        "original_slot_mapping": None,
+        "our_slot_mapping": None,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+
+
+def plan_from_old_kvs(
+    metadata: dict[str, Any],
+    old_kvs: Sequence[Sequence[torch.Tensor]],
+    prompt_token_ids: Sequence[int],
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    last_collected: Sequence[int] = (),
+) -> BlendPlan:
+    """The blend that `check=True` asks for. Raises ValueError naming the layer and the lengths when `old_kvs` does not fit.
+
+    `old_kvs[layer]` is [K before RoPE, V], each [tokens, kv_heads * head_dim] or [tokens, kv_heads, head_dim], for the first
+    `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
+    """
+    n = len(prompt_token_ids)
+    if len(old_kvs) != num_layers:
+        raise ValueError(f"old_kvs has {len(old_kvs)} layers, the model has {num_layers}: give [K, V] for every layer")
+    covered = len(old_kvs[0][0])
+    layers = [_checked_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(old_kvs)]
+    suffix_len = metadata.get("suffix_len")
+    if suffix_len is None:
+        suffix_len = max(1, n - covered, _common_suffix(prompt_token_ids, last_collected))
+    if not isinstance(suffix_len, int) or not 1 <= suffix_len <= n:
+        raise ValueError(f"suffix_len={suffix_len!r} must be between 1 and the prompt's {n} tokens")
+    if not n - suffix_len <= covered <= n:
+        raise ValueError(
+            f"old_kvs covers {covered} tokens (layer 0), but the prompt has {n}, of which the last {suffix_len} "
+            f"(suffix_len) are computed anyway: give between {n - suffix_len} and {n} rows per layer. A prompt that was "
+            "decoded to text and encoded again often differs in length: pass prompt_token_ids instead"
+        )
+    ratios, ratio = metadata.get("recomp_ratios"), metadata.get("recomp_ratio")
+    for index, value in enumerate(ratios or []):
+        check_ratio(f"recomp_ratios[{index}]", value)
+    check_ratio("recomp_ratio", ratio)
+    selector = make_selector(metadata.get("selector") or "value_deviation")
+    if selector.fixed_ratio is not None:
+        ratio = None  # recomp_ratio always holds a number here, which such a rule does not use
+    k, v = (torch.stack([layer[i][: n - suffix_len] for layer in layers]) for i in (0, 1))
+    segments = [Segment(0, ChunkKV(k, v))] if n > suffix_len else []
+    return make_plan(
+        segments,
+        prompt_token_ids,
+        n - suffix_len,
+        selector,
+        ratio,
+        metadata.get("check_layers") or [1],
+        ratios or None,
+        num_layers,
+    )
+
+
+def _common_suffix(prompt: Sequence[int], question: Sequence[int]) -> int:
+    """How many trailing tokens the prompt shares with the prompt collected last: scripts collect passages, then the question.
+
+    A collected prompt as long as this one is no question, and forces nothing.
+    """
+    if len(question) >= len(prompt):
+        return 0
+    shared = 0
+    while shared < len(question) and question[-1 - shared] == prompt[-1 - shared]:
+        shared += 1
+    return shared
+
+
+def _checked_layer(
+    pair: Sequence[torch.Tensor], layer: int, covered: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(pair) != 2:
+        raise ValueError(f"old_kvs[{layer}] must be [K, V], got {len(pair)} entries")
+    checked = []
+    for name, tensor in zip("KV", pair, strict=True):
+        width = tensor[0].numel() if len(tensor) else num_kv_heads * head_dim
+        if len(tensor) != covered or width != num_kv_heads * head_dim:
+            raise ValueError(
+                f"old_kvs[{layer}]: {name} is {list(tensor.shape)}, expected [{covered}, {num_kv_heads * head_dim}] "
+                f"(tokens of layer 0, kv_heads * head_dim)"
+            )
+        checked.append(tensor.reshape(covered, num_kv_heads, head_dim))
+    return checked[0], checked[1]

@@ -1,0 +1,147 @@
+"""What is reused in a prompt, and what a blend of it has to compute."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm_blend.blend.selectors import LooksAt, Selector
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Positions start .. stop - 1 of a prompt, covered by stored KV.
+
+    `exact` says that the KV is what full prefill would compute there: the segment was encoded after just what precedes it.
+    """
+
+    start: int
+    kv: ChunkKV
+    exact: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.kv.num_tokens
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """A prompt whose context (everything before the suffix) is covered by segments, and the rule that repairs it.
+
+    Positions fall into four kinds: exact (left alone), candidates (reused; the selector picks from them), holes (nothing
+    stored) and the suffix with whatever was generated since. Holes and suffix are always computed.
+    """
+
+    segments: tuple[Segment, ...]
+    prompt_token_ids: tuple[int, ...]
+    suffix_start: int
+    selector: Selector
+    ratio: float
+    check_layers: tuple[int, ...] = (1,)
+    shares: tuple[float, ...] = (0.15,)  # of the context, kept after each check layer
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @cached_property
+    def _kinds(self) -> np.ndarray:
+        """[suffix_start] int8: 0 hole, 1 candidate, 2 exact."""
+        kinds = np.zeros(self.suffix_start, np.int8)
+        for segment in self.segments:
+            kinds[segment.start : min(segment.stop, self.suffix_start)] = 2 if segment.exact else 1
+        return kinds
+
+    @cached_property
+    def candidates(self) -> torch.Tensor:
+        """[n] int64 positions the selector picks from."""
+        return torch.from_numpy(np.flatnonzero(self._kinds == 1))
+
+    @cached_property
+    def holes(self) -> torch.Tensor:
+        """[n] int64 positions before the suffix without any stored KV."""
+        return torch.from_numpy(np.flatnonzero(self._kinds == 0))
+
+    @cached_property
+    def num_exact(self) -> int:
+        return int((self._kinds == 2).sum())
+
+    @cached_property
+    def chunk_offsets(self) -> torch.Tensor:
+        """[suffix_start] int64: how far into its segment each position is."""
+        offsets = np.zeros(self.suffix_start, np.int64)
+        for segment in self.segments:
+            stop = min(segment.stop, self.suffix_start)
+            offsets[segment.start : stop] = np.arange(stop - segment.start)
+        return torch.from_numpy(offsets)
+
+    @cached_property
+    def content_seed(self) -> int:
+        digest = hashlib.blake2b(np.asarray(self.prompt_token_ids, np.int64).tobytes(), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
+
+    def budget(self, share: float) -> int:
+        """How many candidates a share of the context buys."""
+        return min(len(self.candidates), math.floor(share * self.suffix_start + 1e-9))  # 0.29 * 100 is 28.99...
+
+    @property
+    def final_budget(self) -> int:
+        return self.budget(self.shares[-1])
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """What the selector has to see here: nothing when it has no choice."""
+        free = 0 < self.final_budget < len(self.candidates)
+        return self.selector.looks_at if free else LooksAt.POSITIONS
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of the largest step this plan needs, generated ones left out."""
+        suffix = self.num_prompt_tokens - self.suffix_start
+        chosen = len(self.candidates) if self.looks_at is LooksAt.LAYERS else self.final_budget
+        return chosen + len(self.holes) + suffix
+
+
+def make_plan(
+    segments: Sequence[Segment],
+    prompt_token_ids: Sequence[int],
+    suffix_start: int,
+    selector: Selector,
+    ratio: float | None,
+    check_layers: Sequence[int],
+    recompute_ratios: Sequence[float] | None,
+    num_layers: int,
+) -> BlendPlan:
+    """Check the settings against the model and fill in the selector's defaults."""
+    n = len(prompt_token_ids)
+    if not 0 <= suffix_start < n:
+        raise ValueError(f"the suffix must hold at least the last of the prompt's {n} tokens, but starts at {suffix_start}")
+    if selector.looks_at is LooksAt.LAYERS and max(check_layers) >= num_layers:
+        raise ValueError(f"blend_check_layers={list(check_layers)}: the model has layers 0..{num_layers - 1}")
+    if selector.fixed_ratio is not None:
+        if ratio is not None and ratio != selector.fixed_ratio:
+            raise ValueError(
+                f"the selector {selector.name!r} always recomputes a share of {selector.fixed_ratio}, but "
+                f"blend_recompute_ratio={ratio} was given: leave one of the two out"
+            )
+        ratio = selector.fixed_ratio
+    if recompute_ratios is not None and selector.looks_at is LooksAt.LAYERS:
+        if len(recompute_ratios) != len(check_layers):
+            raise ValueError(
+                f"{len(recompute_ratios)} recompute ratios for {len(check_layers)} check layers: give one per layer"
+            )
+        shares = list(recompute_ratios)
+        ratio = shares[-1]
+    else:
+        ratio = selector.default_ratio if ratio is None else ratio
+        shares = selector.shares(ratio, check_layers)
+    return BlendPlan(
+        tuple(segments), tuple(prompt_token_ids), suffix_start, selector, ratio, tuple(check_layers), tuple(shares)
+    )

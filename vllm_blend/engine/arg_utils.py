@@ -1,0 +1,76 @@
+"""The flat arguments that users give, and the configuration they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_blend.config import BlendConfig, CacheConfig, EngineConfig, LoadFormat, ModelConfig, SchedulerConfig
+
+
+@dataclass
+class EngineArgs:
+    """vLLM's engine arguments, and the `blend_*` ones (see `BlendConfig`). Unknown names are a TypeError from Python."""
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Any = "auto"
+    device: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    load_format: LoadFormat = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    disable_log_stats: bool = True
+    attention_backend: str = "auto"
+    enable_blending: bool = False
+    blend_selector: str = "question_attention"
+    blend_recompute_ratio: float | None = None
+    blend_check_layers: list[int] | None = None
+    blend_recompute_ratios: list[float] | None = None
+    blend_min_tokens: int = 0
+    blend_chunk_cache_gib: float = 4.0
+
+    def create_engine_config(self) -> EngineConfig:
+        """Raises ValueError naming the argument and the fix."""
+        return EngineConfig(
+            model=ModelConfig(
+                model=self.model,
+                tokenizer=self.tokenizer,
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                load_format=self.load_format,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                seed=self.seed,
+                enforce_eager=self.enforce_eager,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                enable_prefix_caching=self.enable_prefix_caching,
+                num_gpu_blocks_override=self.num_gpu_blocks_override,
+            ),
+            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            blend=BlendConfig(
+                enable_blending=self.enable_blending,
+                selector=self.blend_selector,
+                recompute_ratio=self.blend_recompute_ratio,
+                check_layers=[1] if self.blend_check_layers is None else self.blend_check_layers,
+                recompute_ratios=self.blend_recompute_ratios,
+                min_tokens=self.blend_min_tokens,
+                chunk_cache_gib=self.blend_chunk_cache_gib,
+            ),
+            attention_backend=self.attention_backend,
+            tensor_parallel_size=self.tensor_parallel_size,
+            disable_log_stats=self.disable_log_stats,
+        )

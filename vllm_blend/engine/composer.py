@@ -1,0 +1,176 @@
+"""From a chunked prompt to a blend plan: find the stored KV of its pieces, and have what is missing encoded first.
+
+The prefix is a piece of its own, encoded after nothing. Every chunk is encoded after the prefix, so the first chunk of a
+prompt is exact where it stands, and so is the prefix. Encoding a chunk is itself a blend: its prefix is an exact segment, the
+chunk is the suffix. Several requests that lack the same chunk share one encoding.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
+from vllm_blend.blend.selectors import make_selector
+from vllm_blend.config import BlendConfig, check_ratio
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.keys import ModelFingerprint, chunk_key, context_id
+from vllm_blend.outputs import RequestMetrics
+from vllm_blend.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Piece:
+    start: int
+    token_ids: list[int]
+    key: str
+    exact: bool
+    kv: ChunkKV | None = None
+
+
+@dataclass(eq=False)
+class _Composition:
+    """A prompt on its way to a plan. Its pieces hold their KV themselves: eviction from the store cannot undo progress."""
+
+    parsed: ParsedPrompt
+    requests: list[Request]
+    pieces: list[_Piece]
+    first_scheduled_time: float = field(default=float("inf"))
+
+    @property
+    def missing(self) -> list[_Piece]:
+        return [piece for piece in self.pieces if piece.kv is None]
+
+
+class ChunkComposer:
+    """Makes plans, and the requests that encode missing chunks. Purely host-side; the scheduler runs what it returns."""
+
+    def __init__(
+        self, model: ModelFingerprint, store: MemoryChunkStore, config: BlendConfig, num_layers: int
+    ) -> None:
+        self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
+        self.num_encoded = 0
+        self._encoding: dict[str, Request] = {}  # key -> the request that computes it
+        self._waiting: dict[str, list[_Composition]] = {}
+        make_selector(config.selector)
+
+    def check(self, parsed: ParsedPrompt) -> None:
+        """Raise ValueError if the prompt asks for a blend that cannot be."""
+        self._plan(parsed, ())
+
+    def compose(self, parsed: ParsedPrompt, requests: Sequence[Request]) -> list[Request]:
+        """Give `requests` (the completions of one prompt) a plan, now or when their chunks are encoded.
+
+        Returns new requests to schedule first; `requests` are blocked until those are done. A prompt without chunks, or
+        with a context below `min_tokens`, stays a plain one.
+        """
+        bounds = parsed.chunk_bounds
+        if not bounds or bounds[-1][1] < self.config.min_tokens:
+            return []
+        composition = _Composition(parsed, list(requests), self._pieces(parsed))
+        for piece in composition.pieces:
+            piece.kv = self.store.get(piece.key)
+        if not composition.missing:
+            self._finish(composition)
+            return []
+        for request in requests:
+            request.blocked = True
+        return self._encode_missing(composition)
+
+    def encoded(self, encode: Request) -> list[Request]:
+        """Store what an encoding request has computed; returns encodings that could only start now."""
+        k, v = torch.cat(encode.collected, 2).unbind(0)
+        kv = ChunkKV(k.contiguous(), v.contiguous())
+        key = encode.request_id
+        self.store.put(key, kv)
+        self.num_encoded += 1
+        del self._encoding[key]
+        started: list[Request] = []
+        for composition in self._waiting.pop(key, []):
+            scheduled = encode.metrics.first_scheduled_time or time.time()
+            composition.first_scheduled_time = min(composition.first_scheduled_time, scheduled)
+            for piece in composition.pieces:
+                if piece.key == key:
+                    piece.kv = kv
+            if composition.missing:
+                started += self._encode_missing(composition)
+            else:
+                self._finish(composition)
+        return started
+
+    def _pieces(self, parsed: ParsedPrompt) -> list[_Piece]:
+        first = parsed.chunk_bounds[0][0]
+        ids = parsed.token_ids
+        prefix, context = ids[:first], context_id(ids[:first])
+        pieces = [_Piece(0, prefix, chunk_key(self.model, context_id([]), prefix), True)] if prefix else []
+        for start, stop in parsed.chunk_bounds:
+            piece = ids[start:stop]
+            pieces.append(_Piece(start, piece, chunk_key(self.model, context, piece), start == first))
+        return pieces
+
+    def _encode_missing(self, composition: _Composition) -> list[Request]:
+        """Encodings to start for a composition, given the pieces it has. Chunks wait for their prefix."""
+        prefix = composition.pieces[0] if composition.pieces[0].start == 0 and composition.parsed.chunk_bounds[0][0] else None
+        startable = [prefix] if prefix is not None and prefix.kv is None else composition.missing
+        started = []
+        for piece in startable:
+            waiting = self._waiting.setdefault(piece.key, [])
+            if composition not in waiting:
+                waiting.append(composition)
+            if piece.key not in self._encoding:
+                request = self._encoding[piece.key] = self._encode_request(piece, prefix)
+                started.append(request)
+        return started
+
+    def _encode_request(self, piece: _Piece, prefix: _Piece | None) -> Request:
+        if prefix is None or piece is prefix:
+            ids, plan = list(piece.token_ids), None
+        else:
+            assert prefix.kv is not None
+            ids = [*prefix.token_ids, *piece.token_ids]
+            plan = make_plan(
+                [Segment(0, prefix.kv, exact=True)],
+                ids,
+                len(prefix.token_ids),
+                make_selector("none"),
+                None,
+                self.config.check_layers,
+                None,
+                self.num_layers,
+            )
+        start = len(ids) - len(piece.token_ids)
+        metrics = RequestMetrics(arrival_time=time.time())
+        return Request(piece.key, ids, None, metrics, blend=plan, collect_from=start)
+
+    def _finish(self, composition: _Composition) -> None:
+        segments = [Segment(p.start, p.kv, p.exact) for p in composition.pieces if p.kv is not None]
+        plan = self._plan(composition.parsed, segments)
+        for request in composition.requests:
+            request.blend, request.blocked = plan, False
+            if composition.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request
+                request.metrics.first_scheduled_time = composition.first_scheduled_time
+
+    def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
+        own_selector = parsed.blend_selector is not None
+        check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
+        ratio = parsed.blend_recompute_ratio
+        if ratio is None and not own_selector:
+            ratio = self.config.recompute_ratio
+        return make_plan(
+            segments,
+            parsed.token_ids,
+            parsed.chunk_bounds[-1][1],
+            make_selector(parsed.blend_selector or self.config.selector),
+            ratio,
+            self.config.check_layers,
+            None if parsed.blend_recompute_ratio is not None else self.config.recompute_ratios,
+            self.num_layers,
+        )

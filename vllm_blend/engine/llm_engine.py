@@ -1,0 +1,282 @@
+"""The step loop: requests in, one step of the model at a time, outputs out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.blend.metadata import plan_from_old_kvs
+from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
+from vllm_blend.core.block_manager import BlockManager
+from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
+from vllm_blend.engine import setup
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.composer import ChunkComposer
+from vllm_blend.engine.detokenizer import Detokenizer
+from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric
+from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
+from vllm_blend.executor.uniproc import UniProcExecutor
+from vllm_blend.inputs import ParsedPrompt, PromptType, parse_prompt
+from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.models.loader import load_hf_config
+from vllm_blend.outputs import RequestMetrics, RequestOutput
+from vllm_blend.request import Request
+from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.worker.model_runner import BlendResult, RunnerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        device = resolve_device(config.model.device)
+        self.hf_config = load_hf_config(config.model.model, config.model.revision, config.model.trust_remote_code)
+        self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
+        dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
+        self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)
+        self.model_executor = UniProcExecutor(config, self.hf_config, dtype, device, self.max_model_len)
+        worker = self.model_executor.driver_worker
+        cache = config.cache
+        self.blocks = BlockManager(worker.model_runner.cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
+        max_tokens = config.scheduler.max_num_batched_tokens or max(
+            2048 if device.type == "cpu" else 8192, config.scheduler.max_num_seqs
+        )
+        self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, max_tokens)
+        self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
+        self.chunk_store = MemoryChunkStore(int(config.blend.chunk_cache_gib * 2**30))
+        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, worker.num_layers)
+        self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
+        self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
+        self.metrics = EngineMetrics()
+        self._groups: dict[str, RequestGroup] = {}
+        self._last_collected: list[int] = []
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        return cls(args.create_engine_config())
+
+    @property
+    def decoder(self) -> Any:
+        """The decoder stack, which carries the public blending hooks."""
+        return self.model_executor.driver_worker.model_runner.model.model
+
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Use another tokenizer from the next request on."""
+        self.tokenizer = self.processor.tokenizer = tokenizer
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids |= set() if eos is None else {eos}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        final_only: bool = False,
+    ) -> None:
+        """Queue a prompt. Raises ValueError or TypeError, having changed nothing, when it or its parameters are wrong.
+
+        With `final_only`, `step` reports the request once, when it is finished.
+        """
+        if request_id in self._groups:
+            raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
+        parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
+        bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
+        self._check_length(parsed)
+        blending = self.config.blend.enable_blending and bool(parsed.chunk_bounds)
+        hooks = self.decoder.cache_fuse_metadata
+        plan = None
+        if blending:
+            self.composer.check(parsed)
+        elif hooks.get("check"):
+            plan = self._plan_from_hooks(parsed)
+        if (blending or plan is not None) and params.prompt_logprobs is not None:
+            raise ValueError(
+                "prompt_logprobs needs every prompt token computed, which a blend avoids: leave prompt_logprobs out, or "
+                "give the prompt as plain text"
+            )
+        metrics = RequestMetrics(arrival_time=time.time() if arrival_time is None else arrival_time)
+        requests = []
+        for index in range(params.n):
+            own = params.for_completion(index)
+            request = Request(request_id, list(parsed.token_ids), own, metrics, index, blend=plan)
+            request.sampling = SamplingState(
+                own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
+            )
+            request.detokenizer = Detokenizer(self.tokenizer, own, request.prompt_token_ids)
+            if hooks.get("collect") and index == 0:
+                request.collect_from = 0
+            requests.append(request)
+        if plan is not None:
+            hooks["check"] = False
+        group = RequestGroup(request_id, parsed, metrics, requests, final_only)
+        self._groups[request_id] = group
+        self.processor.groups |= dict.fromkeys(requests, group)
+        encodings = self.composer.compose(parsed, requests) if blending else []
+        for request in [*encodings, *requests]:
+            self.scheduler.add(request)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Stop requests and free their pages; unknown ids are ignored, as they may just have finished."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            group = self._groups.get(one)
+            for request in group.requests if group is not None else []:
+                if not request.finished:
+                    self._finish(request, "abort")
+            if group is not None:
+                self._forget(group)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._groups)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        self._count_scheduled(scheduled)
+        result = self.model_executor.execute_model(scheduled)
+        self.scheduler.advance(scheduled)
+        touched = self._process(scheduled, result)
+        self.metrics.num_steps += 1
+        outputs = []
+        for group in touched:
+            if group.finished or not group.final_only:
+                outputs.append(self.processor.output(group))
+            if group.finished:
+                self._forget(group)
+        return outputs
+
+    def get_metrics(self) -> list[Metric]:
+        usable = self.blocks.num_usable_blocks
+        return [
+            *self.metrics.counters(),
+            Gauge("vllm:num_requests_running", len(self.scheduler.running)),
+            Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
+            Gauge("vllm:kv_cache_usage_perc", 1 - self.blocks.num_free_blocks / usable),
+            Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
+            Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
+            Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
+            Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
+        ]
+
+    def _process(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[RequestGroup]:
+        touched: dict[RequestGroup, None] = {}
+        for request, blend in result.blends.items():
+            if request in self.processor.groups:
+                self._record_blend(request, blend)
+        for request, error in result.errors.items():
+            self._fail(request, error, touched)
+        for request, entries in result.prompt_logprobs.items():
+            self.processor.add_prompt_logprobs(request, entries)
+        for item in scheduled.scheduled:
+            if item.request.collect_from is not None and item.stop == item.request.num_tokens:
+                self._collected(item.request)
+        if result.tokens is not None:
+            for row, request in enumerate(result.sampled):
+                if request.finished:
+                    continue
+                touched[self.processor.groups[request]] = None
+                if row in result.tokens.errors:
+                    self._fail(request, result.tokens.errors[row], touched)
+                    continue
+                self.metrics.generation_tokens += 1
+                if self.processor.append_token(request, result.tokens.token_ids[row], result.tokens.logprobs[row]):
+                    self._finish(request, request.finish_reason or "stop")
+        return list(touched)
+
+    def _record_blend(self, request: Request, blend: BlendResult) -> None:
+        self.processor.record_blend(request, blend)
+        plan = blend.plan
+        recomputed = len(blend.computed) + plan.num_prompt_tokens - plan.suffix_start
+        self.metrics.blended_prompts += 1
+        self.metrics.blend_recomputed_tokens += recomputed
+        self.metrics.blend_reused_tokens += plan.num_prompt_tokens - recomputed
+        self.decoder.cache_fuse_metadata.update(
+            imp_indices=blend.computed,
+            org_seq_len=plan.num_prompt_tokens,
+            original_slot_mapping=blend.all_slots,
+            our_slot_mapping=blend.computed_slots,
+        )
+
+    def _collected(self, request: Request) -> None:
+        """The prompt of a request that keeps its KV is complete."""
+        if request.params is None:
+            self._finish_encoding(request)
+            return
+        if request.output_token_ids:
+            return
+        kv = torch.cat(request.collected, 2).flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
+        for layer, (k, v) in zip(self.decoder.layers, zip(*kv, strict=True), strict=True):
+            layer.self_attn.hack_kv = [k, v]
+        self._last_collected = list(request.prompt_token_ids)
+        request.collected.clear()
+        request.collect_from = None
+
+    def _finish_encoding(self, request: Request) -> None:
+        started = self.composer.encoded(request)
+        self.scheduler.finish(request)
+        for encoding in reversed(started):  # ahead of the queue: whoever needs them came before what waits there now
+            self.scheduler.waiting.appendleft(encoding)
+
+    def _fail(self, request: Request, error: str, touched: dict[RequestGroup, None]) -> None:
+        if not request.finished:
+            logger.warning("request %s failed: %s", request.request_id, error)
+            request.error = error
+            self._finish(request, "error")
+            touched[self.processor.groups[request]] = None
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if not request.finished:
+            request.finish(reason)
+        self.scheduler.finish(request)
+        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
+
+    def _forget(self, group: RequestGroup) -> None:
+        self._groups.pop(group.request_id, None)
+        for request in group.requests:
+            self.processor.groups.pop(request, None)
+
+    def _plan_from_hooks(self, parsed: ParsedPrompt) -> Any:
+        worker, decoder = self.model_executor.driver_worker, self.decoder
+        return plan_from_old_kvs(
+            decoder.cache_fuse_metadata,
+            decoder.old_kvs,
+            parsed.token_ids,
+            worker.num_layers,
+            worker.num_kv_heads,
+            worker.head_dim,
+            self._last_collected,
+        )
+
+    def _check_length(self, parsed: ParsedPrompt) -> None:
+        n = len(parsed.token_ids)
+        if n >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {n} tokens, but max_model_len={self.max_model_len} must hold it and at least one more: "
+                "shorten the prompt, or raise max_model_len where the model allows it"
+            )
+
+    def _count_scheduled(self, scheduled: SchedulerOutput) -> None:
+        for item in scheduled.scheduled:
+            request = item.request
+            if request.params is None or request.output_token_ids:
+                continue
+            first = item.start == (request.num_cached_tokens if not item.is_blend else 0)
+            self.metrics.prompt_tokens += request.num_prompt_tokens if first else 0
+            if first and request.exact and self.config.cache.enable_prefix_caching:
+                self.metrics.prefix_cache_queries += request.num_prompt_tokens
+                self.metrics.prefix_cache_hits += request.num_cached_tokens
+

@@ -1,0 +1,111 @@
+"""From sampled tokens to what users see: stop conditions, text, log-probabilities, counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.engine.detokenizer import with_decoded_tokens
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.layers.sampling_state import check_stop
+from vllm_blend.outputs import BlendStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from vllm_blend.request import Request
+from vllm_blend.worker.model_runner import BlendResult
+
+
+@dataclass(eq=False)
+class RequestGroup:
+    """A user's request and the sequences (one per completion) that serve it."""
+
+    request_id: str
+    parsed: ParsedPrompt
+    metrics: RequestMetrics
+    requests: list[Request]
+    final_only: bool = False  # report once, at the end
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    blend: BlendStats | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+
+@dataclass
+class OutputProcessor:
+    tokenizer: PreTrainedTokenizerBase | None
+    max_model_len: int
+    groups: dict[Request, RequestGroup] = field(default_factory=dict)
+
+    def append_token(self, request: Request, token: int, logprobs: dict[int, Logprob] | None) -> bool:
+        """Add a sampled token to its request; True when that ends it."""
+        now = time.time()
+        request.output_token_ids.append(token)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        if logprobs is not None:
+            request.logprobs.append(with_decoded_tokens(logprobs, self.tokenizer) if self.tokenizer else logprobs)
+        assert request.sampling is not None and request.detokenizer is not None
+        stop = check_stop(request.sampling, token, request.num_tokens, self.max_model_len)
+        ends_by_token = stop is not None and stop[0] == "stop"
+        stop_string = request.detokenizer.append(token, ends=ends_by_token)
+        if stop_string is not None:
+            request.finish("stop", stop_string)
+        elif stop is not None:
+            request.finish(*stop)
+        return request.finished
+
+    def add_prompt_logprobs(self, request: Request, entries: list[dict[int, Logprob]]) -> None:
+        group = self.groups[request]
+        if request is not group.requests[0]:
+            return
+        decoded = [with_decoded_tokens(e, self.tokenizer) if self.tokenizer else e for e in entries]
+        group.prompt_logprobs = [*(group.prompt_logprobs or [None]), *decoded]
+
+    def record_blend(self, request: Request, result: BlendResult) -> None:
+        """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts."""
+        group = self.groups[request]
+        if group.blend is not None:
+            return
+        plan = result.plan
+        recomputed = len(result.computed) + plan.num_prompt_tokens - plan.suffix_start
+        request.num_cached_tokens = plan.num_prompt_tokens - recomputed
+        group.blend = BlendStats(
+            selector=plan.selector.name,
+            num_reused_tokens=plan.num_prompt_tokens - recomputed - plan.num_exact,
+            num_recomputed_tokens=recomputed,
+            num_exact_tokens=plan.num_exact,
+            num_chunks=len(group.parsed.chunk_bounds),
+            recompute_ratio=plan.ratio,
+        )
+
+    def output(self, group: RequestGroup) -> RequestOutput:
+        """The state of a group as its user sees it."""
+        errors = [request.error for request in group.requests if request.error]
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.parsed.text,
+            prompt_token_ids=group.parsed.token_ids,
+            prompt_logprobs=group.prompt_logprobs,
+            outputs=[self._completion(request) for request in group.requests],
+            finished=group.finished,
+            metrics=group.metrics,
+            num_cached_tokens=group.requests[0].num_cached_tokens,
+            blend=group.blend,
+            error=errors[0] if errors else None,
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        asked = request.params is not None and request.params.logprobs is not None
+        chosen = [entry[token].logprob for entry, token in zip(request.logprobs, request.output_token_ids, strict=False)]
+        return CompletionOutput(
+            index=request.index,
+            text=request.detokenizer.text if request.detokenizer is not None else "",
+            token_ids=list(request.output_token_ids),
+            cumulative_logprob=sum(chosen) if asked else None,
+            logprobs=list(request.logprobs) if asked else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )

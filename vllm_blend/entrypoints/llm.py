@@ -1,0 +1,135 @@
+"""`LLM`: the class people use from Python."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine.metrics import Metric
+from vllm_blend.inputs import PromptType
+from vllm_blend.outputs import CompletionOutput, RequestOutput
+from vllm_blend.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+ChatMessages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model that answers batches of prompts, with vLLM's arguments (see `EngineArgs`).
+
+    `enable_blending=True` and prompts of the form {"prefix", "chunks", "suffix"} reuse the KV cache of the chunks.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs in the order of the prompts.
+
+        A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error` set
+        and no text; if every prompt is bad, the first error is raised.
+        """
+        batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        if not batch:
+            return []
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        each = [sampling_params] * len(batch) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(each)} sampling_params for {len(batch)} prompts: give one for all, or one per prompt")
+        ids: list[str] = []
+        failed: dict[str, Exception] = {}
+        for prompt, params in zip(batch, each, strict=True):
+            request_id = str(next(self._ids))
+            ids.append(request_id)
+            try:
+                self.llm_engine.add_request(request_id, prompt, params, final_only=True)
+            except (ValueError, TypeError) as error:
+                failed[request_id] = error
+        if len(failed) == len(batch):
+            raise next(iter(failed.values()))
+        finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
+        for output in self._run(ids, len(failed), use_tqdm):
+            finished[output.request_id] = output
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: ChatMessages | Sequence[ChatMessages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Complete conversations, rendered by the tokenizer's chat template (or the one given)."""
+        tokenizer = self.get_tokenizer()
+        if chat_template is None and tokenizer.chat_template is None:
+            raise ValueError("the tokenizer has no chat template: give chat_template, or use generate() with plain prompts")
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts: list[PromptType] = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_kwargs,
+            )
+            # The template writes the special tokens itself.
+            ids = list(tokenizer.encode(str(text), add_special_tokens=False))
+            prompts.append({"prompt": str(text), "prompt_token_ids": ids})  # type: ignore[typeddict-unknown-key,misc]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self.llm_engine.tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.llm_engine.set_tokenizer(tokenizer)
+
+    def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
+        """`func` of the model, one result per worker."""
+        return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, for example between measurements. Stored chunks stay."""
+        self.llm_engine.blocks.reset_prefix_cache()
+
+    def _run(self, ids: Sequence[str], num_failed: int, use_tqdm: bool) -> list[RequestOutput]:
+        outputs = []
+        try:
+            with tqdm(total=len(ids), initial=num_failed, desc="Processed prompts", disable=not use_tqdm) as bar:
+                while self.llm_engine.has_unfinished_requests():
+                    for output in self.llm_engine.step():
+                        outputs.append(output)
+                        bar.update()
+        except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
+            self.llm_engine.abort_request(ids)
+            raise
+        return outputs
+
+
+def _failed_output(request_id: str, error: Exception) -> RequestOutput:
+    logger.warning("prompt %s was refused: %s", request_id, error)
+    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    return RequestOutput(request_id, None, [], None, [completion], finished=True, error=str(error))

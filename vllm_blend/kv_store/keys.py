@@ -1,0 +1,67 @@
+"""What makes two pieces of chunk KV the same: content, never origin.
+
+A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it was
+encoded, and its token ids. Whatever stood beside the chunk in some request is no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+_SAMPLE = 1 << 20  # bytes read from each end of a weight file: retrained weights differ there, and a 7B model stays cheap
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """The properties of a model that its KV depends on."""
+
+    model: str
+    revision: str
+    weights: str
+    dtype: str
+    rope: str
+    tokenizer: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def weights_digest(directory: Path) -> str:
+    """A digest of config.json and of name, size, and both ends of every weight file in a model directory."""
+    digest = hashlib.sha256()
+    config = directory / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE))
+            file.seek(max(0, size - _SAMPLE))
+            digest.update(file.read())
+    return digest.hexdigest()[:32]
+
+
+def context_id(context_token_ids: Sequence[int]) -> str:
+    """Identity of what stands before a chunk when it is encoded."""
+    return _ids_digest(context_token_ids)
+
+
+def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int]) -> str:
+    """The key of a chunk's KV: 32 hex digits."""
+    content = f"{model.digest}/{context}/{_ids_digest(token_ids)}"
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _ids_digest(token_ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(token_ids, np.int64).tobytes()).hexdigest()[:32]

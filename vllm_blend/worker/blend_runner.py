@@ -1,0 +1,110 @@
+"""The part of a step that only blended requests need: place stored KV, let the question look, say what to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_blend import ops
+from vllm_blend.attention.context import ForwardContext, forward_context
+from vllm_blend.attention.metadata import AttentionBackend
+from vllm_blend.blend.plan import BlendPlan, Segment
+from vllm_blend.blend.selectors import Evidence, LooksAt, best
+from vllm_blend.request import Request
+from vllm_blend.worker.batch import Span, build_batch
+from vllm_blend.worker.hooks import QuestionMassHook
+from vllm_blend.worker.kv_cache import KVCache
+
+
+def place_segments(request: Request, plan: BlendPlan, model: nn.Module, cache: KVCache) -> None:
+    """Write the stored KV of a plan to the request's pages, K rotated to the positions it has in this request."""
+    device = cache.key.device
+    table = torch.tensor(request.block_table, dtype=torch.int64, device=device)
+    for segment in plan.segments:
+        positions = torch.arange(segment.start, segment.stop, device=device)
+        slots = table[positions // cache.block_size] * cache.block_size + positions % cache.block_size
+        _place(segment, positions, slots, model, cache)
+
+
+def _place(segment: Segment, positions: torch.Tensor, slots: torch.Tensor, model: nn.Module, cache: KVCache) -> None:
+    device = cache.key.device
+    k, v = segment.kv.k.to(device, non_blocking=True), segment.kv.v.to(device, non_blocking=True)
+    rotaries = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
+    start = 0
+    while start < len(rotaries):  # runs of layers that rotate alike: one run in nearly every model
+        stop = start + 1
+        while stop < len(rotaries) and rotaries[stop] is rotaries[start]:
+            stop += 1
+        cos, sin = rotaries[start].cos_sin(positions)
+        run = slice(start, stop)
+        ops.place_chunk(k[run], v[run], cos, sin, cache.key[run], cache.value[run], slots)
+        start = stop
+
+
+def first_positions(
+    requests: Sequence[Request], model: nn.Module, cache: KVCache, backend: AttentionBackend
+) -> tuple[list[np.ndarray], dict[int, str]]:
+    """The ascending positions each blended request starts its forward with, and the requests whose selector failed.
+
+    The stored KV must be in place. Requests whose selector looks at the question share one pass of their suffixes.
+    """
+    plans = [_plan(request) for request in requests]
+    asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
+    masses = question_mass([requests[i] for i in asking], model, cache, backend) if asking else []
+    mass_of = dict(zip(asking, masses, strict=True))
+    errors: dict[int, str] = {}
+    result = []
+    for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+        chosen = plan.candidates
+        if plan.looks_at is not LooksAt.LAYERS and plan.final_budget < len(chosen):
+            try:
+                chosen = _choose(plan, mass_of.get(index))
+            except Exception as error:  # a user's selector may raise anything; it may only cost its own request
+                errors[index] = f"the selector {plan.selector.name!r} failed: {error!r}"
+        rest = torch.arange(plan.suffix_start, request.num_tokens)
+        result.append(torch.cat([chosen, plan.holes, rest]).sort().values.numpy())
+    return result, errors
+
+
+def question_mass(
+    requests: Sequence[Request], model: nn.Module, cache: KVCache, backend: AttentionBackend
+) -> list[torch.Tensor]:
+    """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone.
+
+    What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no part
+    of the question: the choice is the same as the first time.
+    """
+    spans, suffixes = [], []
+    for request in requests:
+        plan = _plan(request)
+        suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
+        positions = torch.cat([plan.holes, suffix]).numpy()
+        spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
+        suffixes.append(len(suffix))
+    batch = build_batch(spans, cache.block_size, cache.key.device)
+    hook = QuestionMassHook(backend, suffixes, len(cache.layers))
+    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (hook,))):
+        model(batch.input_ids)
+    assert hook.mass is not None
+    return hook.mass
+
+
+def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
+    if plan.final_budget == 0:
+        return plan.candidates[:0]
+    candidates = plan.candidates
+    evidence = Evidence(
+        positions=candidates,
+        chunk_offsets=plan.chunk_offsets[candidates],
+        seed=plan.content_seed,
+        question_mass=None if mass is None else mass.cpu()[candidates],
+    )
+    return candidates[best(plan.selector.score(evidence), plan.final_budget)]
+
+
+def _plan(request: Request) -> BlendPlan:
+    assert request.blend is not None
+    return request.blend

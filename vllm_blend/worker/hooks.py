@@ -1,0 +1,118 @@
+"""The layer hooks a step runs with: capture KV, measure the question's attention, narrow to the chosen tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_blend.attention.context import LayerHook
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.blend.selectors import Evidence, best
+
+
+class CaptureHook(LayerHook):
+    """Keeps K before RoPE and V of some requests' rows, from a position on."""
+
+    def __init__(self, first_positions: dict[int, int]) -> None:
+        self.first_positions = first_positions  # request -> first position of interest
+        self._layers: dict[int, list[torch.Tensor]] = {request: [] for request in first_positions}
+
+    def on_kv(
+        self,
+        layer_idx: int,
+        k_unrotated: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        for request, captured in self._layers.items():
+            rows = metadata.rows(request)
+            captured.append(torch.stack([k_unrotated[rows], v[rows]]))  # a copy: the rows are views of the packed QKV
+
+    def captured(self, request: int, start: int) -> torch.Tensor:
+        """[2, layers, tokens, kv_heads, head_dim] of a request whose rows begin at position `start` and have no holes."""
+        pieces = torch.stack(self._layers[request], 1)
+        return pieces[:, :, max(0, self.first_positions[request] - start) :].contiguous()
+
+
+class QuestionMassHook(LayerHook):
+    """Sums, over the layers, the attention that each request's suffix rows pay to every position of their request."""
+
+    def __init__(self, backend: AttentionBackend, num_suffix_rows: list[int], num_layers: int) -> None:
+        self.backend, self.num_suffix_rows, self.num_layers = backend, num_suffix_rows, num_layers
+        self.mass: list[torch.Tensor] | None = None  # per request [seq_len] float32, mean over layers and heads
+
+    def on_query(
+        self, layer_idx: int, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int | None
+    ) -> None:
+        bounds = metadata.query_start_loc[1:]
+        rows = [slice(stop - count, stop) for stop, count in zip(bounds, self.num_suffix_rows, strict=True)]
+        layer = self.backend.attention_mass(q, cache, metadata, scale, rows, window)
+        scaled = [mass / self.num_layers for mass in layer]
+        self.mass = scaled if self.mass is None else [a + b for a, b in zip(self.mass, scaled, strict=True)]
+
+
+@dataclass
+class NarrowingHook(LayerHook):
+    """Chooses tokens at check layers, by comparing fresh K and V with what the cache still holds there.
+
+    A selector that fails leaves its request whole, which is right and slow; the caller reports `errors`.
+    """
+
+    plans: dict[int, BlendPlan]  # request of the step -> its plan
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def on_kv(
+        self,
+        layer_idx: int,
+        k_unrotated: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        if not any(layer_idx in plan.check_layers for plan in self.plans.values()):
+            return None
+        kept = []
+        for request in range(metadata.num_requests):
+            rows = metadata.rows(request)
+            everything = torch.arange(rows.start, rows.stop, device=k.device)
+            plan = self.plans.get(request)
+            if plan is None or layer_idx not in plan.check_layers or request in self.errors:
+                kept.append(everything)
+                continue
+            is_candidate = torch.isin(metadata.positions[rows], plan.candidates.to(k.device))
+            mine = everything[is_candidate]
+            budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
+            try:
+                scores = plan.selector.score(_evidence(plan, mine, k, v, cache, metadata))
+                chosen = mine[best(scores, budget)]
+            except Exception as error:  # a user's selector may raise anything; it may only cost its own request
+                self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
+                kept.append(everything)
+                continue
+            kept.append(torch.cat([chosen, everything[~is_candidate]]).sort().values)
+        return torch.cat(kept)
+
+
+def _evidence(
+    plan: BlendPlan,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+) -> Evidence:
+    slots, positions = metadata.slot_mapping[rows], metadata.positions[rows]
+    return Evidence(
+        positions=positions,
+        chunk_offsets=plan.chunk_offsets.to(k.device)[positions],
+        seed=plan.content_seed,
+        k_new=k[rows],
+        k_old=cache.key.flatten(0, 1)[slots],
+        v_new=v[rows],
+        v_old=cache.value.flatten(0, 1)[slots],
+    )

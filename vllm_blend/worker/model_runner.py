@@ -1,0 +1,134 @@
+"""One step on the device: build the batch, run the model over the active tokens, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.blend.selectors import LooksAt
+from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.layers.logprobs import prompt_logprobs
+from vllm_blend.layers.sampler import Sampler, SamplerOutput
+from vllm_blend.outputs import Logprob
+from vllm_blend.request import Request
+from vllm_blend.worker.batch import Span, build_batch
+from vllm_blend.worker.blend_runner import first_positions, place_segments
+from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
+from vllm_blend.worker.kv_cache import KVCache
+
+
+@dataclass
+class BlendResult:
+    """What a blended prefill did: positions before the suffix that were computed in the last layer, and every slot."""
+
+    plan: BlendPlan
+    computed: torch.Tensor  # [n] int64, ascending, holes included
+    all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer
+    computed_slots: torch.Tensor  # [m] int64, of the rows active in the last layer
+
+
+@dataclass
+class RunnerOutput:
+    """Results of a step, by request."""
+
+    sampled: list[Request] = field(default_factory=list)  # rows of `tokens`
+    tokens: SamplerOutput | None = None
+    prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
+    blends: dict[Request, BlendResult] = field(default_factory=dict)
+    errors: dict[Request, str] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """Owns the model, its cache and its backend. Which tokens to run is decided elsewhere."""
+
+    def __init__(self, model: nn.Module, cache: KVCache, backend: AttentionBackend, seed: int) -> None:
+        self.model, self.cache, self.backend = model, cache, backend
+        self.sampler = Sampler(seed)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Compute the scheduled tokens. Nothing of a request is read or written but its own pages."""
+        result = RunnerOutput()
+        items = output.scheduled
+        spans = self._spans(items, result)
+        batch = build_batch(spans, self.cache.block_size, self.cache.key.device)
+        capture = _capture_hook(items)
+        narrowing = _narrowing_hook(items)
+        hooks: list[LayerHook] = [hook for hook in (capture, narrowing) if hook is not None]
+        with forward_context(ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks)) as context:
+            hidden = self.model(batch.input_ids)
+        final = context.metadata
+        self._sample(items, hidden, final, result)
+        for index, item in enumerate(items):
+            request = item.request
+            if capture is not None and index in capture.first_positions:
+                first = request.blend.suffix_start if item.is_blend and request.blend else item.start
+                request.collected.append(capture.captured(index, first))
+            if item.is_blend:
+                result.blends[request] = _blend_result(request, batch.metadata, final, index)
+        if narrowing is not None:
+            result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
+        return result
+
+    def _spans(self, items: Sequence[ScheduledRequest], result: RunnerOutput) -> list[Span]:
+        blended = [item.request for item in items if item.is_blend]
+        for request in blended:
+            assert request.blend is not None
+            place_segments(request, request.blend, self.model, self.cache)
+        starts, errors = first_positions(blended, self.model, self.cache, self.backend) if blended else ([], {})
+        result.errors |= {blended[index]: text for index, text in errors.items()}
+        positions = dict(zip(blended, starts, strict=True))
+        return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None) for i in items]
+
+    def _sample(
+        self, items: Sequence[ScheduledRequest], hidden: torch.Tensor, final: AttentionMetadata, result: RunnerOutput
+    ) -> None:
+        rows, states = [], []
+        for index, item in enumerate(items):
+            params = item.request.params
+            if params is not None and params.prompt_logprobs is not None and not item.request.output_token_ids:
+                wanted = item.request.token_slice(item.start + 1, item.stop + 1)  # row i predicts token i + 1
+                logits = self.model.compute_logits(hidden[final.rows(index)][: len(wanted)])  # type: ignore[operator]
+                result.prompt_logprobs[item.request] = prompt_logprobs(logits, wanted, params.prompt_logprobs)
+            if item.samples:
+                assert item.request.sampling is not None
+                rows.append(final.query_start_loc[index + 1] - 1)
+                states.append(item.request.sampling)
+                result.sampled.append(item.request)
+        if rows:
+            if len(rows) < hidden.shape[0]:
+                hidden = hidden[torch.tensor(rows, device=hidden.device)]
+            result.tokens = self.sampler(self.model.compute_logits(hidden), states)  # type: ignore[operator]
+
+
+def _capture_hook(items: Sequence[ScheduledRequest]) -> CaptureHook | None:
+    first = {
+        index: item.request.collect_from
+        for index, item in enumerate(items)
+        if item.request.collect_from is not None and item.start < item.request.num_prompt_tokens
+    }
+    return CaptureHook(first) if first else None
+
+
+def _narrowing_hook(items: Sequence[ScheduledRequest]) -> NarrowingHook | None:
+    plans = {
+        index: item.request.blend
+        for index, item in enumerate(items)
+        if item.is_blend and item.request.blend is not None and item.request.blend.looks_at is LooksAt.LAYERS
+    }
+    return NarrowingHook(plans) if plans else None
+
+
+def _blend_result(request: Request, whole: AttentionMetadata, final: AttentionMetadata, index: int) -> BlendResult:
+    plan = request.blend
+    assert plan is not None
+    rows = final.rows(index)
+    positions = final.positions[rows]
+    chosen = positions[positions < plan.suffix_start]
+    return BlendResult(plan, chosen, whole.slot_mapping[whole.rows(index)], final.slot_mapping[rows])
