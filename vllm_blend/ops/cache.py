@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.ops.rotary import rotary_embedding
+from vllm_blend.ops import cpu
+from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
 
 
 def reshape_and_cache(
     k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] of caches [num_blocks, block_size, kv_heads, head_dim]."""
-    key_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    value_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] int64 of caches [num_blocks, block_size, kv_heads,
+    head_dim]. Raises IndexError for a slot outside the cache."""
+    kernels = kernels_for(k)
+    if kernels is not None and _fits(k, v, key_cache, value_cache, slot_mapping):
+        return cpu.reshape_and_cache(kernels, k, v, key_cache, value_cache, slot_mapping)
+    return reshape_and_cache_reference(k, v, key_cache, value_cache, slot_mapping)
+
+
+def rotary_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate q and k, write k and v to the cache, return the rotated q: what a layer does before attention, in one
+    pass.
+
+    Shapes as in `rotary_embedding` and `reshape_and_cache`. For a layer in which nobody else wants to see the rotated
+    K.
+    """
+    kernels = rotary_kernels(q, cos, sin)
+    if kernels is not None and q.dtype == k.dtype and _fits(k, v, key_cache, value_cache, slot_mapping):
+        return cpu.rotary_and_cache(kernels, q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
+    reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, key_cache, value_cache, slot_mapping)
+    return rotary_embedding_reference(q, cos, sin)
 
 
 def place_chunk(
@@ -27,10 +55,67 @@ def place_chunk(
     """Place stored chunk KV at its positions in a request, all layers in one pass.
 
     k (before RoPE), v: [layers, tokens, kv_heads, head_dim]; cos, sin: [tokens, rotary_dim / 2] float32 at the target
-    positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in float32
-    and cast once: rotating twice in bf16 loses accuracy.
+    positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in
+    float32 and cast once: rotating twice in bf16 loses accuracy.
     """
+    kernels = rotary_kernels(k[0], cos, sin) if len(k) else None
+    if kernels is not None and _fits_layers(k, v, key_cache, value_cache, slot_mapping):
+        return cpu.place_chunk(kernels, k, v, cos, sin, key_cache, value_cache, slot_mapping)
+    return place_chunk_reference(k, v, cos, sin, key_cache, value_cache, slot_mapping)
+
+
+def reshape_and_cache_reference(
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    key_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
+    value_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+
+
+def place_chunk_reference(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     layers, _, kv_heads, head_dim = k.shape
-    rotated = rotary_embedding(k, cos, sin).to(key_cache.dtype)
+    rotated = rotary_embedding_reference(k.float(), cos, sin).to(key_cache.dtype)
     key_cache.view(layers, -1, kv_heads, head_dim).index_copy_(1, slot_mapping, rotated)
     value_cache.view(layers, -1, kv_heads, head_dim).index_copy_(1, slot_mapping, v.to(value_cache.dtype))
+
+
+def _fits(
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> bool:
+    """Whether the kernels can write k, v [tokens, kv_heads, head_dim] to these caches."""
+    return (
+        cpu.takes_cache(k, key_cache, value_cache)
+        and v.dtype == k.dtype
+        and k.shape == v.shape
+        and key_cache.shape == value_cache.shape
+        and k.shape[1:] == key_cache.shape[2:]
+        and _slots_fit(slot_mapping, k.shape[0])
+    )
+
+
+def _fits_layers(
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> bool:
+    """The same for all layers at once; the chunk may be stored in another dtype than the cache's."""
+    return (
+        k.dtype == v.dtype
+        and key_cache.dtype == value_cache.dtype
+        and kernels_for(key_cache) is not None
+        and k.shape == v.shape
+        and key_cache.shape == value_cache.shape
+        and k.shape[0] == key_cache.shape[0]
+        and k.shape[2:] == key_cache.shape[3:]
+        and all(t[0].is_contiguous() for t in (k, v, key_cache, value_cache))
+        and _slots_fit(slot_mapping, k.shape[1])
+    )
+
+
+def _slots_fit(slot_mapping: torch.Tensor, tokens: int) -> bool:
+    return slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous() and slot_mapping.numel() == tokens

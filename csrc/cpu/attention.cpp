@@ -1,0 +1,115 @@
+// Paged attention with explicit query positions: cuts a step into prefill tiles and decode chunks and shares them out.
+#include "prefill.h"
+
+namespace VB_NAMESPACE {
+
+struct Plan {
+  int64_t tiles = 0, chunks = 0, work = 0;
+};
+
+static Plan plan_step(const Paged& a) {
+  Plan plan;
+  for (int64_t r = 0; r < a.requests; ++r) {
+    const int64_t queries = a.starts[r + 1] - a.starts[r];
+    plan.work += queries * a.seq_lens[r] * a.heads * a.head_dim;
+    if (queries == 1) {
+      const int64_t position = a.positions[a.starts[r]];
+      plan.chunks += position / DECODE_CHUNK - a.first_key(position) / DECODE_CHUNK + 1;
+    } else {
+      plan.tiles += a.kv_heads * ((queries * a.group() + TILE_ROWS - 1) / TILE_ROWS);
+    }
+  }
+  return plan;
+}
+
+// Fills the lists; chunk_starts [requests + 1] says which chunks belong to which request.
+static void list_units(const Paged& a, Tile* tiles, Chunk* chunks, int64_t* chunk_starts) {
+  int64_t chunk = 0;
+  for (int64_t r = 0; r < a.requests; ++r) {
+    chunk_starts[r] = chunk;
+    const int64_t queries = a.starts[r + 1] - a.starts[r];
+    if (queries == 1) {
+      const int64_t end = a.positions[a.starts[r]] + 1;
+      for (int64_t first = a.first_key(end - 1); first < end;) {
+        const int64_t next = min64(end, (first / DECODE_CHUNK + 1) * DECODE_CHUNK);
+        chunks[chunk++] = {r, first, next - first};
+        first = next;
+      }
+      continue;
+    }
+    const int64_t rows = queries * a.group();
+    // The last tiles see the most keys: started first, they leave the short ones to even out the threads.
+    for (int64_t first = (rows - 1) / TILE_ROWS * TILE_ROWS; first >= 0 && queries; first -= TILE_ROWS)
+      for (int64_t h = 0; h < a.kv_heads; ++h) *tiles++ = {r, h, a.starts[r], first, min64(TILE_ROWS, rows - first)};
+  }
+  chunk_starts[a.requests] = chunk;
+}
+
+static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+template <typename T>
+static int run(const Paged& a, int32_t threads) {
+  const Plan plan = plan_step(a);
+  const size_t partial_size = size_t(a.heads * (a.head_dim + 2));
+  const size_t tile_bytes = aligned(size_t(plan.tiles) * sizeof(Tile)), chunk_bytes = aligned(size_t(plan.chunks) * sizeof(Chunk));
+  const size_t start_bytes = aligned(size_t(a.requests + 1) * sizeof(int64_t));
+  char* shared = (char*)vb_scratch(VB_SCRATCH_SHARED,
+                                   tile_bytes + chunk_bytes + start_bytes + size_t(plan.chunks) * partial_size * sizeof(float));
+  if (!shared) return VB_NO_MEMORY;
+  Tile* tiles = (Tile*)shared;
+  Chunk* chunks = (Chunk*)(shared + tile_bytes);
+  int64_t* chunk_starts = (int64_t*)(shared + tile_bytes + chunk_bytes);
+  float* partials = (float*)(shared + tile_bytes + chunk_bytes + start_bytes);
+  list_units(a, tiles, chunks, chunk_starts);
+
+  const size_t tile_scratch = plan.tiles ? prefill_scratch_bytes<T>() : 0, chunk_scratch = decode_scratch_bytes(a);
+  const size_t scratch_bytes = tile_scratch > chunk_scratch ? tile_scratch : chunk_scratch;
+  int status = VB_OK;
+  const int64_t units = plan.tiles + plan.chunks;
+  const int team = plan.work > VB_SERIAL_ELEMENTS ? int(min64(threads, units)) : 1;
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    void* scratch = vb_scratch(VB_SCRATCH_PRIVATE, scratch_bytes);
+    if (!scratch) {
+#pragma omp atomic write
+      status = VB_NO_MEMORY;
+    }
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < plan.tiles; ++i)
+      if (scratch) prefill_tile<T>(a, tiles[i], scratch);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < plan.chunks; ++i)
+      if (scratch) decode_chunk<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch);
+    if (plan.chunks) {
+#pragma omp for schedule(static) nowait
+      for (int64_t r = 0; r < a.requests; ++r) {
+        const int64_t count = chunk_starts[r + 1] - chunk_starts[r];
+        if (count) merge_chunks<T>(a, r, partials + size_t(chunk_starts[r]) * partial_size, count);
+      }
+    }
+  }
+  return status;
+}
+
+}  // namespace VB_NAMESPACE
+
+using namespace VB_NAMESPACE;
+
+int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache, const int64_t* positions,
+                           const int32_t* block_tables, const int64_t* starts, const int64_t* seq_lens, int64_t tokens,
+                           int64_t requests, int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
+                           int64_t head_dim, int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+  const Paged a = {out,      q,          key_cache, value_cache, positions, block_tables, starts, seq_lens, requests, table_stride,
+                   num_blocks, block_size, heads,     kv_heads,    head_dim,  q_stride,     window, scale};
+  if (starts[0] != 0 || starts[requests] != tokens) return VB_BAD_START;
+  for (int64_t r = 0; r < requests; ++r)
+    if (starts[r] > starts[r + 1]) return VB_BAD_START;
+  const int status = a.check(starts, starts + 1);
+  if (status != VB_OK) return status;
+  switch (dtype) {
+    case VB_F32: return run<float>(a, threads);
+    case VB_BF16: return run<bf16>(a, threads);
+    case VB_F16: return run<f16>(a, threads);
+  }
+  return VB_BAD_DTYPE;
+}

@@ -1,0 +1,69 @@
+// What the attention kernels share: the arguments of a call, and how a key's position finds its row in the paged cache.
+#ifndef VLLM_BLEND_ATTENTION_H
+#define VLLM_BLEND_ATTENTION_H
+
+#include "../vllm_blend_cpu.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace VB_NAMESPACE {
+
+constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t DECODE_CHUNK = 128;  // keys of a decode unit: fixed, so that a request's sums never depend on its batch
+constexpr int64_t TILE_ROWS = 8 * VL;  // rows (queries x heads of a KV head) of a prefill unit
+constexpr int64_t TILE_KEYS = 64;
+
+struct Paged {
+  void* out;
+  const void *q, *keys, *values;
+  const int64_t* positions;
+  const int32_t* tables;
+  const int64_t *starts, *seq_lens;
+  int64_t requests, table_stride, num_blocks, block_size, heads, kv_heads, head_dim, q_stride, window;
+  float scale;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t row() const { return kv_heads * head_dim; }
+  int64_t first_key(int64_t position) const { return window ? max64(0, position - window + 1) : 0; }
+
+  // Element offsets of `count` keys from position `first` on, for KV head 0.
+  void offsets(int64_t* to, int64_t request, int64_t first, int64_t count) const {
+    const int32_t* table = tables + request * table_stride;
+    int64_t block = first / block_size, slot = first % block_size;
+    for (int64_t i = 0; i < count; ++block, slot = 0) {
+      int64_t offset = (int64_t(table[block]) * block_size + slot) * row();
+      for (; slot < block_size && i < count; ++slot, offset += row()) to[i++] = offset;
+    }
+  }
+
+  // Every table entry and position that a kernel will follow, checked before it is followed.
+  int check(const int64_t* first, const int64_t* last) const {
+    if (head_dim % 16 || head_dim > MAX_HEAD_DIM || heads % kv_heads) return VB_BAD_DTYPE;
+    for (int64_t r = 0; r < requests; ++r) {
+      if (first[r] == last[r]) continue;
+      const int64_t blocks = (seq_lens[r] + block_size - 1) / block_size;
+      if (blocks > table_stride) return VB_BAD_BLOCK;
+      bool ok = true;
+      for (int64_t b = 0; b < blocks; ++b) ok &= uint32_t(tables[r * table_stride + b]) < uint64_t(num_blocks);
+      if (!ok) return VB_BAD_BLOCK;
+      for (int64_t t = first[r]; t < last[r]; ++t) ok &= uint64_t(positions[t]) < uint64_t(seq_lens[r]);
+      if (!ok) return VB_BAD_POSITION;
+    }
+    return VB_OK;
+  }
+};
+
+// A stretch of one request's keys for its single query; what it writes is merged over the request's chunks.
+struct Chunk {
+  int64_t request, first, count;
+};
+
+// Decode: partial [heads * (head_dim + 2)] = unnormalised output rows, then maxima (log2) and sums of each head.
+size_t decode_scratch_bytes(const Paged& a);
+template <typename T>
+void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scratch);
+template <typename T>
+void merge_chunks(const Paged& a, int64_t request, const float* partials, int64_t chunks);
+
+}  // namespace VB_NAMESPACE
+#endif

@@ -1,0 +1,161 @@
+"""Packaging, and the optional build of the compiled CPU kernels.
+
+The kernels are a plain C library without torch or Python headers: any C++17 compiler will do (CXX, else g++, clang++ or
+c++). One binary holds every instruction set and picks at run time, so it may be copied to an older CPU of the same
+architecture. Where there is no compiler, or the build fails, the package installs all the same and runs its plain torch
+twins.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CPU_SOURCES = Path("csrc/cpu")
+COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+]
+WARNINGS = ["-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-unknown-warning-option"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+X86_ISAS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": AVX512,
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+
+
+class KernelLibrary(Extension):
+    """A shared library with a C ABI, loaded by vllm_blend/ops/bindings.py; not a Python module."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, sources=[str(path) for path in sorted(folder.glob("*.cpp"))], optional=True)
+        self.depends = [str(path) for path in [*folder.glob("*.h"), *folder.parent.glob("*.h")]]
+
+
+class BuildKernels(build_ext):
+    """Compiles `KernelLibrary` extensions; a failure is reported and costs speed, not the installation."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        *packages, name = fullname.split(".")
+        return os.path.join(*packages, f"{name}.so")
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.unlink(missing_ok=True)  # a stale library is worse than none
+        try:
+            compile_kernels([Path(source) for source in ext.sources], target)
+        except (OSError, subprocess.SubprocessError) as error:
+            detail = getattr(error, "stderr", None) or error
+            print(
+                f"\nvllm-blend: the CPU kernels were not built, plain torch will run instead. Reason:\n{detail}\n",
+                file=sys.stderr,
+            )
+
+
+def find_compiler() -> str:
+    for candidate in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if candidate and shutil.which(candidate):
+            return candidate
+    raise FileNotFoundError("no C++ compiler found: install g++ or clang++, or name one in the variable CXX")
+
+
+def accepts(compiler: str, flags: list[str]) -> bool:
+    """Whether the compiler builds and links an empty program with these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("int main() { return 0; }\n")
+        command = [compiler, *flags, str(source), "-o", str(Path(folder, "probe"))]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def compile_kernels(sources: list[Path], target: Path) -> None:
+    compiler = find_compiler()
+    flags = [*FLAGS, *WARNINGS]
+    openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"]) else []
+    isas: dict[str, list[str]] = {"generic": []}
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        isas |= {isa: extra for isa, extra in X86_ISAS.items() if accepts(compiler, extra)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        objects: list[str] = []
+        commands: list[list[str]] = []
+
+        def add(source: Path, label: str, extra: list[str]) -> None:
+            objects.append(str(Path(folder, f"{label}.{source.stem}.o")))
+            commands.append([compiler, *flags, *openmp, *extra, "-c", str(source), "-o", objects[-1]])
+
+        for source in sources:
+            if source.name == COMMON_SOURCE:
+                add(source, "common", [f"-DVB_HAVE_{isa.upper()}" for isa in isas])
+            else:
+                for isa, extra in isas.items():
+                    add(source, isa, [f"-DVB_ISA={isa}", *extra])
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(run, commands))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run([compiler, "-shared", *openmp, *objects, "-o", str(target)])
+    print(f"vllm-blend: built {target} for {', '.join(isas)}" + ("" if openmp else ", without OpenMP: one thread"))
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+
+
+def packages() -> tuple[list[str], dict[str, str]]:
+    """vllm_blend, and the import names `vllm` and `lmcache_vllm` that live in its compat folder."""
+    names = find_packages(include=["vllm_blend", "vllm_blend.*"])
+    folders = {}
+    for alias in ("vllm", "lmcache_vllm"):
+        folder = f"vllm_blend/compat/{alias}"
+        folders[alias] = folder
+        names += [alias, *(f"{alias}.{name}" for name in find_packages(folder))]
+    return names, folders
+
+
+names, folders = packages()
+setup(
+    name="vllm-blend",
+    version="0.1.0",
+    description="Reusable KV cache of text chunks, blended into any prompt, behind vLLM's API",
+    python_requires=">=3.10",
+    packages=names,
+    package_dir=folders,
+    ext_modules=[KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES)],
+    cmdclass={"build_ext": BuildKernels},
+    install_requires=[
+        "torch>=2.8",
+        "transformers>=4.55",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "tqdm",
+        "bm25s",
+        "rouge-score",
+        "pyyaml",
+    ],
+    extras_require={
+        "gpu": ["xformers", "flashinfer-python"],
+        "ray": ["ray"],
+        "server": ["fastapi", "uvicorn"],
+        "colbert": ["ragatouille"],
+        "bench": ["matplotlib"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+    },
+)

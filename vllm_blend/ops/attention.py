@@ -1,0 +1,167 @@
+"""Attention over the paged cache by explicit query positions (the contract of `vllm_blend.attention.metadata`)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_blend.ops import cpu
+from vllm_blend.ops.bindings import kernels_for
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attention of q [tokens, heads, head_dim] over caches [num_blocks, block_size, kv_heads, head_dim] -> like q.
+
+    Rows query_start_loc[r]:query_start_loc[r + 1] ([requests + 1] int64) are request r's queries, at `positions`
+    [tokens] int64, in any order and with any holes; the keys of request r are the first seq_lens[r] ([requests] int64)
+    slots of the blocks block_tables[r] ([requests, max_blocks] int32). A key at position p is seen from position t iff
+    p <= t and, with a sliding window w, p > t - w. Raises IndexError for a block or position out of range, ValueError
+    for tensors that do not fit together.
+    """
+    _check(q, key_cache, positions, block_tables, sliding_window)
+    _expect(query_start_loc, "query_start_loc", torch.int64, (len(block_tables) + 1,))
+    _expect(seq_lens, "seq_lens", torch.int64, (len(block_tables),))
+    kernels = kernels_for(q)
+    if kernels is not None and cpu.takes_attention(q, key_cache, value_cache):
+        return cpu.paged_attention(
+            kernels,
+            q,
+            key_cache,
+            value_cache,
+            positions,
+            block_tables,
+            query_start_loc,
+            seq_lens,
+            scale,
+            sliding_window,
+        )
+    return paged_attention_reference(
+        q, key_cache, value_cache, positions, block_tables, query_start_loc, seq_lens, scale, sliding_window
+    )
+
+
+def attention_mass(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_rows: list[slice],
+    seq_lens: list[int],
+    scale: float,
+    sliding_window: int | None = None,
+) -> list[torch.Tensor]:
+    """Attention probability each key position receives, per request: [seq_len] float32, summed over the rows
+    query_rows[r] of q [tokens, heads, head_dim] and averaged over heads. An empty slice gives zeros. Tensors as in
+    `paged_attention`.
+    """
+    _check(q, key_cache, positions, block_tables, sliding_window)
+    if not len(query_rows) == len(seq_lens) == len(block_tables):
+        raise ValueError(
+            f"query_rows ({len(query_rows)}), seq_lens ({len(seq_lens)}) and block_tables ({len(block_tables)}) "
+            "must have an entry for each request"
+        )
+    for request, rows in enumerate(query_rows):
+        if not 0 <= rows.start <= rows.stop <= len(q) or rows.step not in (None, 1):
+            raise ValueError(f"query_rows[{request}] is {rows}, but must be a plain slice of the {len(q)} rows of q")
+    kernels = kernels_for(q)
+    if kernels is not None and cpu.takes_attention(q, key_cache, key_cache):
+        return cpu.attention_mass(
+            kernels, q, key_cache, positions, block_tables, query_rows, seq_lens, scale, sliding_window
+        )
+    return attention_mass_reference(q, key_cache, positions, block_tables, query_rows, seq_lens, scale, sliding_window)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """The plain torch twin of `paged_attention`: the whole matrix of probabilities, in float32 or, for float64 q,
+    float64.
+    """
+    out = torch.empty_like(q)
+    starts = query_start_loc.tolist()
+    for request, n in enumerate(seq_lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        probabilities = _probabilities(
+            q[rows], _keys(key_cache, block_tables[request], n), positions[rows], scale, sliding_window
+        )
+        v = _keys(value_cache, block_tables[request], n).to(probabilities.dtype)  # [n, kv_heads, head_dim]
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[rows] = torch.einsum("hmn,nhd->mhd", probabilities, v).to(q.dtype)
+    return out
+
+
+def attention_mass_reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_rows: list[slice],
+    seq_lens: list[int],
+    scale: float,
+    sliding_window: int | None = None,
+) -> list[torch.Tensor]:
+    """The plain torch twin of `attention_mass`; float64 q gives float64 results."""
+    masses = []
+    for request, (rows, n) in enumerate(zip(query_rows, seq_lens, strict=True)):
+        probabilities = _probabilities(
+            q[rows], _keys(key_cache, block_tables[request], n), positions[rows], scale, sliding_window
+        )
+        masses.append(probabilities.sum(1).mean(0))
+    return masses
+
+
+def _keys(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n slots of a request, in order of position: [n, kv_heads, head_dim]."""
+    return cache[table[: -(-n // cache.shape[1])]].flatten(0, 1)[:n]
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """[heads, queries, keys] for q [queries, heads, head_dim] and k [keys, kv_heads, head_dim]."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = torch.einsum("mhd,nhd->hmn", q.to(dtype), k) * scale
+    keys = torch.arange(len(k), device=q.device)
+    hidden = keys[None] > positions[:, None]
+    if window is not None:
+        hidden |= keys[None] <= positions[:, None] - window
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+        )
+
+
+def _check(
+    q: torch.Tensor, key_cache: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, window: int | None
+) -> None:
+    """What both ops need to be true: kernels get bare pointers."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, cached_dim = key_cache.shape[2:]
+    if head_dim != cached_dim or heads % kv_heads:
+        raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv_heads} KV heads of {cached_dim}")
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window must be at least 1 or None, got {window}")
+    _expect(positions, "positions", torch.int64, (q.shape[0],))
+    _expect(block_tables, "block_tables", torch.int32, tuple(block_tables.shape))

@@ -1,0 +1,224 @@
+"""The compiled CPU kernels on torch tensors. What cannot go to a kernel never gets here: the ops decide that, by
+`takes_*`.
+
+A call costs a few microseconds of Python, and a decode step of a small model makes a hundred of them: hence plain code,
+no helper objects, and sizes read once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
+
+MAX_HEAD_DIM = 256  # of the attention kernels, in steps of 16: MAX_HEAD_DIM of csrc/cpu/attention.h
+
+
+def rms_norm(
+    kernels: CPUKernels, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rms_norm(x + residual), x + residual), the second None without a residual."""
+    n = x.shape[-1]
+    if x.dim() == 2 and x.stride(1) == 1:
+        stride = x.stride(0)
+    else:
+        x, stride = x.contiguous(), n
+    out = torch.empty(x.shape, dtype=x.dtype)
+    total = None
+    total_pointer = residual_pointer = None
+    if residual is not None:
+        residual = residual.contiguous()
+        total = torch.empty(x.shape, dtype=x.dtype)
+        total_pointer, residual_pointer = total.data_ptr(), residual.data_ptr()
+    status = kernels.rms_norm(
+        out.data_ptr(), total_pointer, x.data_ptr(), residual_pointer, weight.data_ptr(), x.numel() // n if n else 0,
+        n, stride, eps, DTYPE_CODES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "rms_norm")
+    return out, total
+
+
+def silu_and_mul(kernels: CPUKernels, gate_up: torch.Tensor) -> torch.Tensor:
+    n = gate_up.shape[-1] // 2
+    if gate_up.dim() == 2 and gate_up.stride(1) == 1:
+        stride = gate_up.stride(0)
+    else:
+        gate_up, stride = gate_up.contiguous(), 2 * n
+    out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype)
+    status = kernels.silu_and_mul(
+        out.data_ptr(), gate_up.data_ptr(), out.numel() // n if n else 0, n, stride, DTYPE_CODES[gate_up.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "silu_and_mul")
+    return out
+
+
+def _token_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [tokens, heads, head_dim] with every token's heads contiguous, and the distance between tokens."""
+    _, heads, head_dim = x.shape
+    stride = x.stride()
+    if stride[2] == 1 and (stride[1] == head_dim or heads == 1):
+        return x, stride[0]
+    return x.contiguous(), heads * head_dim
+
+
+def rotary(
+    kernels: CPUKernels, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q [tokens, heads, head_dim] and, unless None, k [tokens, kv_heads, head_dim], rotated."""
+    q, q_stride = _token_rows(q)
+    tokens, heads, head_dim = q.shape
+    q_out = torch.empty(q.shape, dtype=q.dtype)
+    k_out = k_out_pointer = k_pointer = None
+    kv_heads = k_stride = 0
+    if k is not None:
+        k, k_stride = _token_rows(k)
+        k_out = torch.empty(k.shape, dtype=k.dtype)
+        kv_heads, k_pointer, k_out_pointer = k.shape[1], k.data_ptr(), k_out.data_ptr()
+    status = kernels.rope(
+        q_out.data_ptr(), k_out_pointer, q.data_ptr(), k_pointer, None, cos.data_ptr(), sin.data_ptr(), None, None,
+        None, tokens, heads, kv_heads, head_dim, cos.shape[1], q_stride, k_stride, 0, 0, DTYPE_CODES[q.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "rotary_embedding")
+    return q_out, k_out
+
+
+def rotary_and_cache(
+    kernels: CPUKernels,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    q, q_stride = _token_rows(q)
+    k, k_stride = _token_rows(k)
+    v, v_stride = _token_rows(v)
+    tokens, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    status = kernels.rope(
+        out.data_ptr(), None, q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), tokens, heads, k.shape[1], head_dim,
+        cos.shape[1], q_stride, k_stride, v_stride, key_cache.shape[0] * key_cache.shape[1], DTYPE_CODES[q.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "rotary_and_cache")
+    return out
+
+
+def reshape_and_cache(
+    kernels: CPUKernels,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    k, k_stride = _token_rows(k)
+    v, v_stride = _token_rows(v)
+    tokens, kv_heads, head_dim = k.shape
+    status = kernels.reshape_and_cache(
+        k.data_ptr(), v.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), tokens,
+        kv_heads * head_dim, k_stride, v_stride, key_cache.shape[0] * key_cache.shape[1], DTYPE_CODES[k.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "reshape_and_cache")
+
+
+def place_chunk(
+    kernels: CPUKernels,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    layers, tokens, kv_heads, head_dim = k.shape
+    status = kernels.place_chunk(
+        k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+        slot_mapping.data_ptr(), layers, tokens, kv_heads, head_dim, cos.shape[1], k.stride(0), v.stride(0),
+        key_cache.stride(0), value_cache.stride(0), key_cache.shape[1] * key_cache.shape[2], DTYPE_CODES[k.dtype],
+        DTYPE_CODES[key_cache.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "place_chunk")
+
+
+def takes_cache(x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether kernels can work on these caches [..., block_size, kv_heads, head_dim] together with x."""
+    return x.dtype == key_cache.dtype == value_cache.dtype and key_cache.is_contiguous() and value_cache.is_contiguous()
+
+
+def takes_attention(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether the attention kernels can work on q [tokens, heads, head_dim] and these caches."""
+    head_dim = q.shape[2]
+    return head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and takes_cache(q, key_cache, value_cache)
+
+
+def paged_attention(
+    kernels: CPUKernels,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    q, q_stride = _token_rows(q)
+    tokens, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    status = kernels.paged_attention(
+        out.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), positions.data_ptr(),
+        block_tables.data_ptr(), query_start_loc.data_ptr(), seq_lens.data_ptr(), tokens, seq_lens.shape[0],
+        block_tables.shape[1], num_blocks, block_size, heads, kv_heads, head_dim, q_stride, sliding_window or 0,
+        scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "paged_attention")
+    return out
+
+
+def attention_mass(
+    kernels: CPUKernels,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_rows: list[slice],
+    seq_lens: list[int],
+    scale: float,
+    sliding_window: int | None,
+) -> list[torch.Tensor]:
+    q, q_stride = _token_rows(q)
+    _, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    lengths = torch.tensor(seq_lens, dtype=torch.int64)
+    first = torch.tensor([rows.start for rows in query_rows], dtype=torch.int64)
+    last = torch.tensor([rows.stop for rows in query_rows], dtype=torch.int64)
+    offsets = torch.zeros(len(seq_lens) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    mass = torch.empty(sum(seq_lens), dtype=torch.float32)
+    status = kernels.attention_mass(
+        mass.data_ptr(), q.data_ptr(), key_cache.data_ptr(), positions.data_ptr(), block_tables.data_ptr(),
+        first.data_ptr(), last.data_ptr(), lengths.data_ptr(), offsets.data_ptr(), len(seq_lens),
+        block_tables.shape[1], num_blocks, block_size, heads, kv_heads, head_dim, q_stride, sliding_window or 0,
+        scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "attention_mass")
+    return list(mass.split(seq_lens))
