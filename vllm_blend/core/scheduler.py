@@ -108,7 +108,7 @@ class Scheduler:
                     continue
                 break
             output.scheduled.append(item)
-            budget -= request.blend.num_scheduled_tokens if request.blend and item.is_blend else item.num_tokens
+            budget -= _blend_cost(request) if item.is_blend else item.num_tokens
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
@@ -119,8 +119,7 @@ class Scheduler:
         """Give a waiting request its first pages and tokens, or None when they do not fit now."""
         if request.blend is not None:
             # A blend is one step by nature: it may exceed the budget, but only where nothing else is being prefilled.
-            cost = request.blend.num_scheduled_tokens
-            if cost > budget and any(item.num_tokens > 1 for item in output.scheduled):
+            if _blend_cost(request) > budget and any(item.num_tokens > 1 for item in output.scheduled):
                 return None
             if not self._grow(request, request.num_tokens):
                 return None
@@ -183,3 +182,9 @@ class Scheduler:
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()
+
+
+def _blend_cost(request: Request) -> int:
+    """Tokens that a blend's step computes at most. What was generated before a preemption is computed with it."""
+    assert request.blend is not None
+    return request.blend.num_scheduled_tokens + len(request.output_token_ids)
