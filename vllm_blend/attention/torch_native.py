@@ -141,8 +141,15 @@ def _decode(
     longest = max(metadata.seq_lens[r] for r in requests)
     index = torch.tensor(requests, device=q.device)
     blocks = metadata.block_tables[index, : -(-longest // cache.block_size)]
-    k = cache.key[blocks].flatten(1, 2)[:, :longest].transpose(1, 2)  # [requests, kv_heads, longest, head_dim]
-    v = cache.value[blocks].flatten(1, 2)[:, :longest].transpose(1, 2)
+    k = cache.key[blocks].flatten(1, 2)[:, :longest]  # [requests, longest, kv_heads, head_dim], a copy
+    v = cache.value[blocks].flatten(1, 2)[:, :longest]
+    lengths = [metadata.seq_lens[r] for r in requests]
+    if min(lengths) < longest:
+        # Slots behind a shorter request hold what somebody left there. A weight of 0 does not silence a NaN.
+        unused = torch.arange(longest, device=q.device) >= torch.tensor(lengths, device=q.device)[:, None]
+        k.masked_fill_(unused[:, :, None, None], 0.0)
+        v.masked_fill_(unused[:, :, None, None], 0.0)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     mask = _visible(metadata.positions[rows], 0, longest, window)[:, None, None]
     grouped = q[rows].view(-1, kv_heads, heads // kv_heads, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
