@@ -32,7 +32,7 @@ def resolve_device(device: str) -> torch.device:
     require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
     require(
         resolved.type == "cpu" or torch.cuda.is_available(),
-        f"device={device!r} was asked for, but torch sees no CUDA device: use device='cpu', or install a CUDA build of torch",
+        f"device={device!r} was asked for, but torch sees no CUDA device: use device='cpu', or install CUDA",
     )
     return resolved
 
@@ -90,7 +90,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.block_size in (8, 16, 32, 64, 128), f"block_size={self.block_size}: use one of 8, 16, 32, 64, 128 tokens"
+            self.block_size in (8, 16, 32, 64, 128),
+            f"block_size={self.block_size}: use one of 8, 16, 32, 64, 128 tokens",
         )
         require(
             0 < self.gpu_memory_utilization <= 1,
@@ -112,8 +113,8 @@ class SchedulerConfig:
         tokens = self.max_num_batched_tokens
         require(
             tokens is None or tokens >= self.max_num_seqs,
-            f"max_num_batched_tokens={tokens} is below max_num_seqs={self.max_num_seqs}: a step could not hold one token of "
-            "every running request; raise the first or lower the second",
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={self.max_num_seqs}: a step could not hold one "
+            "token of every running request; raise the first or lower the second",
         )
 
 
@@ -121,9 +122,10 @@ class SchedulerConfig:
 class BlendConfig:
     """Reuse of chunk KV: which tokens of a reused context are computed again (CacheBlend, Yao et al., EuroSys 2025).
 
-    `recompute_ratio` is the share of the tokens before the suffix that is recomputed, None for the selector's default (0.15).
-    `check_layers` are the layers at which deviation selectors look; with several, `recompute_ratios` gives the share kept
-    after each (the paper's gradual filtering, section 4.3). Contexts shorter than `min_tokens` are prefilled in full.
+    `recompute_ratio` is the share of the tokens before the suffix that is recomputed, None for the selector's default
+    (0.15). `check_layers` are the layers at which deviation selectors look; with several, `recompute_ratios` gives the
+    share kept after each (the paper's gradual filtering, section 4.3). Contexts shorter than `min_tokens` are prefilled
+    in full.
     """
 
     enable_blending: bool = False
@@ -140,8 +142,8 @@ class BlendConfig:
         require(
             all(isinstance(i, int) and i >= 1 for i in self.check_layers)
             and list(self.check_layers) == sorted(set(self.check_layers)),
-            f"blend_check_layers={self.check_layers} must be ascending layer numbers from 1 on (K and V of layer 0 depend on "
-            "the token alone, so there is nothing to compare there)",
+            f"blend_check_layers={self.check_layers} must be ascending layer numbers from 1 on (K and V of layer 0 "
+            "depend on the token alone, so there is nothing to compare there)",
         )
         if self.recompute_ratios is not None:
             for ratio in self.recompute_ratios:

@@ -80,8 +80,8 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache. The last token is always computed, for its logits; so is
-        everything whose KV or log-probability somebody wants to see."""
+        """How many leading tokens may come from the prefix cache. The last token is always computed, for its logits; so
+        is everything whose KV or log-probability somebody wants to see."""
         if not self.exact or (self.params is not None and self.params.prompt_logprobs is not None):
             return 0
         return self.num_tokens - 1 if self.collect_from is None else min(self.collect_from, self.num_tokens - 1)

@@ -12,7 +12,8 @@ from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, L
 
 
 class LayerHook:
-    """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of it."""
+    """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of
+    it."""
 
     def on_kv(
         self,
@@ -25,13 +26,19 @@ class LayerHook:
     ) -> torch.Tensor | None:
         """Called with this step's K and V [tokens, kv_heads, head_dim] before they are written to the cache.
 
-        Returning rows (int64, ascending) drops every other row from this layer's queries on: K and V of all rows are still
-        written, attention and everything after it run for the returned rows only.
+        Returning rows (int64, ascending) drops every other row from this layer's queries on: K and V of all rows are
+        still written, attention and everything after it run for the returned rows only.
         """
         return None
 
     def on_query(
-        self, layer_idx: int, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int | None
+        self,
+        layer_idx: int,
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
     ) -> None:
         """Called with the rotated queries [tokens, heads, head_dim] after K and V are in the cache."""
 
@@ -68,5 +75,7 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
 
 def current_context() -> ForwardContext:
     if _current is None:
-        raise RuntimeError("a model's forward needs a forward_context(...) around it: attention has no cache to write to")
+        raise RuntimeError(
+            "a model's forward needs a forward_context(...) around it: attention has no cache to write to"
+        )
     return _current

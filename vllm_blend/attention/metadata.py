@@ -1,8 +1,8 @@
 """The attention contract: a step is a set of (request, position) tokens.
 
-Every backend implements one function, `AttentionBackend.attend`: each query token sees exactly the filled slots of its own
-request whose position is <= its own. Queries of a request may be any ascending subset of its positions (holes are normal),
-so the mask is never inferred from shapes: a "bottom-right causal" mask is wrong here.
+Every backend implements one function, `AttentionBackend.attend`: each query token sees exactly the filled slots of its
+own request whose position is <= its own. Queries of a request may be any ascending subset of its positions (holes are
+normal), so the mask is never inferred from shapes: a "bottom-right causal" mask is wrong here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 class AttentionMetadata:
     """Where the tokens of a step are, and where each request's keys lie.
 
-    Tokens of one request are adjacent rows with strictly ascending positions. All positions below `seq_lens[r]` of request r
-    are filled in the cache once this step's own K and V are written.
+    Tokens of one request are adjacent rows with strictly ascending positions. All positions below `seq_lens[r]` of
+    request r are filled in the cache once this step's own K and V are written.
     """
 
     positions: torch.Tensor  # [tokens] int64, position of each token in its request
     slot_mapping: torch.Tensor  # [tokens] int64, the cache slot that receives each token's K and V
     block_tables: torch.Tensor  # [requests, max_blocks] int32, padded with 0
-    query_start_loc: list[int]  # requests + 1 host offsets: rows query_start_loc[r]:query_start_loc[r + 1] belong to request r
+    query_start_loc: list[int]  # requests + 1 host offsets: request r has rows [r] up to [r + 1]
     seq_lens: list[int]  # host, filled slots of each request, this step's tokens included
 
     @property
@@ -38,7 +38,8 @@ class AttentionMetadata:
 
     @cached_property
     def host_positions(self) -> list[int]:
-        """`positions` on the host, read once per step (a synchronisation on a GPU: only the plain torch backend uses it)."""
+        """`positions` on the host, read once per step (a synchronisation on a GPU: only the plain torch backend uses
+        it)."""
         return self.positions.tolist()
 
     def rows(self, request: int) -> slice:
@@ -96,5 +97,5 @@ class AttentionBackend(ABC):
         query_rows: list[slice],
         sliding_window: int | None = None,
     ) -> list[torch.Tensor]:
-        """Attention probability received by each key position, per request: [seq_len] float32, summed over the query rows
-        `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""
+        """Attention probability received by each key position, per request: [seq_len] float32, summed over the query
+        rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""

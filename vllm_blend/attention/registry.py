@@ -22,7 +22,8 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_native": TorchNati
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend called `name`; 'auto' is the compiled CPU kernels where they are built, plain torch otherwise.
 
-    Raises ValueError for an unknown name or one that does not fit the device, ImportError when a forced one is not built.
+    Raises ValueError for an unknown name or one that does not fit the device, ImportError when a forced one is not
+    built.
     """
     if name == "auto":
         from vllm_blend.ops.bindings import cpu_kernels_available
@@ -31,5 +32,7 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     if name not in BACKENDS:
         raise ValueError(f"attention_backend={name!r} is unknown: use 'auto' or one of {sorted(BACKENDS)}")
     if name == "cpu" and device.type != "cpu":
-        raise ValueError(f"attention_backend='cpu' runs on the CPU, the engine on {device}: use 'auto' or 'torch_native'")
+        raise ValueError(
+            f"attention_backend='cpu' runs on the CPU, the engine on {device}: use 'auto' or 'torch_native'"
+        )
     return BACKENDS[name]()

@@ -1,8 +1,9 @@
 """The contract in plain torch: right everywhere, and the twin the compiled backends are tested against.
 
-Requests with one query (decode) are computed together, in buckets of similar length. A request with more queries is computed
-in tiles of its sorted queries; a tile reads keys only up to its own largest position, so scattered and causal prefill cost
-about what they must. Keys are gathered per request, through its block table: the cache as a whole is never copied.
+Requests with one query (decode) are computed together, in buckets of similar length. A request with more queries is
+computed in tiles of its sorted queries; a tile reads keys only up to its own largest position, so scattered and causal
+prefill cost about what they must. Keys are gathered per request, through its block table: the cache as a whole is never
+copied.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 
-QUERY_TILE = 256  # rows of a query tile: small enough to skip most of the causal upper half, large enough for good products
+QUERY_TILE = 256  # rows: small enough to skip most of the causal upper half, large enough for good products
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -95,12 +96,15 @@ def _prefill(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of one request's queries [m, heads, head_dim] at their positions over its k, v [n, kv_heads, head_dim]."""
+    """Attention of one request's queries [m, heads, head_dim] at their positions over its k, v [n, kv_heads,
+    head_dim]."""
     m, kv_heads = q.shape[0], k.shape[1]
     group = q.shape[1] // kv_heads
     if m == k.shape[0] and (window is None or m <= window):  # every position is a query: plainly causal
-        heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        causal = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=group > 1)
+        by_head = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+        causal = F.scaled_dot_product_attention(
+            by_head[0], by_head[1], by_head[2], is_causal=True, scale=scale, enable_gqa=group > 1
+        )
         return causal[0].transpose(0, 1)
     keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
     out = torch.empty_like(q)

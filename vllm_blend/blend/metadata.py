@@ -1,7 +1,7 @@
 """The hooks of CacheBlend's vLLM fork: a dict on the decoder stack, and KV that users hand over themselves.
 
-Names and meanings are those of that fork, so that scripts written for it run; its defects are not kept: any suffix is forced
-whole, the mask is exact, `old_kvs` can be used again.
+Names and meanings are those of that fork, so that scripts written for it run; its defects are not kept: any suffix is
+forced whole, the mask is exact, `old_kvs` can be used again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def default_fuse_metadata(kv_cache_dtype: torch.dtype) -> dict[str, Any]:
     """`cache_fuse_metadata` as a new engine has it.
 
     Set by users: `collect` (keep K before RoPE and V of this prompt in `hack_kv`), `check` (blend the next prompt with
-    `old_kvs`, then become False again), `selector`, `check_layers`, `recomp_ratio` or `recomp_ratios` (one per check layer),
-    `suffix_len` (trailing tokens always computed; None: what `old_kvs` does not cover, or the question, if it was the last
-    prompt collected and ends this one; at least the last token).
+    `old_kvs`, then become False again), `selector`, `check_layers`, `recomp_ratio` or `recomp_ratios` (one per check
+    layer), `suffix_len` (trailing tokens always computed; None: what `old_kvs` does not cover, or the question, if it
+    was the last prompt collected and ends this one; at least the last token).
     Set by the engine after a blend: `imp_indices` (chosen positions before the suffix, int64), `org_seq_len`,
     `original_slot_mapping` and `our_slot_mapping` (cache slots of all tokens, and of those computed in the last layer).
     `attn_bias` stays None and `fast_attention` True: the mask follows from explicit positions.
@@ -55,10 +55,10 @@ def plan_from_old_kvs(
     head_dim: int,
     last_collected: Sequence[int] = (),
 ) -> BlendPlan:
-    """The blend that `check=True` asks for. Raises ValueError naming the layer and the lengths when `old_kvs` does not fit.
+    """The blend that `check=True` asks for. Raises ValueError naming layer and lengths when `old_kvs` does not fit.
 
-    `old_kvs[layer]` is [K before RoPE, V], each [tokens, kv_heads * head_dim] or [tokens, kv_heads, head_dim], for the first
-    `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
+    `old_kvs[layer]` is [K before RoPE, V], each [tokens, kv_heads * head_dim] or [tokens, kv_heads, head_dim], for the
+    first `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
     """
     n = len(prompt_token_ids)
     if len(old_kvs) != num_layers:
@@ -73,8 +73,8 @@ def plan_from_old_kvs(
     if not n - suffix_len <= covered <= n:
         raise ValueError(
             f"old_kvs covers {covered} tokens (layer 0), but the prompt has {n}, of which the last {suffix_len} "
-            f"(suffix_len) are computed anyway: give between {n - suffix_len} and {n} rows per layer. A prompt that was "
-            "decoded to text and encoded again often differs in length: pass prompt_token_ids instead"
+            f"(suffix_len) are computed anyway: give between {n - suffix_len} and {n} rows per layer. A prompt "
+            "that was decoded to text and encoded again often differs in length: pass prompt_token_ids instead"
         )
     ratios, ratio = metadata.get("recomp_ratios"), metadata.get("recomp_ratio")
     for index, value in enumerate(ratios or []):
@@ -98,7 +98,7 @@ def plan_from_old_kvs(
 
 
 def _common_suffix(prompt: Sequence[int], question: Sequence[int]) -> int:
-    """How many trailing tokens the prompt shares with the prompt collected last: scripts collect passages, then the question.
+    """How many trailing tokens the prompt shares with the last one collected: scripts end with the question.
 
     A collected prompt as long as this one is no question, and forces nothing.
     """

@@ -19,7 +19,8 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 class Segment:
     """Positions start .. stop - 1 of a prompt, covered by stored KV.
 
-    `exact` says that the KV is what full prefill would compute there: the segment was encoded after just what precedes it.
+    `exact` says that the KV is what full prefill would compute there: the segment was encoded after just what precedes
+    it.
     """
 
     start: int
@@ -35,8 +36,8 @@ class Segment:
 class BlendPlan:
     """A prompt whose context (everything before the suffix) is covered by segments, and the rule that repairs it.
 
-    Positions fall into four kinds: exact (left alone), candidates (reused; the selector picks from them), holes (nothing
-    stored) and the suffix with whatever was generated since. Holes and suffix are always computed.
+    Positions fall into four kinds: exact (left alone), candidates (reused; the selector picks from them), holes
+    (nothing stored) and the suffix with whatever was generated since. Holes and suffix are always computed.
     """
 
     segments: tuple[Segment, ...]
@@ -122,7 +123,9 @@ def make_plan(
     """Check the settings against the model and fill in the selector's defaults."""
     n = len(prompt_token_ids)
     if not 0 <= suffix_start < n:
-        raise ValueError(f"the suffix must hold at least the last of the prompt's {n} tokens, but starts at {suffix_start}")
+        raise ValueError(
+            f"the suffix must hold at least the last of the prompt's {n} tokens, but starts at {suffix_start}"
+        )
     if selector.looks_at is LooksAt.LAYERS and max(check_layers) >= num_layers:
         raise ValueError(f"blend_check_layers={list(check_layers)}: the model has layers 0..{num_layers - 1}")
     if selector.fixed_ratio is not None:

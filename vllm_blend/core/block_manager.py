@@ -80,7 +80,8 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each of `blocks`; those without any left are free again.
 
-        Later blocks of a prefix are reused before earlier ones: an evicted early block would make the later ones unreachable.
+        Later blocks of a prefix are reused before earlier ones: an evicted early block would make the later ones
+        unreachable.
         """
         for block in reversed(blocks):
             if self._references[block] <= 0:
@@ -92,7 +93,8 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)  # nothing to lose: reuse it before cached content
 
     def match_prefix(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
-        """The longest run of published blocks for a prompt's chained `digests`, one per full block, without taking them."""
+        """The longest run of published blocks for a prompt's chained `digests`, one per full block, without taking
+        them."""
         matched: list[int] = []
         for index, digest in enumerate(digests):
             block = self._by_digest.get(digest)

@@ -1,8 +1,8 @@
 """Which tokens of which requests go into the next step: continuous batching with chunked prefill and preemption.
 
-Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in order of arrival, as far
-as the token budget, the number of sequences and the pages allow. When pages run out, the request that started last gives its
-own back and is computed again later.
+Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in order of arrival, as
+far as the token budget, the number of sequences and the pages allow. When pages run out, the request that started last
+gives its own back and is computed again later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from vllm_blend.request import Request, RequestStatus
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen ones."""
+    """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen
+    ones."""
 
     request: Request
     start: int
@@ -142,7 +143,9 @@ class Scheduler:
         if not self.blocks.enable_prefix_caching or limit == 0:
             return []
         self._extend_digests(request, limit)
-        return self.blocks.match_prefix(request.block_digests[:limit], request.token_slice(0, limit * self.blocks.block_size))
+        return self.blocks.match_prefix(
+            request.block_digests[:limit], request.token_slice(0, limit * self.blocks.block_size)
+        )
 
     def _extend_digests(self, request: Request, count: int) -> None:
         size = self.blocks.block_size
@@ -161,7 +164,8 @@ class Scheduler:
             self.blocks.publish(request.block_table[index], request.block_digests[index], tokens)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Extend the block table to hold `num_tokens`; False, with nothing taken, when there are too few free blocks."""
+        """Extend the block table to hold `num_tokens`; False, with nothing taken, when there are too few free
+        blocks."""
         needed = self.blocks.blocks_for(num_tokens) - len(request.block_table)
         if needed > self.blocks.num_free_blocks:
             return False

@@ -10,7 +10,8 @@ from vllm_blend.config import BlendConfig, CacheConfig, EngineConfig, LoadFormat
 
 @dataclass
 class EngineArgs:
-    """vLLM's engine arguments, and the `blend_*` ones (see `BlendConfig`). Unknown names are a TypeError from Python."""
+    """vLLM's engine arguments, and the `blend_*` ones (see `BlendConfig`). Unknown names are a TypeError from
+    Python."""
 
     model: str
     tokenizer: str | None = None

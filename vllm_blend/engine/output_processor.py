@@ -99,7 +99,9 @@ class OutputProcessor:
 
     def _completion(self, request: Request) -> CompletionOutput:
         asked = request.params is not None and request.params.logprobs is not None
-        chosen = [entry[token].logprob for entry, token in zip(request.logprobs, request.output_token_ids, strict=False)]
+        chosen = [
+            entry[token].logprob for entry, token in zip(request.logprobs, request.output_token_ids, strict=False)
+        ]
         return CompletionOutput(
             index=request.index,
             text=request.detokenizer.text if request.detokenizer is not None else "",

@@ -46,7 +46,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ValueError(f"no tokenizer could be loaded from {name!r}: {error}") from error
 
 
-def eos_token_ids(config: ModelConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+def eos_token_ids(
+    config: ModelConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
     """Every token that ends a text: of the generation config, the model config and the tokenizer."""
     found: list[int | list[int] | None] = [getattr(hf_config, "eos_token_id", None)]
     if (Path(config.model) / "generation_config.json").is_file():
@@ -74,7 +76,7 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         revision=config.revision or "",
         weights=weights,
         dtype=str(worker.dtype).removeprefix("torch."),
-        rope=rotary.fingerprint(),  # type: ignore[operator,union-attr]
+        rope=rotary.fingerprint(),
         tokenizer=_tokenizer_digest(tokenizer),
         num_layers=worker.num_layers,
         num_kv_heads=worker.num_kv_heads,

@@ -17,7 +17,8 @@ class ChunkKV:
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
             raise ValueError(
-                f"chunk K {list(self.k.shape)} and V {list(self.v.shape)} must both be [layers, tokens, kv_heads, head_dim]"
+                f"chunk K {list(self.k.shape)} and V {list(self.v.shape)} must both be "
+                "[layers, tokens, kv_heads, head_dim]"
             )
 
     @property

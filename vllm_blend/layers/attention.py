@@ -13,8 +13,9 @@ from vllm_blend.layers.rotary import RotaryEmbedding
 class Attention(nn.Module):
     """Attention of one decoder layer over the paged KV cache of the current forward context.
 
-    `forward(q, k, v)` takes flat [tokens, heads * head_dim] projections before RoPE and returns the flat attention output and,
-    when a hook narrowed the step here, the rows that are still active (the caller drops the others from its residual).
+    `forward(q, k, v)` takes flat [tokens, heads * head_dim] projections before RoPE and returns the flat attention
+    output and, when a hook narrowed the step here, the rows that are still active (the caller drops the others from its
+    residual).
     """
 
     def __init__(

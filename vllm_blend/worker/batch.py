@@ -44,7 +44,9 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
             chosen = span.positions
             input_ids.extend(np.asarray(request.token_slice(0, span.stop), np.int64)[chosen].tolist())
             positions.extend(chosen.tolist())
-            slots.extend((tables[index, chosen // block_size].astype(np.int64) * block_size + chosen % block_size).tolist())
+            slots.extend(
+                (tables[index, chosen // block_size].astype(np.int64) * block_size + chosen % block_size).tolist()
+            )
         elif span.stop - span.start == 1:  # decode: plain integers beat numpy
             input_ids.append(request.token_slice(span.start, span.stop)[0])
             positions.append(span.start)

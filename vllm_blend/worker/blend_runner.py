@@ -74,8 +74,8 @@ def question_mass(
 ) -> list[torch.Tensor]:
     """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone.
 
-    What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no part
-    of the question: the choice is the same as the first time.
+    What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no
+    part of the question: the choice is the same as the first time.
     """
     spans, suffixes = [], []
     for request in requests:

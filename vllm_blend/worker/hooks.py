@@ -33,7 +33,8 @@ class CaptureHook(LayerHook):
             captured.append(torch.stack([k_unrotated[rows], v[rows]]))  # a copy: the rows are views of the packed QKV
 
     def captured(self, request: int, start: int) -> torch.Tensor:
-        """[2, layers, tokens, kv_heads, head_dim] of a request whose rows begin at position `start` and have no holes."""
+        """[2, layers, tokens, kv_heads, head_dim] of a request whose rows begin at position `start` and have no
+        holes."""
         pieces = torch.stack(self._layers[request], 1)
         return pieces[:, :, max(0, self.first_positions[request] - start) :].contiguous()
 
@@ -46,7 +47,13 @@ class QuestionMassHook(LayerHook):
         self.mass: list[torch.Tensor] | None = None  # per request [seq_len] float32, mean over layers and heads
 
     def on_query(
-        self, layer_idx: int, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int | None
+        self,
+        layer_idx: int,
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
     ) -> None:
         bounds = metadata.query_start_loc[1:]
         rows = [slice(stop - count, stop) for stop, count in zip(bounds, self.num_suffix_rows, strict=True)]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 
@@ -38,10 +39,10 @@ class Evidence:
 class Selector(ABC):
     """Base of all selectors. A subclass is a dataclass (its fields are its settings) with a `name` and a `score`."""
 
-    name: str
-    looks_at: LooksAt = LooksAt.POSITIONS
-    default_ratio: float = 0.15
-    fixed_ratio: float | None = None  # set where the rule itself decides how much is computed
+    name: ClassVar[str]
+    looks_at: ClassVar[LooksAt] = LooksAt.POSITIONS
+    default_ratio: ClassVar[float] = 0.15
+    fixed_ratio: ClassVar[float | None] = None  # set where the rule itself decides how much is computed
 
     @abstractmethod
     def score(self, evidence: Evidence) -> torch.Tensor:

@@ -12,8 +12,8 @@ from vllm_blend.blend.selectors.base import Evidence, Selector
 
 @dataclass(frozen=True)
 class FirstTokens(Selector):
-    """The same number of leading tokens of each chunk (EPIC, arXiv:2410.15332, LegoLink): where a chunk that was encoded
-    alone parks its attention sink."""
+    """The same number of leading tokens of each chunk (EPIC, arXiv:2410.15332, LegoLink): where a chunk that was
+    encoded alone parks its attention sink."""
 
     name: ClassVar[str] = "first_tokens"
 

@@ -13,10 +13,11 @@ from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector
 
 @dataclass(frozen=True)
 class Gradual(Selector):
-    """Deviation of K and V, narrowing over the check layers (CacheBlend, arXiv:2405.16444, section 4.3, 'gradual filtering').
+    """Deviation of K and V, narrowing over the check layers (CacheBlend, arXiv:2405.16444, section 4.3, 'gradual
+    filtering').
 
-    The paper keeps r1 > r2 > ... > r tokens after successive layers; the shares here fall geometrically from `first` times
-    the ratio to the ratio. Give several `blend_check_layers`, for example [1, 2, 3, 4].
+    The paper keeps r1 > r2 > ... > r tokens after successive layers; the shares here fall geometrically from `first`
+    times the ratio to the ratio. Give several `blend_check_layers`, for example [1, 2, 3, 4].
     """
 
     name: ClassVar[str] = "gradual"
@@ -34,4 +35,7 @@ class Gradual(Selector):
 
     def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
         steps = len(check_layers) - 1
-        return [min(1.0, ratio * self.first ** ((steps - i) / max(1, steps))) if i < steps else ratio for i in range(steps + 1)]
+        return [
+            min(1.0, ratio * self.first ** ((steps - i) / max(1, steps))) if i < steps else ratio
+            for i in range(steps + 1)
+        ]

@@ -28,7 +28,7 @@ class NoRecompute(Selector):
     """Plain reuse: no context token is computed again, only the suffix is."""
 
     name: ClassVar[str] = "none"
-    fixed_ratio: ClassVar[float] = 0.0
+    fixed_ratio: ClassVar[float | None] = 0.0
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         return torch.zeros(len(evidence.positions), device=evidence.positions.device)
@@ -39,7 +39,7 @@ class Full(Selector):
     """Every token whose KV is not exact is computed again: full prefill through the blend's own path."""
 
     name: ClassVar[str] = "full"
-    fixed_ratio: ClassVar[float] = 1.0
+    fixed_ratio: ClassVar[float | None] = 1.0
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         return torch.zeros(len(evidence.positions), device=evidence.positions.device)
