@@ -1,0 +1,160 @@
+"""The engine against Hugging Face transformers and against itself, on the CPU, in one process.
+
+    python benchmarks/engine_cpu.py
+
+Prints medians and ratios: full prefill and greedy decode against `transformers` generate, a blend at 15% against our
+own full
+prefill, and the engine's own overhead per step (everything outside the model's forward).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_blend import LLM, SamplingParams
+from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="inputs/demo-model")
+    parser.add_argument("--dataset", default="inputs/musique_s.json")
+    parser.add_argument("--prompt-tokens", type=int, default=900)
+    parser.add_argument("--decode-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+
+    reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    plain = LLM(args.model, enable_prefix_caching=False)
+    blending = LLM(args.model, enable_blending=True)
+    prompts = long_prompts(args.dataset, blending, args.prompt_tokens, 16)
+    ids = [blending_ids(prompt) for prompt in prompts]
+    print(f"prompt of {len(ids[0])} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}")
+
+    first = SamplingParams(temperature=0, max_tokens=1)
+    hf = median(lambda: hf_generate(reference, ids[:1], 1), args.repeats)
+    ours = median(lambda: generate(plain, ids[:1], first), args.repeats)
+    row("full prefill, whole call", hf, ours, "HF")
+    full = ttft(plain, ids, first, args.repeats)
+    for selector, ratio in (("question_attention", 0.15), ("value_deviation", 0.15), ("none", None)):
+        asked = [
+            p | {"blend_selector": selector} | ({} if ratio is None else {"blend_recompute_ratio": ratio})
+            for p in prompts
+        ]
+        generate(blending, asked, first)  # stores the chunks
+        row(
+            f"time to first token, {selector} {ratio or 0:.0%}",
+            full,
+            ttft(blending, asked, first, args.repeats),
+            "own full",
+        )
+
+    for batch in (1, 16):
+        more, one = args.decode_tokens, 1
+        hf = decode_time(lambda n, b=batch: hf_generate(reference, ids[:b], n), one, more)
+        ours = decode_time(lambda n, b=batch: generate(plain, ids[:b], greedy(n)), one, more)
+        row(f"decode, batch {batch}, per step", hf / (more - one), ours / (more - one), "HF")
+    print(f"step overhead outside the model, batch 1: {overhead(plain, ids[0]) * 1e3:.3f} ms")
+
+
+def long_prompts(dataset: str, llm: LLM, tokens: int, count: int) -> list[dict[str, Any]]:
+    """Chunked prompts of just under `tokens` tokens: passages of several samples joined, a question at the end."""
+    tokenizer = llm.get_tokenizer()
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    pieces = [build_qa_prompt(normalize_sample(s, i), "musique") for i, s in enumerate(load_dataset(dataset))]
+    chunks = [encode(chunk) for piece in pieces for chunk in piece["chunks"]]
+    prefix = [tokenizer.bos_token_id, *encode(pieces[0]["prefix"])]
+    prompts = []
+    for index in range(count):
+        suffix = encode(pieces[index]["suffix"])
+        room, chosen, start = tokens - len(prefix) - len(suffix), [], 11 * index
+        while start < len(chunks) and len(chunks[start]) <= room:
+            chosen.append(chunks[start])
+            room -= len(chunks[start])
+            start += 1
+        prompts.append({"prefix": prefix, "chunks": chosen, "suffix": suffix})
+    return prompts
+
+
+def blending_ids(prompt: dict[str, Any]) -> list[int]:
+    return [*prompt["prefix"], *(i for chunk in prompt["chunks"] for i in chunk), *prompt["suffix"]]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def generate(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Any]:
+    return llm.generate(
+        [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
+    )
+
+
+def hf_generate(model: Any, ids: list[list[int]], tokens: int) -> None:
+    longest = max(map(len, ids))
+    padded = torch.tensor([[0] * (longest - len(i)) + i for i in ids])
+    mask = torch.tensor([[0] * (longest - len(i)) + [1] * len(i) for i in ids])
+    with torch.inference_mode():
+        model.generate(
+            padded, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=2
+        )
+
+
+def ttft(llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> float:
+    times = []
+    for index in range(repeats + 1):
+        metrics = generate(llm, [prompts[index % len(prompts)]], params)[0].metrics
+        times.append(metrics.first_token_time - metrics.first_scheduled_time)
+    return statistics.median(times[1:])
+
+
+def decode_time(run: Callable[[int], Any], few: int, many: int) -> float:
+    """Seconds that the tokens beyond `few` take: prefill cancels out."""
+    return median(lambda: run(many), 3) - median(lambda: run(few), 3)
+
+
+def overhead(llm: LLM, ids: list[int]) -> float:
+    """Median seconds of a decode step that are not spent in the model."""
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    inside: list[float] = []
+    model = runner.model
+    engine, outside = llm.llm_engine, []
+    hook = model.register_forward_pre_hook(lambda *_: inside.append(-time.perf_counter()))
+    after = model.register_forward_hook(lambda *_: inside.append(inside.pop() + time.perf_counter()))
+    engine.add_request("overhead", {"prompt_token_ids": ids}, greedy(40))
+    engine.step()
+    while engine.has_unfinished_requests():
+        inside.clear()
+        start = time.perf_counter()
+        engine.step()
+        outside.append(time.perf_counter() - start - sum(inside))
+    hook.remove()
+    after.remove()
+    return statistics.median(outside)
+
+
+def median(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def row(name: str, theirs: float, ours: float, who: str) -> None:
+    print(
+        f"{name:45s} {who} {theirs * 1e3:8.1f} ms   ours {ours * 1e3:8.1f} ms   ratio {theirs / ours:5.2f}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
