@@ -1,0 +1,211 @@
+// Writing K and V into pages: chunk placement with rotation, plain writes, and RoPE fused with the write.
+//
+// Threads move units of 16 bytes. A rotated head has rotary_half / 8 units that hold a pair (channels d.. and half + d..) and
+// units beyond 2 * rotary_half that pass through, so rotary_half must be a multiple of 8 (as must head_dim).
+#include "elementwise.cuh"
+
+namespace vb {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Channels of a thread's unit in a head: `second` < 0 means a single unit that passes through.
+struct Unit {
+  int first, second;
+};
+
+__device__ __forceinline__ Unit unit_of(int u, int rotary_half) {
+  const int pairs = rotary_half / 8;
+  return u < pairs ? Unit{u * 8, u * 8 + rotary_half} : Unit{2 * rotary_half + (u - pairs) * 8, -1};
+}
+
+struct PlaceParams {
+  const void* k;
+  const void* v;
+  const float* cos;
+  const float* sin;
+  void* const* key_caches;
+  void* const* value_caches;
+  const int64_t* slots;
+  int64_t layer_stride, token_stride;
+  Pages pages;
+  int tokens, kv_heads, head_dim, rotary_half, units;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) place_chunk_kernel(PlaceParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int unit = i % p.units, head = i / p.units % p.kv_heads;
+  const int64_t token = i / (p.units * p.kv_heads);
+  if (token >= p.tokens) return;
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
+  const int layer = blockIdx.y;
+  const Unit u = unit_of(unit, p.rotary_half);
+  const int64_t from = layer * p.layer_stride + token * p.token_stride + head * p.head_dim;
+  const T* k = static_cast<const T*>(p.k) + from;
+  const T* v = static_cast<const T*>(p.v) + from;
+  const int64_t to = p.pages.offset(slot, head);
+  T* key = static_cast<T*>(p.key_caches[layer]) + to;
+  T* value = static_cast<T*>(p.value_caches[layer]) + to;
+  auto in = [](const T* x) {
+    const uint4 w = __ldcs(reinterpret_cast<const uint4*>(x));
+    return Vec8{{w.x, w.y, w.z, w.w}};
+  };
+  auto put = [](T* x, const Vec8& w) { *reinterpret_cast<Vec8*>(x) = w; };
+  Vec8 k0 = in(k + u.first);
+  const Vec8 v0 = in(v + u.first);
+  if (u.second < 0) {
+    put(key + u.first, k0);
+    put(value + u.first, v0);
+    return;
+  }
+  Vec8 k1 = in(k + u.second);
+  const Vec8 v1 = in(v + u.second);
+  rotate<T>(k0, k1, p.cos + token * p.rotary_half + u.first, p.sin + token * p.rotary_half + u.first);
+  put(key + u.first, k0);
+  put(key + u.second, k1);
+  put(value + u.first, v0);
+  put(value + u.second, v1);
+}
+
+struct WriteParams {
+  const void* k;
+  const void* v;
+  int64_t k_stride, v_stride;
+  void* key;
+  void* value;
+  const int64_t* slots;
+  Pages pages;
+  int tokens, kv_heads, head_dim;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) reshape_and_cache_kernel(WriteParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int units = p.head_dim / 8, channel = i % units * 8, head = i / units % p.kv_heads;
+  const int64_t token = i / (units * p.kv_heads);
+  if (token >= p.tokens) return;
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
+  const int64_t to = p.pages.offset(slot, head) + channel;
+  const int from = head * p.head_dim + channel;
+  const Vec8 k = *reinterpret_cast<const Vec8*>(static_cast<const T*>(p.k) + token * p.k_stride + from);
+  const Vec8 v = *reinterpret_cast<const Vec8*>(static_cast<const T*>(p.v) + token * p.v_stride + from);
+  *reinterpret_cast<Vec8*>(static_cast<T*>(p.key) + to) = k;
+  *reinterpret_cast<Vec8*>(static_cast<T*>(p.value) + to) = v;
+}
+
+struct RopeParams {
+  void* qkv;
+  int64_t token_stride;
+  const float* cos;
+  const float* sin;
+  const int64_t* positions;
+  const int64_t* slots;
+  void* key;
+  void* value;
+  Pages pages;
+  int tokens, q_heads, kv_heads, head_dim, rotary_half, units;
+};
+
+// A thread takes one unit of one query head or of one KV head (K and V).
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int heads = p.q_heads + p.kv_heads, unit = i % p.units, head = i / p.units % heads;
+  const int64_t token = i / (p.units * heads);
+  if (token >= p.tokens) return;
+  const Unit u = unit_of(unit, p.rotary_half);
+  T* row = static_cast<T*>(p.qkv) + token * p.token_stride;
+  const int64_t at = p.positions[token] * p.rotary_half + u.first;
+  auto vec = [](T* x) -> Vec8& { return *reinterpret_cast<Vec8*>(x); };
+  T* from = row + head * p.head_dim;
+  if (head < p.q_heads) {
+    if (u.second < 0) return;
+    Vec8 a = vec(from + u.first), b = vec(from + u.second);
+    rotate<T>(a, b, p.cos + at, p.sin + at);
+    vec(from + u.first) = a;
+    vec(from + u.second) = b;
+    return;
+  }
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
+  const int64_t to = p.pages.offset(slot, head - p.q_heads);
+  T* key = static_cast<T*>(p.key) + to;
+  T* value = static_cast<T*>(p.value) + to;
+  T* v = from + p.kv_heads * p.head_dim;
+  Vec8 a = vec(from + u.first);
+  vec(value + u.first) = vec(v + u.first);
+  if (u.second >= 0) {
+    Vec8 b = vec(from + u.second);
+    vec(value + u.second) = vec(v + u.second);
+    rotate<T>(a, b, p.cos + at, p.sin + at);
+    vec(key + u.second) = b;
+  }
+  vec(key + u.first) = a;
+}
+
+int check(int tokens, int kv_heads, int head_dim, int rotary_half) {
+  if (tokens < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
+  if (head_dim < 8 || head_dim % 8 || rotary_half % 8 || rotary_half < 0 || 2 * rotary_half > head_dim) return VB_ERROR_HEAD_DIM;
+  return 0;
+}
+
+int units_of(int head_dim, int rotary_half) { return head_dim / 8 - rotary_half / 8; }
+unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
+
+}  // namespace
+}  // namespace vb
+
+using namespace vb;
+
+extern "C" int vb_place_chunk(const void* k, const void* v, int64_t layer_stride, int64_t token_stride, const float* cos,
+                              const float* sin, void* const* key_caches, void* const* value_caches, const int64_t* slots,
+                              int64_t page_stride, int64_t slot_stride, int64_t head_stride, int layers, int tokens, int kv_heads,
+                              int head_dim, int rotary_half, int block_size, int dtype, void* stream) {
+  PlaceParams p{k, v, cos, sin, key_caches, value_caches, slots, layer_stride, token_stride, {}, tokens, kv_heads, head_dim,
+                rotary_half, units_of(head_dim, rotary_half)};
+  if (int e = check(tokens, kv_heads, head_dim, rotary_half)) return e;
+  if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
+  if (!aligned16(k) || !aligned16(v) || !aligned16(cos) || !aligned16(sin) || (layer_stride | token_stride) & 7) return VB_ERROR_ALIGNMENT;
+  if (tokens == 0 || layers == 0) return 0;
+  const dim3 grid(blocks_of(int64_t(tokens) * kv_heads * p.units), layers);
+  return dispatch_dtype(dtype, [&](auto t) -> int {
+    place_chunk_kernel<decltype(t)><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+extern "C" int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
+                                    void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride,
+                                    int64_t head_stride, int tokens, int kv_heads, int head_dim, int block_size, int dtype,
+                                    void* stream) {
+  WriteParams p{k, v, k_token_stride, v_token_stride, key_cache, value_cache, slots, {}, tokens, kv_heads, head_dim};
+  if (int e = check(tokens, kv_heads, head_dim, 0)) return e;
+  if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
+  if (!aligned16(k) || !aligned16(v) || (k_token_stride | v_token_stride) & 7) return VB_ERROR_ALIGNMENT;
+  if (tokens == 0) return 0;
+  return dispatch_dtype(dtype, [&](auto t) -> int {
+    reshape_and_cache_kernel<decltype(t)>
+        <<<blocks_of(int64_t(tokens) * kv_heads * (head_dim / 8)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+extern "C" int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* cos, const float* sin, const int64_t* positions,
+                                 const int64_t* slots, void* key_cache, void* value_cache, int64_t page_stride,
+                                 int64_t slot_stride, int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim,
+                                 int rotary_half, int block_size, int dtype, void* stream) {
+  RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
+               rotary_half, units_of(head_dim, rotary_half)};
+  if (int e = check(tokens, kv_heads, head_dim, rotary_half)) return e;
+  if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
+  if (!aligned16(qkv) || !aligned16(cos) || !aligned16(sin) || token_stride & 7) return VB_ERROR_ALIGNMENT;
+  if (tokens == 0) return 0;
+  const unsigned blocks = blocks_of(int64_t(tokens) * (q_heads + kv_heads) * p.units);
+  return dispatch_dtype(dtype, [&](auto t) -> int {
+    rope_and_cache_kernel<decltype(t)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    return cudaGetLastError();
+  });
+}

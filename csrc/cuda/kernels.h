@@ -1,0 +1,122 @@
+// C ABI of the CUDA kernels. No torch headers: plain pointers, sizes and an explicit stream (a cudaStream_t).
+//
+// Every function returns 0, a cudaError_t (positive), or one of the VB_ERROR_* codes below. None allocates, synchronises
+// or reads device memory on the host, so all can be captured into a CUDA graph. Strides are in elements. dtype: 0 = fp16,
+// 1 = bf16. Head sizes of the attention kernels: 64, 80, 96, 128, 256. A paged cache is [num_blocks, block_size, kv_heads,
+// head_dim] with the last dimension contiguous; block_size is a power of two, at least 16.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#pragma GCC visibility push(default)
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  VB_ERROR_HEAD_DIM = -1,
+  VB_ERROR_DTYPE = -2,
+  VB_ERROR_BLOCK_SIZE = -3,
+  VB_ERROR_HEADS = -4,
+  VB_ERROR_VARIANT = -5,    // the variant does not run on this device
+  VB_ERROR_WORKSPACE = -6,  // too small
+  VB_ERROR_ALIGNMENT = -7,  // a pointer or stride breaks the 16-byte accesses
+  VB_ERROR_TENSOR_MAP = -8,
+  VB_ERROR_SHAPE = -9,
+};
+
+enum { VB_PREFILL_AUTO = 0, VB_PREFILL_MMA = 1, VB_PREFILL_WGMMA = 2 };
+
+typedef struct {
+  const void* key;
+  const void* value;
+  int64_t page_stride, slot_stride, head_stride;  // the same for key and value
+  int32_t num_blocks, block_size, kv_heads, head_dim, dtype;
+} VbCache;
+
+typedef struct {
+  const void* q;  // [tokens, q_heads, head_dim]
+  void* out;      // [tokens, q_heads, head_dim]
+  float* lse;     // [tokens, q_heads], natural log, or null
+  const int64_t* positions;        // [tokens], ascending inside a request
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  const int32_t* block_tables;     // [num_requests, block_table_stride]
+  void* workspace;
+  size_t workspace_bytes;
+  int64_t q_token_stride, out_token_stride;
+  int32_t block_table_stride, num_tokens, num_requests, q_heads;
+  int32_t window;  // 0: none; else a key at position p is seen by a query at t iff t - window < p <= t
+  int32_t variant;
+  float scale;
+} VbPrefill;
+
+// The work of a step is planned once (vb_prefill_plan) and used by every layer's vb_prefill_attention with the same
+// positions, offsets, heads, window, variant and workspace.
+size_t vb_prefill_workspace_bytes(int num_tokens, int num_requests, int q_heads, int kv_heads, int head_dim);
+int vb_prefill_variant(int head_dim, int variant);  // the variant that AUTO means on the current device, or an error
+int vb_prefill_plan(const VbPrefill* args, const VbCache* cache, void* stream);
+int vb_prefill_attention(const VbPrefill* args, const VbCache* cache, void* stream);
+
+typedef struct {
+  const void* q;  // [batch, q_heads, head_dim], one query a request
+  void* out;
+  float* lse;                // [batch, q_heads] or null
+  const int64_t* positions;  // [batch]: the query sees keys 0..position
+  const int32_t* block_tables;
+  void* workspace;  // zeroed once by the caller; the kernel leaves its counters at zero
+  size_t workspace_bytes;
+  int64_t q_token_stride, out_token_stride;
+  int32_t block_table_stride, batch, q_heads, window;
+  int32_t num_splits;  // 0: chosen from the batch and the device
+  int32_t max_seq_len; // upper bound of the contexts, used only to choose num_splits
+  float scale;
+} VbDecode;
+
+size_t vb_decode_workspace_bytes(int batch, int q_heads, int kv_heads, int head_dim, int num_splits);
+int vb_decode_attention(const VbDecode* args, const VbCache* cache, void* stream);
+
+// out, lse = the attention over the union of the keys behind two partial states (normalised outputs, natural-log LSE).
+int vb_merge_states(const void* out_a, const float* lse_a, const void* out_b, const float* lse_b, void* out, float* lse,
+                    int64_t rows, int head_dim, int dtype, void* stream);
+
+// Chunk KV of all layers: k (before RoPE), v [layers, tokens, kv_heads, head_dim] -> pages of key_caches[layer],
+// value_caches[layer] (device arrays of pointers). cos, sin: [tokens, rotary_half] float32 at the target positions.
+// A negative slot is skipped.
+int vb_place_chunk(const void* k, const void* v, int64_t layer_stride, int64_t token_stride, const float* cos, const float* sin,
+                   void* const* key_caches, void* const* value_caches, const int64_t* slots, int64_t page_stride,
+                   int64_t slot_stride, int64_t head_stride, int layers, int tokens, int kv_heads, int head_dim, int rotary_half,
+                   int block_size, int dtype, void* stream);
+
+// k, v [tokens, kv_heads, head_dim] -> slots. A negative slot is skipped.
+int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
+                         void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride, int64_t head_stride,
+                         int tokens, int kv_heads, int head_dim, int block_size, int dtype, void* stream);
+
+// Packed qkv [tokens, (q_heads + 2 * kv_heads) * head_dim]: q is rotated in place, k is rotated into its slot, v is copied
+// into its slot. cos, sin: [max_position, rotary_half] float32 tables, indexed by positions.
+int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* cos, const float* sin, const int64_t* positions,
+                      const int64_t* slots, void* key_cache, void* value_cache, int64_t page_stride, int64_t slot_stride,
+                      int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size,
+                      int dtype, void* stream);
+
+// out = rms_norm(x + residual) * weight and residual += x (residual may be null: out = rms_norm(x) * weight). out may be x.
+int vb_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t tokens, int hidden, float eps, int dtype,
+                void* stream);
+
+// out [tokens, n] = silu(gate) * up for gate_up [tokens, 2 * n].
+int vb_silu_and_mul(const void* gate_up, void* out, int64_t tokens, int n, int dtype, void* stream);
+
+// deviation[t] (+)= sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32.
+int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, int64_t page_stride,
+                    int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate, int tokens, int kv_heads,
+                    int head_dim, int block_size, int dtype, void* stream);
+
+// mass[p] += mean over heads of the sum over the query rows of exp(score - lse), for p < num_keys, one request.
+// q: [rows, q_heads, head_dim]; lse: [rows, q_heads]; positions: [rows]; block_table: one row.
+int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
+                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, const VbCache* cache, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#pragma GCC visibility pop

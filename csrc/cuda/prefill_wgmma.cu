@@ -1,0 +1,262 @@
+// Scattered-prefill attention for Hopper: wgmma on tiles that the bulk tensor copy engine gathers page by page.
+//
+// Blocks compute their items of the plan in turn: a producer warp issues the copies (a box of one page and KV head, 64
+// channels wide) into a ring of stages, ahead into the next item; two consumer warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3),
+// each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
+#include "hopper.cuh"
+#include "prefill_plan.cuh"
+#include "wgmma.cuh"
+
+namespace vb {
+namespace {
+
+constexpr int kThreads = 384, kConsumers = 256;
+enum { kBarTurn = 1, kBarConsumers = 3, kBarGroup = 4 };  // kBarTurn and kBarGroup: one for each consumer warpgroup
+
+template <int D>
+struct Shape {
+  static constexpr int kKeys = D == 256 ? 64 : 128;
+    static constexpr int kStages = D == 256 ? 2 : 3;
+  static constexpr int kChunks = (D + 63) / 64;  // columns of 64 channels, 128 bytes a row
+  static constexpr int kQuery = kTileRows * 128 * kChunks;
+  static constexpr int kTile = kKeys * 128 * kChunks;
+  static constexpr int kSmem = kQuery + 2 * kStages * kTile + 1024;
+};
+
+template <typename T, int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill_wgmma_kernel(PrefillParams p, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Shape<D>;
+  constexpr int kKeys = S::kKeys, kStages = S::kStages, kChunks = S::kChunks;
+  extern __shared__ char smem_raw[];
+  __shared__ __align__(8) uint64_t barriers[4 * kStages];
+
+  char* smem = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~uintptr_t(1023));
+  const uint32_t q_smem = smem_address(smem), k_smem = q_smem + S::kQuery, v_smem = k_smem + kStages * S::kTile;
+  const uint32_t bars = smem_address(barriers);
+  auto full_k = [&](int s) { return bars + s * 8; };
+  auto full_v = [&](int s) { return bars + (kStages + s) * 8; };
+  auto empty_k = [&](int s) { return bars + (2 * kStages + s) * 8; };
+  auto empty_v = [&](int s) { return bars + (3 * kStages + s) * 8; };
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      mbarrier_init(full_k(s), 1);
+      mbarrier_init(full_v(s), 1);
+      mbarrier_init(empty_k(s), kConsumers / 32);
+      mbarrier_init(empty_v(s), kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async_proxy();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  PrefillItem item;
+  int count = 0;  // key tiles before the current item: stage and parity of tile t follow from count + t
+  auto stage_of = [&](int t) { return (count + t) % kStages; };
+  auto parity_of = [&](int t) { return ((count + t) / kStages) & 1; };
+
+  if (warpgroup == 0) {
+    registers_down<24>();
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x;
+      const int rows = min(1 << p.log_block, kKeys), boxes = kKeys / rows;
+      const int box = lane % boxes, chunk = lane / boxes;
+      const uint32_t at = chunk * kKeys * 128 + box * rows * 128;
+      for (ItemCursor cursor(p); cursor.next(item);) {
+        const int tiles = item.tile_end - item.tile_begin;
+        const int32_t* table = p.block_tables + int64_t(item.request) * p.block_table_stride;
+        auto page_of = [&](int t) {
+          const int key = (item.tile_begin + t) * kKeys + box * rows;
+          return key < item.high && key + rows > item.low && t < tiles ? table[key >> p.log_block] : p.num_blocks;
+        };
+        int next_page = page_of(0);
+        for (int t = 0; t < tiles; ++t) {
+          const int stage = stage_of(t), parity = parity_of(t);
+          const int page = next_page;
+          const int token = ((item.tile_begin + t) * kKeys + box * rows) & ((1 << p.log_block) - 1);
+          next_page = page_of(t + 1);
+          mbarrier_wait(empty_k(stage), parity ^ 1);
+          if (lane == 0) mbarrier_expect(full_k(stage), S::kTile);
+          __syncwarp();
+          if (chunk < kChunks)
+            tma_load_4d(k_smem + stage * S::kTile + at, &k_map, full_k(stage), chunk * 64, item.kv_head, token, page);
+          mbarrier_wait(empty_v(stage), parity ^ 1);
+          if (lane == 0) mbarrier_expect(full_v(stage), S::kTile);
+          __syncwarp();
+          if (chunk < kChunks)
+            tma_load_4d(v_smem + stage * S::kTile + at, &v_map, full_v(stage), chunk * 64, item.kv_head, token, page);
+        }
+        count += tiles;
+      }
+    }
+  } else {
+    registers_up<240>();
+    const int group = warpgroup - 1, thread = threadIdx.x - 128, lane = threadIdx.x & 31;
+    const uint64_t q_desc = smem_descriptor(q_smem + group * 64 * 128, 0);
+    const uint64_t k_desc = smem_descriptor(k_smem, 0);
+    const uint64_t v_desc = smem_descriptor(v_smem, kKeys * 128);
+    float o[D / 2], s[kKeys / 2], m[2], sum[2], alpha[2];
+    uint32_t prob[kKeys / 16][4];
+
+    auto scores = [&](int stage) {  // s = q k^T, asynchronous
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < D / 16; ++k)
+        Wgmma<kKeys>::template ss<T>(s, q_desc + ((k / 4) * kTileRows * 128 + (k % 4) * 32) / 16,
+                                     k_desc + (stage * S::kTile + (k / 4) * kKeys * 128 + (k % 4) * 32) / 16, k > 0);
+      wgmma_commit();
+    };
+    auto accumulate = [&](int stage) {  // o += prob v, asynchronous
+      pin(o);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) Wgmma<D>::template rs<T, 1>(o, prob[k], v_desc + (stage * S::kTile + k * 2048) / 16, 1);
+      wgmma_commit();
+    };
+    auto pack = [&] {
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prob[k][i] = Type<T>::pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    };
+    auto release = [&](uint32_t bar) {
+      if (lane == 0) mbarrier_arrive(bar);
+    };
+
+    for (ItemCursor cursor(p); cursor.next(item);) {
+      const int tiles = item.tile_end - item.tile_begin;
+      const RowPair rows = own_rows(p, item, thread / 32 * 16 + lane / 4);
+      const int group_first = static_cast<int>(p.positions[item.token_start + min(group * 64 / p.group, item.num_queries - 1)]);
+      named_sync(kBarGroup + group, 128);  // the item before has read its queries
+      // Queries of this warpgroup's 64 rows, swizzled as the copy engine would.
+      for (int i = threadIdx.x % 128; i < 64 * (D / 8); i += 128) {
+        const int row = group * 64 + i / (D / 8), c16 = i % (D / 8), query = row / p.group;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (query < item.num_queries)
+          v = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + int64_t(item.token_start + query) * p.q_token_stride +
+                                              int64_t(item.kv_head * p.group + row % p.group) * D + c16 * 8);
+        *reinterpret_cast<uint4*>(smem + (c16 / 8) * kTileRows * 128 + row * 128 + (((c16 & 7) ^ (row & 7)) << 4)) = v;
+      }
+      fence_async_proxy();
+      named_sync(kBarGroup + group, 128);
+
+      // Tiles [edge, unmasked) are those of which all rows of this warpgroup see every key; the others are masked.
+      const int unmasked = min(tiles, (group_first + 1) / kKeys - item.tile_begin);
+      const int edge = p.window ? max(0, item.high - p.window + kKeys - 1) / kKeys - item.tile_begin : 0;
+      auto mask = [&](int t) { mask_scores(s, rows, (item.tile_begin + t) * kKeys, p.window); };
+      // Values that no query of the tile sees may never have been written: 0 * NaN must not reach the output.
+      auto clear_unseen = [&](int t) {
+        const int key0 = (item.tile_begin + t) * kKeys;
+        if (key0 >= item.low && key0 + kKeys <= item.high) return;
+        char* tile = smem + S::kQuery + kStages * S::kTile + stage_of(t) * S::kTile;
+        for (int i = thread; i < kKeys * kChunks * 8; i += kConsumers) {
+          const int key = key0 + i / 8 % kKeys;
+          if (key < item.low || key >= item.high) *reinterpret_cast<uint4*>(tile + i * 16) = make_uint4(0, 0, 0, 0);
+        }
+        fence_async_proxy();
+        named_sync(kBarConsumers, kConsumers);
+      };
+
+      fill(o, 0.f);
+      m[0] = m[1] = -INFINITY;
+      sum[0] = sum[1] = 0.f;
+      if (group == 1 && tiles > 1) named_arrive(kBarTurn, kConsumers);  // warpgroup 0 goes first
+      mbarrier_wait(full_k(stage_of(0)), parity_of(0));
+      scores(stage_of(0));
+      wgmma_wait<0>();
+      pin(s);
+      release(empty_k(stage_of(0)));
+      if (edge > 0 || unmasked <= 0) mask(0);
+      softmax_step(s, m, sum, alpha, p.scale_log2);
+      pack();
+      mbarrier_wait(full_v(stage_of(0)), parity_of(0));
+      clear_unseen(0);
+      auto step = [&](int t, auto masked) {
+        mbarrier_wait(full_k(stage_of(t)), parity_of(t));
+        mbarrier_wait(full_v(stage_of(t - 1)), parity_of(t - 1));
+        named_sync(kBarTurn + group, kConsumers);
+        scores(stage_of(t));
+        accumulate(stage_of(t - 1));
+        if (group == 0 || t + 1 < tiles) named_arrive(kBarTurn + (group ^ 1), kConsumers);
+        wgmma_wait<1>();
+        pin(s);
+        release(empty_k(stage_of(t)));
+        if constexpr (decltype(masked)::value) mask(t);
+        softmax_step(s, m, sum, alpha, p.scale_log2);
+        hold_back(sum[0] + sum[1], bars);
+        wgmma_wait<0>();
+        pin(o);
+        release(empty_v(stage_of(t - 1)));
+        rescale(o, alpha);
+        pack();
+      };
+      for (int t = 1; t < tiles; ++t) {
+        if (t >= edge && t < unmasked) step(t, Int<0>{});
+        else step(t, Int<1>{});
+      }
+      if (tiles > 1) {
+        mbarrier_wait(full_v(stage_of(tiles - 1)), parity_of(tiles - 1));
+        clear_unseen(tiles - 1);
+      }
+      accumulate(stage_of(tiles - 1));
+      sum[0] = quad_sum(sum[0]);
+      sum[1] = quad_sum(sum[1]);
+      wgmma_wait<0>();
+      pin(o);
+      release(empty_v(stage_of(tiles - 1)));
+      count += tiles;
+      if (item.num_splits == 1 || combine_splits(p, item, thread, o, m, sum))
+        write_rows<T>(p, rows, o, m, sum);
+    }
+  }
+#endif
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled find_encoder() {  // through the runtime, so that the library needs no link to the driver's
+  void* f = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found) != cudaSuccess) return nullptr;
+  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(f) : nullptr;
+}
+
+// The cache as [num_blocks, block_size, kv_heads, head_dim], read in boxes of one page's tokens, one head, 64 channels.
+int encode_map(CUtensorMap* map, const void* base, const VbCache& c, int keys) {
+  static const EncodeTiled encode = find_encoder();
+  if (!encode) return VB_ERROR_TENSOR_MAP;
+  const cuuint64_t dims[4] = {cuuint64_t(c.head_dim), cuuint64_t(c.kv_heads), cuuint64_t(c.block_size), cuuint64_t(c.num_blocks)};
+  const cuuint64_t strides[3] = {cuuint64_t(c.head_stride) * 2, cuuint64_t(c.slot_stride) * 2, cuuint64_t(c.page_stride) * 2};
+  const cuuint32_t box[4] = {64, 1, cuuint32_t(c.block_size < keys ? c.block_size : keys), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const CUresult r = encode(map, c.dtype ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                            const_cast<void*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? 0 : static_cast<int>(VB_ERROR_TENSOR_MAP);
+}
+
+}  // namespace
+
+int prefill_mma_key_tile(int head_dim);
+
+int prefill_key_tile(int variant, int head_dim) {
+  return variant == VB_PREFILL_WGMMA ? (head_dim == 256 ? 64 : 128) : prefill_mma_key_tile(head_dim);
+}
+
+int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream) {
+  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+    constexpr int D = decltype(d)::value;
+    CUtensorMap k_map, v_map;
+    if (int e = encode_map(&k_map, cache.key, cache, Shape<D>::kKeys)) return e;
+    if (int e = encode_map(&v_map, cache.value, cache, Shape<D>::kKeys)) return e;
+    auto* kernel = prefill_wgmma_kernel<decltype(t), D>;
+    if (int e = allow_smem(kernel, Shape<D>::kSmem)) return e;
+    kernel<<<blocks, kThreads, Shape<D>::kSmem, stream>>>(p, k_map, v_map);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace vb

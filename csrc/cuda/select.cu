@@ -1,0 +1,157 @@
+// What token selection measures: deviation of fresh K or V from the cached, and the attention mass a question gives to keys.
+#include "elementwise.cuh"
+
+namespace vb {
+namespace {
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    kv_deviation_kernel(const T* fresh, int64_t token_stride, const T* cache, const int64_t* slots, Pages pages, float* deviation,
+                        bool accumulate, int tokens, int kv_heads, int head_dim) {
+  const int token = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (token >= tokens) return;
+  const int64_t slot = slots[token];
+  const int units = head_dim / 8;
+  float total = 0.f;
+  for (int i = lane; i < kv_heads * units; i += 32) {
+    const int head = i / units, channel = i % units * 8;
+    float a[8], b[8];
+    to_float<T>(*reinterpret_cast<const Vec8*>(fresh + token * token_stride + head * head_dim + channel), a);
+    to_float<T>(*reinterpret_cast<const Vec8*>(cache + pages.offset(slot, head) + channel), b);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) total += (a[j] - b[j]) * (a[j] - b[j]);
+  }
+  total = warp_sum(total);
+  if (lane == 0) deviation[token] = accumulate ? deviation[token] + total : total;
+}
+
+struct MassParams {
+  const void* q;
+  const float* lse;
+  const void* key;
+  const int64_t* positions;
+  const int32_t* block_table;
+  float* mass;
+  int64_t q_token_stride, page_stride, slot_stride, head_stride;
+  int log_block, rows, num_keys, kv_heads, group, window;
+  float scale_log2;
+};
+
+constexpr int kMassWarps = 8;
+
+// A block takes a span of kKeys keys, a warp one KV head at a time: its keys stay in registers as tensor-core fragments while
+// the rows (queries x query heads) pass. Heads add up in a fixed order, so results do not vary from run to run.
+template <typename T, int D, int kKeys>
+__global__ void __launch_bounds__(kMassWarps * 32) attention_mass_kernel(MassParams p) {
+  constexpr int kK = (D + 31) / 32, kTiles = kKeys / 8;
+  __shared__ float warp_mass[kMassWarps][kKeys];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
+  const int key0 = blockIdx.x * kKeys, block_mask = (1 << p.log_block) - 1;
+  const int q_heads = p.kv_heads * p.group, rows = p.rows * p.group;
+  float acc[kTiles][2] = {};
+  for (int head = warp; head < p.kv_heads; head += kMassWarps) {
+    uint4 kf[kTiles][kK];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int key = min(key0 + 8 * i + g, p.num_keys - 1);
+      const T* from = static_cast<const T*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
+                      int64_t(key & block_mask) * p.slot_stride + head * p.head_stride + 8 * q4;
+#pragma unroll
+      for (int s = 0; s < kK; ++s)
+        kf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+    }
+    for (int row0 = 0; row0 < rows; row0 += 16) {
+      uint4 qf[2][kK];
+      float shift[2];
+      int position[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = row0 + g + 8 * i;
+        const bool valid = row < rows;
+        const int64_t query = valid ? row / p.group : 0;
+        const int h = head * p.group + (valid ? row % p.group : 0);
+        position[i] = valid ? static_cast<int>(p.positions[query]) : -1;
+        shift[i] = p.lse[query * q_heads + h] * kLog2e;
+        const T* from = static_cast<const T*>(p.q) + query * p.q_token_stride + int64_t(h) * D + 8 * q4;
+#pragma unroll
+        for (int s = 0; s < kK; ++s)
+          qf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        float c[4] = {};
+#pragma unroll
+        for (int s = 0; s < kK; ++s) {
+          const uint32_t even[4] = {qf[0][s].x, qf[1][s].x, qf[0][s].y, qf[1][s].y};
+          const uint32_t odd[4] = {qf[0][s].z, qf[1][s].z, qf[0][s].w, qf[1][s].w};
+          mma16816<T>(c, even, kf[i][s].x, kf[i][s].y);
+          mma16816<T>(c, odd, kf[i][s].z, kf[i][s].w);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int key = key0 + 8 * i + 2 * q4 + (e & 1), at = position[e >> 1];
+          const bool seen = key <= at && (!p.window || key > at - p.window);
+          acc[i][e & 1] += seen ? exp2_fast(c[e] * p.scale_log2 - shift[e >> 1]) : 0.f;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float v = acc[i][e];
+#pragma unroll
+      for (int o = 4; o < 32; o <<= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+      if (g == 0) warp_mass[warp][8 * i + 2 * q4 + e] = v;
+    }
+  __syncthreads();
+  const int i = threadIdx.x;
+  if (i < kKeys && key0 + i < p.num_keys) {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kMassWarps; ++w) total += warp_mass[w][i];
+    p.mass[key0 + i] += total / q_heads;
+  }
+}
+
+}  // namespace
+}  // namespace vb
+
+using namespace vb;
+
+extern "C" int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots,
+                               int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate,
+                               int tokens, int kv_heads, int head_dim, int block_size, int dtype, void* stream) {
+  Pages pages;
+  if (int e = make_pages(&pages, page_stride, slot_stride, head_stride, block_size)) return e;
+  if (head_dim < 8 || head_dim % 8) return VB_ERROR_HEAD_DIM;
+  if (tokens < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
+  if (!aligned16(fresh) || !aligned16(cache) || token_stride & 7) return VB_ERROR_ALIGNMENT;
+  if (tokens == 0) return 0;
+  return dispatch_dtype(dtype, [&](auto t) -> int {
+    using T = decltype(t);
+    kv_deviation_kernel<T><<<(tokens + 7) / 8, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const T*>(fresh), token_stride, static_cast<const T*>(cache), slots, pages, deviation, accumulate != 0, tokens,
+        kv_heads, head_dim);
+    return cudaGetLastError();
+  });
+}
+
+extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions,
+                                 const int32_t* block_table, float* mass, int rows, int num_keys, int q_heads, int window,
+                                 float scale, const VbCache* c, void* stream) {
+  if (int e = check_cache(*c)) return e;
+  if (q_heads < c->kv_heads || q_heads % c->kv_heads) return VB_ERROR_HEADS;
+  if (rows < 0 || num_keys < 0 || window < 0) return VB_ERROR_SHAPE;
+  if (!aligned16(q) || q_token_stride & 7) return VB_ERROR_ALIGNMENT;
+  if (rows == 0 || num_keys == 0) return 0;
+  MassParams p{q, lse, c->key, positions, block_table, mass, q_token_stride, c->page_stride, c->slot_stride, c->head_stride,
+               floor_log2(c->block_size), rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window, scale * kLog2e};
+  return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
+    constexpr int D = decltype(d)::value, kKeys = D == 256 ? 16 : 32;
+    attention_mass_kernel<decltype(t), D, kKeys>
+        <<<(num_keys + kKeys - 1) / kKeys, kMassWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    return cudaGetLastError();
+  });
+}
