@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from vllm_blend.kv_store.keys import ModelFingerprint, chunk_key, context_id, weights_digest
+
+MODEL = ModelFingerprint("m", "r", "w", "float32", "rope", "tok", 2, 1, 16)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ModelFingerprint)])
+def test_every_property_of_the_model_is_in_the_key(field: str) -> None:
+    value = getattr(MODEL, field)
+    other = replace(MODEL, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
+    context = context_id([0, 5])
+    assert chunk_key(other, context, [1, 2]) != chunk_key(MODEL, context, [1, 2])
+
+
+def test_the_key_is_context_and_content() -> None:
+    contexts, chunks = ([], [0], [0, 1], [1, 0]), ([1], [1, 2], [2, 1], [12])
+    keys = {chunk_key(MODEL, context_id(context), chunk) for context in contexts for chunk in chunks}
+    assert len(keys) == len(contexts) * len(chunks)
+    assert chunk_key(replace(MODEL), context_id((0, 1)), (1, 2)) == chunk_key(MODEL, context_id([0, 1]), [1, 2])
+
+
+def test_weights_are_known_by_their_content(tmp_path: Path) -> None:
+    def directory(name: str, config: bytes, weights: bytes) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes(config)
+        (folder / "model.safetensors").write_bytes(weights)
+        return folder
+
+    weights = bytes(range(256)) * 20_000  # five megabytes: only both ends are read
+    original = weights_digest(directory("a", b"{}", weights))
+    assert weights_digest(directory("b", b"{}", weights)) == original
+    assert weights_digest(directory("c", b"{ }", weights)) != original
+    assert weights_digest(directory("d", b"{}", b"\xff" + weights[1:])) != original
+    assert weights_digest(directory("e", b"{}", weights[:-1] + b"\x00")) != original
+    assert weights_digest(directory("f", b"{}", weights + b"\x00")) != original
