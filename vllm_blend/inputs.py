@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Union
+from typing import Any, TypeAlias, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +13,11 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class _TokensPromptOptions(TypedDict, total=False):
+    prompt: str  # the text, where it is known: outputs show it
+
+
+class TokensPrompt(_TokensPromptOptions):
     prompt_token_ids: list[int]
 
 
@@ -33,7 +37,7 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     suffix: str | list[int]
 
 
-PromptType = Union[str, TextPrompt, TokensPrompt, ChunkedPrompt]
+PromptType: TypeAlias = "str | TextPrompt | TokensPrompt | ChunkedPrompt"
 
 _CHUNKED_KEYS = {"prefix", "chunks", "suffix", "blend_selector", "blend_recompute_ratio"}
 
@@ -65,8 +69,8 @@ def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, 
         return _chunked(prompt, tokenizer, vocab_size)  # type: ignore[arg-type]
     if "prompt_token_ids" in prompt:
         text = prompt.get("prompt")
-        ids = _check_ids(prompt["prompt_token_ids"], "prompt_token_ids", vocab_size)
-        return _plain(ids, text, vocab_size)  # type: ignore[arg-type]
+        ids = _check_ids(prompt["prompt_token_ids"], "prompt_token_ids", vocab_size)  # type: ignore[typeddict-item]
+        return _plain(ids, text, vocab_size)
     if "prompt" in prompt:
         return parse_prompt(prompt["prompt"], tokenizer, vocab_size)
     raise ValueError(
@@ -83,11 +87,32 @@ def _plain(ids: list[int], text: str | None, vocab_size: int) -> ParsedPrompt:
 def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
     unknown = set(prompt) - _CHUNKED_KEYS
     if unknown:
-        raise ValueError(f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}")
-    chunks = prompt["chunks"]
+        raise ValueError(
+            f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}"
+        )
+    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size)
+    suffix = _piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
+    if not suffix:
+        raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
+    return ParsedPrompt(
+        context.token_ids + suffix,
+        None,
+        context.chunk_bounds,
+        prompt.get("blend_selector"),
+        prompt.get("blend_recompute_ratio"),
+    )
+
+
+def parse_context(
+    prefix: str | Sequence[int],
+    chunks: Sequence[str | Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> ParsedPrompt:
+    """Prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
         raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
-    ids = _piece(prompt.get("prefix", ""), tokenizer, True, "prefix", vocab_size)
+    ids = _piece(prefix, tokenizer, True, "prefix", vocab_size)
     bounds = []
     for index, chunk in enumerate(chunks):
         piece = _piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
@@ -95,12 +120,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
             raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
         bounds.append((len(ids), len(ids) + len(piece)))
         ids = ids + piece
-    suffix = _piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
-    if not suffix:
-        raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
-    return ParsedPrompt(
-        ids + suffix, None, tuple(bounds), prompt.get("blend_selector"), prompt.get("blend_recompute_ratio")
-    )
+    return ParsedPrompt(ids, None, tuple(bounds))
 
 
 def _piece(
@@ -112,13 +132,18 @@ def _piece(
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str) -> list[int]:
-    """Token ids of `text`. With `special`, what the tokenizer puts before a text (BOS) comes first, once; what it may put
-    behind (EOS) does not: a prompt goes on."""
+    """Token ids of `text`. With `special`, what the tokenizer puts before a text (BOS) comes first, once; what it may
+    put behind (EOS) does not: a prompt goes on."""
     if tokenizer is None:
         raise ValueError(f"{name} is text, but the engine has no tokenizer: give token ids, or a tokenizer")
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     bos = tokenizer.bos_token_id
-    if special and bos is not None and ids[:1] != [bos] and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]:
+    if (
+        special
+        and bos is not None
+        and ids[:1] != [bos]
+        and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
+    ):
         ids.insert(0, bos)
     return ids
 

@@ -1,15 +1,15 @@
 """From a chunked prompt to a blend plan: find the stored KV of its pieces, and have what is missing encoded first.
 
-The prefix is a piece of its own, encoded after nothing. Every chunk is encoded after the prefix, so the first chunk of a
-prompt is exact where it stands, and so is the prefix. Encoding a chunk is itself a blend: its prefix is an exact segment, the
-chunk is the suffix. Several requests that lack the same chunk share one encoding.
+The prefix is a piece of its own, encoded after nothing. Every chunk is encoded after the prefix, so the first chunk of
+a prompt is exact where it stands, and so is the prefix. Encoding a chunk is itself a blend: its prefix is an exact
+segment, the chunk is the suffix. Several requests that lack the same chunk share one encoding.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from vllm_blend.config import BlendConfig, check_ratio
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
-from vllm_blend.kv_store.keys import ModelFingerprint, chunk_key, context_id
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Piece:
     start: int
-    token_ids: list[int]
-    key: str
+    id: ChunkId
     exact: bool
     kv: ChunkKV | None = None
 
 
 @dataclass(eq=False)
 class _Composition:
-    """A prompt on its way to a plan. Its pieces hold their KV themselves: eviction from the store cannot undo progress."""
+    """A prompt on its way to a plan. Its pieces hold their KV themselves: eviction from the store cannot undo
+    progress."""
 
     parsed: ParsedPrompt
     requests: list[Request]
@@ -51,11 +51,10 @@ class _Composition:
 
 
 class ChunkComposer:
-    """Makes plans, and the requests that encode missing chunks. Purely host-side; the scheduler runs what it returns."""
+    """Makes plans, and the requests that encode missing chunks. Purely host-side; the scheduler runs what it
+    returns."""
 
-    def __init__(
-        self, model: ModelFingerprint, store: MemoryChunkStore, config: BlendConfig, num_layers: int
-    ) -> None:
+    def __init__(self, model: ModelFingerprint, store: MemoryChunkStore, config: BlendConfig, num_layers: int) -> None:
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
         self.num_encoded = 0
         self._encoding: dict[str, Request] = {}  # key -> the request that computes it
@@ -77,13 +76,38 @@ class ChunkComposer:
             return []
         composition = _Composition(parsed, list(requests), self._pieces(parsed))
         for piece in composition.pieces:
-            piece.kv = self.store.get(piece.key)
+            piece.kv = self.store.get(piece.id.key)
         if not composition.missing:
             self._finish(composition)
             return []
         for request in requests:
             request.blocked = True
         return self._encode_missing(composition)
+
+    def identify(self, parsed: ParsedPrompt) -> tuple[ChunkId | None, list[ChunkId]]:
+        """The prefix of a prompt (None where there is none) and its chunks, as the store knows them."""
+        ids = [piece.id for piece in self._pieces(parsed)]
+        return (ids[0], ids[1:]) if len(ids) > len(parsed.chunk_bounds) else (None, ids)
+
+    def encode(self, parsed: ParsedPrompt) -> tuple[list[Request], Callable[[], list[ChunkKV]]]:
+        """Have the chunks of a prompt encoded before anybody asks anything about them.
+
+        Returns the requests to run, and a function that gives the chunks' KV in order when nothing is left to run.
+        """
+        composition = _Composition(parsed, [], self._pieces(parsed))
+        for piece in composition.pieces:
+            piece.kv = self.store.get(piece.id.key)
+
+        def chunks() -> list[ChunkKV]:
+            own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
+            return [piece.kv for piece in own if piece.kv is not None]
+
+        return self._encode_missing(composition) if composition.missing else [], chunks
+
+    def abandon(self, encode: Request) -> None:
+        """An encoding will not finish: the next prompt that needs its chunk starts another."""
+        self._encoding.pop(encode.request_id, None)
+        self._waiting.pop(encode.request_id, None)
 
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed; returns encodings that could only start now."""
@@ -98,7 +122,7 @@ class ChunkComposer:
             scheduled = encode.metrics.first_scheduled_time or time.time()
             composition.first_scheduled_time = min(composition.first_scheduled_time, scheduled)
             for piece in composition.pieces:
-                if piece.key == key:
+                if piece.id.key == key:
                     piece.kv = kv
             if composition.missing:
                 started += self._encode_missing(composition)
@@ -107,50 +131,55 @@ class ChunkComposer:
         return started
 
     def _pieces(self, parsed: ParsedPrompt) -> list[_Piece]:
-        first = parsed.chunk_bounds[0][0]
         ids = parsed.token_ids
-        prefix, context = ids[:first], context_id(ids[:first])
-        pieces = [_Piece(0, prefix, chunk_key(self.model, context_id([]), prefix), True)] if prefix else []
+        first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
+        prefix = ids[:first]
+        pieces = [_Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
         for start, stop in parsed.chunk_bounds:
-            piece = ids[start:stop]
-            pieces.append(_Piece(start, piece, chunk_key(self.model, context, piece), start == first))
+            pieces.append(_Piece(start, ChunkId.of(self.model, prefix, ids[start:stop]), start == first))
         return pieces
 
     def _encode_missing(self, composition: _Composition) -> list[Request]:
         """Encodings to start for a composition, given the pieces it has. Chunks wait for their prefix."""
-        prefix = composition.pieces[0] if composition.pieces[0].start == 0 and composition.parsed.chunk_bounds[0][0] else None
+        prefix = (
+            composition.pieces[0]
+            if composition.pieces[0].start == 0 and composition.parsed.chunk_bounds[0][0]
+            else None
+        )
         startable = [prefix] if prefix is not None and prefix.kv is None else composition.missing
         started = []
         for piece in startable:
-            waiting = self._waiting.setdefault(piece.key, [])
+            waiting = self._waiting.setdefault(piece.id.key, [])
             if composition not in waiting:
                 waiting.append(composition)
-            if piece.key not in self._encoding:
-                request = self._encoding[piece.key] = self._encode_request(piece, prefix)
+            if piece.id.key not in self._encoding:
+                request = self._encoding[piece.id.key] = self._encode_request(piece, prefix)
                 started.append(request)
         return started
 
     def _encode_request(self, piece: _Piece, prefix: _Piece | None) -> Request:
         if prefix is None or piece is prefix:
-            ids, plan = list(piece.token_ids), None
+            ids, plan = list(piece.id.token_ids), None
         else:
             assert prefix.kv is not None
-            ids = [*prefix.token_ids, *piece.token_ids]
+            ids = [*prefix.id.token_ids, *piece.id.token_ids]
             plan = make_plan(
                 [Segment(0, prefix.kv, exact=True)],
                 ids,
-                len(prefix.token_ids),
+                len(prefix.id.token_ids),
                 make_selector("none"),
                 None,
                 self.config.check_layers,
                 None,
                 self.num_layers,
             )
-        start = len(ids) - len(piece.token_ids)
+        start = len(ids) - len(piece.id.token_ids)
         metrics = RequestMetrics(arrival_time=time.time())
-        return Request(piece.key, ids, None, metrics, blend=plan, collect_from=start)
+        return Request(piece.id.key, ids, None, metrics, blend=plan, collect_from=start)
 
     def _finish(self, composition: _Composition) -> None:
+        if not composition.requests:
+            return
         segments = [Segment(p.start, p.kv, p.exact) for p in composition.pieces if p.kv is not None]
         plan = self._plan(composition.parsed, segments)
         for request in composition.requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
 from vllm_blend.engine import setup
 from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.executor.uniproc import UniProcExecutor
-from vllm_blend.inputs import ParsedPrompt, PromptType, parse_prompt
+from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
+from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestMetrics, RequestOutput
@@ -101,8 +104,8 @@ class LLMEngine:
             plan = self._plan_from_hooks(parsed)
         if (blending or plan is not None) and params.prompt_logprobs is not None:
             raise ValueError(
-                "prompt_logprobs needs every prompt token computed, which a blend avoids: leave prompt_logprobs out, or "
-                "give the prompt as plain text"
+                "prompt_logprobs needs every prompt token computed, which a blend avoids: leave prompt_logprobs "
+                "out, or give the prompt as plain text"
             )
         metrics = RequestMetrics(arrival_time=time.time() if arrival_time is None else arrival_time)
         requests = []
@@ -134,6 +137,27 @@ class LLMEngine:
                     self._finish(request, "abort")
             if group is not None:
                 self._forget(group)
+
+    def identify_chunks(
+        self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]
+    ) -> tuple[ChunkId | None, list[ChunkId]]:
+        """How the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing."""
+        return self.composer.identify(parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size))
+
+    def encode_chunks(self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]) -> list[ChunkKV]:
+        """The KV of `chunks`, each encoded after `prefix`, just as a prompt of these pieces would have it done.
+
+        Computes what the chunk store does not have and leaves it there. Raises ValueError or TypeError for bad pieces,
+        and RuntimeError while requests are unfinished: their outputs would be lost.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
+        return run_encodings(self, parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size))
+
+    def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
+        """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""
+        check_chunk(self.fingerprint, chunk, kv)
+        self.chunk_store.put(chunk.key, kv)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_requests
@@ -265,8 +289,8 @@ class LLMEngine:
         n = len(parsed.token_ids)
         if n >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {n} tokens, but max_model_len={self.max_model_len} must hold it and at least one more: "
-                "shorten the prompt, or raise max_model_len where the model allows it"
+                f"the prompt has {n} tokens, but max_model_len={self.max_model_len} must hold it and at least one "
+                "more: shorten the prompt, or raise max_model_len where the model allows it"
             )
 
     def _count_scheduled(self, scheduled: SchedulerOutput) -> None:
@@ -279,4 +303,3 @@ class LLMEngine:
             if first and request.exact and self.config.cache.enable_prefix_caching:
                 self.metrics.prefix_cache_queries += request.num_prompt_tokens
                 self.metrics.prefix_cache_hits += request.num_cached_tokens
-

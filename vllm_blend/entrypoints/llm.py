@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
-from vllm_blend.inputs import PromptType
+from vllm_blend.inputs import PromptType, TokensPrompt
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.sampling_params import SamplingParams
 
@@ -41,8 +43,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
-        A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error` set
-        and no text; if every prompt is bad, the first error is raised.
+        A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error`
+        set and no text; if every prompt is bad, the first error is raised.
         """
         batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         if not batch:
@@ -51,7 +53,9 @@ class LLM:
             sampling_params = SamplingParams()
         each = [sampling_params] * len(batch) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         if len(each) != len(batch):
-            raise ValueError(f"{len(each)} sampling_params for {len(batch)} prompts: give one for all, or one per prompt")
+            raise ValueError(
+                f"{len(each)} sampling_params for {len(batch)} prompts: give one for all, or one per prompt"
+            )
         ids: list[str] = []
         failed: dict[str, Exception] = {}
         for prompt, params in zip(batch, each, strict=True):
@@ -80,7 +84,9 @@ class LLM:
         """Complete conversations, rendered by the tokenizer's chat template (or the one given)."""
         tokenizer = self.get_tokenizer()
         if chat_template is None and tokenizer.chat_template is None:
-            raise ValueError("the tokenizer has no chat template: give chat_template, or use generate() with plain prompts")
+            raise ValueError(
+                "the tokenizer has no chat template: give chat_template, or use generate() with plain prompts"
+            )
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts: list[PromptType] = []
         for conversation in conversations:
@@ -93,7 +99,7 @@ class LLM:
             )
             # The template writes the special tokens itself.
             ids = list(tokenizer.encode(str(text), add_special_tokens=False))
-            prompts.append({"prompt": str(text), "prompt_token_ids": ids})  # type: ignore[typeddict-unknown-key,misc]
+            prompts.append(TokensPrompt(prompt=str(text), prompt_token_ids=ids))
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -103,6 +109,14 @@ class LLM:
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.llm_engine.set_tokenizer(tokenizer)
+
+    def encode_chunks(self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]) -> list[ChunkKV]:
+        """Compute and store the KV of `chunks` as prompts with this `prefix` need it; returns it, chunk by chunk."""
+        return self.llm_engine.encode_chunks(prefix, chunks)
+
+    def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
+        """Put KV from elsewhere into the chunk store; `llm_engine.identify_chunks` gives the id."""
+        self.llm_engine.load_chunk(chunk, kv)
 
     def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
         """`func` of the model, one result per worker."""

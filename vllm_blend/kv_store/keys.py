@@ -1,7 +1,7 @@
 """What makes two pieces of chunk KV the same: content, never origin.
 
-A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it was
-encoded, and its token ids. Whatever stood beside the chunk in some request is no part of it.
+A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it
+was encoded, and its token ids. Whatever stood beside the chunk in some request is no part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-_SAMPLE = 1 << 20  # bytes read from each end of a weight file: retrained weights differ there, and a 7B model stays cheap
+_SAMPLE = (
+    1 << 20
+)  # bytes read from each end of a weight file: retrained weights differ there, and a 7B model stays cheap
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int]) -
     """The key of a chunk's KV: 32 hex digits."""
     content = f"{model.digest}/{context}/{_ids_digest(token_ids)}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class ChunkId:
+    """A chunk by its content: the key of its KV, and what the key was made from besides the model."""
+
+    key: str
+    context: str  # context_id of what stands before the chunk when it is encoded
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: ModelFingerprint, context: Sequence[int], token_ids: Sequence[int]) -> ChunkId:
+        """The chunk `token_ids`, encoded after the tokens `context`."""
+        identity = context_id(context)
+        return cls(chunk_key(model, identity, token_ids), identity, tuple(token_ids))
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

@@ -1,0 +1,49 @@
+"""Encoding chunks ahead of any question, and checking chunk KV that comes from elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+
+if TYPE_CHECKING:
+    from vllm_blend.engine.llm_engine import LLMEngine
+
+
+def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
+    """KV of the chunks of `parsed`. The engine must be idle; it is again afterwards, also when a step raises."""
+    first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else 0
+    for index, (start, stop) in enumerate(parsed.chunk_bounds):
+        length = first + stop - start
+        if length > engine.max_model_len:
+            raise ValueError(
+                f"chunks[{index}] has {length} tokens with its prefix, more than max_model_len={engine.max_model_len}: "
+                "split it, or raise max_model_len where the model allows it"
+            )
+    if not parsed.chunk_bounds:
+        return []
+    requests, chunks = engine.composer.encode(parsed)
+    for request in requests:
+        engine.scheduler.add(request)
+    try:
+        while engine.scheduler.has_requests:
+            engine.step()
+    except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            engine.composer.abandon(request)
+            engine.scheduler.finish(request)
+        raise
+    return chunks()
+
+
+def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
+    """Raise ValueError unless `kv` has the shape and dtype that this model's KV of `chunk` has."""
+    shape = [model.num_layers, len(chunk.token_ids), model.num_kv_heads, model.head_dim]
+    dtype = str(kv.k.dtype).removeprefix("torch.")
+    if list(kv.k.shape) != shape or dtype != model.dtype or kv.v.dtype != kv.k.dtype:
+        raise ValueError(
+            f"the KV given for chunk {chunk.key} is {dtype} {list(kv.k.shape)}, but this model's is {model.dtype} "
+            f"{shape} [layers, tokens, kv_heads, head_dim]: encode the chunk with this model"
+        )

@@ -1,0 +1,173 @@
+"""A chunk's KV as a folder: keys.pt, values.pt, valid_mask.pt and metadata.json.
+
+keys.pt and values.pt hold K before RoPE and V, each [layers, tokens, kv_heads, head_dim]; valid_mask.pt is [tokens]
+bool, True where both are filled. metadata.json says which model, context and tokens they belong to, with a SHA-256 of
+each file. It is removed first and written last: a folder whose writing was cut short has none, and is a miss.
+
+Nothing here is trusted when it is read. The checksum is compared before torch sees the bytes, and a folder that is
+damaged, unfinished or another model's is a miss: the caller computes the chunk again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+METADATA = "metadata.json"
+KEYS, VALUES, VALID_MASK = "keys.pt", "values.pt", "valid_mask.pt"
+
+MissKind = Literal["missing", "damaged", "foreign"]
+
+
+class ChunkMiss(Exception):
+    """A folder does not hold the chunk that was asked for. `kind` is for counting, the message for people."""
+
+    def __init__(self, folder: Path, kind: MissKind, reason: str) -> None:
+        super().__init__(f"{folder}: {reason}")
+        self.folder, self.kind, self.reason = folder, kind, reason
+
+
+def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFingerprint) -> int:
+    """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METADATA).unlink(missing_ok=True)
+    tensors = {KEYS: kv.k, VALUES: kv.v, VALID_MASK: torch.ones(kv.num_tokens, dtype=torch.bool)}
+    metadata: dict[str, Any] = _metadata(chunk, model) | {"files": {}}
+    size = 0
+    for name, tensor in tensors.items():
+        buffer = io.BytesIO()
+        # A clone: saving a view would save all of the storage behind it.
+        torch.save(tensor.detach().to("cpu", copy=True).contiguous(), buffer)
+        data = buffer.getvalue()
+        metadata["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+        size += _write(folder / name, data)
+    return size + _write(folder / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
+
+
+def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV:
+    """The KV of `chunk`, on the CPU. Raises ChunkMiss when the folder does not hold it, whole and of this model."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ChunkMiss(folder, "missing", "there is no such folder")
+    metadata = _read_metadata(folder)
+    _check_identity(folder, metadata, chunk, model)
+    k, v, valid = (_read_tensor(folder, name, metadata) for name in (KEYS, VALUES, VALID_MASK))
+    shape = (model.num_layers, len(chunk.token_ids), model.num_kv_heads, model.head_dim)
+    for name, tensor in ((KEYS, k), (VALUES, v)):
+        if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{model.dtype}":
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ChunkMiss(folder, "damaged", f"{name} is {found}, expected torch.{model.dtype} {list(shape)}")
+    if valid.dtype != torch.bool or tuple(valid.shape) != shape[1:2]:
+        found = f"{valid.dtype} {list(valid.shape)}"
+        raise ChunkMiss(folder, "damaged", f"{VALID_MASK} is {found}, expected torch.bool [{shape[1]}]")
+    if not bool(valid.all()):
+        raise ChunkMiss(folder, "damaged", f"{int(valid.sum())} of its {shape[1]} tokens are filled ({VALID_MASK})")
+    return ChunkKV(k, v)
+
+
+def read_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV | None:
+    """As `load_chunk`, but a miss is a logged warning and None."""
+    try:
+        return load_chunk(folder, chunk, model)
+    except ChunkMiss as miss:
+        logger.warning("stored chunk not used, it will be computed again: %s", miss)
+        return None
+
+
+def _metadata(chunk: ChunkId, model: ModelFingerprint) -> dict[str, Any]:
+    return {
+        "version": FORMAT_VERSION,
+        "key": chunk.key,
+        "context": chunk.context,
+        "num_tokens": len(chunk.token_ids),
+        "token_ids": list(chunk.token_ids),
+        "layout": "[layers, tokens, kv_heads, head_dim], keys before RoPE",
+        "model": asdict(model),
+    }
+
+
+def _write(path: Path, data: bytes) -> int:
+    """Replace a file as a whole. No fsync: what a power cut leaves half-written, the checksum finds."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)  # mkstemp makes private files
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return len(data)
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / METADATA
+    try:
+        metadata = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ChunkMiss(folder, "damaged", f"{METADATA} is missing, so writing was not finished") from error
+    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+        raise ChunkMiss(folder, "damaged", f"{METADATA} cannot be read ({error})") from error
+    if not isinstance(metadata, dict):
+        raise ChunkMiss(folder, "damaged", f"{METADATA} is not a JSON object")
+    return metadata
+
+
+def _check_identity(folder: Path, metadata: dict[str, Any], chunk: ChunkId, model: ModelFingerprint) -> None:
+    version = metadata.get("version")
+    if version != FORMAT_VERSION:
+        raise ChunkMiss(folder, "foreign", f"it has format version {version!r}, this package reads {FORMAT_VERSION}")
+    stored = metadata.get("model")
+    if not isinstance(stored, dict):
+        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say which model it is of")
+    different = [name for name, value in asdict(model).items() if stored.get(name) != value]
+    if different:
+        raise ChunkMiss(folder, "foreign", f"it was computed by another model (different: {', '.join(different)})")
+    expected = _metadata(chunk, model)
+    for name, meaning in (
+        ("context", "it was encoded after another prefix"),
+        ("token_ids", "it holds other tokens"),
+        ("num_tokens", "it holds another number of tokens"),
+        ("key", "its key does not fit its content"),
+        ("layout", "its tensors have another layout"),
+    ):
+        if metadata.get(name) != expected[name]:
+            raise ChunkMiss(folder, "foreign", meaning)
+
+
+def _read_tensor(folder: Path, name: str, metadata: dict[str, Any]) -> torch.Tensor:
+    files = metadata.get("files")
+    entry = files.get(name) if isinstance(files, dict) else None
+    if not isinstance(entry, dict):
+        raise ChunkMiss(folder, "damaged", f"{METADATA} has no checksum of {name}")
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise ChunkMiss(folder, "damaged", f"{name} cannot be read ({error.strerror})") from error
+    if len(data) != entry.get("bytes"):
+        raise ChunkMiss(folder, "damaged", f"{name} has {len(data)} bytes instead of {entry.get('bytes')}")
+    if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
+        raise ChunkMiss(folder, "damaged", f"{name} does not have the content that was written (SHA-256 differs)")
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many types; the bytes are those written, so this is another writer's
+        raise ChunkMiss(folder, "damaged", f"{name} is not a file that torch can load ({error})") from error
+    if not isinstance(tensor, torch.Tensor):
+        raise ChunkMiss(folder, "damaged", f"{name} holds a {type(tensor).__name__}, not a tensor")
+    return tensor
