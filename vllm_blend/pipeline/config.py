@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 BACKENDS = ("bm25", "colbert")
+PASSAGES = ("retrieved", "all")
 SCOPES = ("sample", "corpus")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -111,6 +112,7 @@ class DecodeConfig:
     device: str = _option("auto", "auto, cpu or cuda")
     retrieval_json: str = _option("", "output of the retrieval stage; by default where that stage writes it")
     load_cache_dir: str = _option("results/kv_caches", "folder with the chunks' KV")
+    passages: str = _option("retrieved", "answer over the retrieved passages of a sample, or over all of its passages")
     blend_selector: str = _option("question_attention", "rule that chooses the tokens to recompute")
     blend_recompute_ratio: float = _option(0.15, "share of the chunks' tokens to recompute, 0 to 1")
     max_tokens: int = _option(0, "longest answer in tokens; 0 for what the data set's answers need")
@@ -119,6 +121,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("passages", self.passages, PASSAGES)
         _require_at_least("max_tokens", self.max_tokens, 0)
         _require_at_least("max_samples", self.max_samples, 0)
         if not 0 <= self.blend_recompute_ratio <= 1:

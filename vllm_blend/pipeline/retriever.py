@@ -106,7 +106,9 @@ class Retrieval(ABC):
         allowed = sample.get(self.config.page_id_key)
         if isinstance(allowed, list):
             if self.config.scope == "corpus":
-                raise ValueError(f"sample {position}: {self.config.page_id_key} is for scope sample; use that, or drop it")
+                raise ValueError(
+                    f"sample {position}: {self.config.page_id_key} is for scope sample; use that, or drop it"
+                )
             ranking = [(index, score) for index, score in ranking if index in allowed]
         k = self.config.top_k if top_k is None else top_k
         return collection, fill_places(collection, ranking, k, self.config.include_neighbors)

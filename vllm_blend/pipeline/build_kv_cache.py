@@ -1,0 +1,220 @@
+"""Stage 2: the KV of every passage, computed once and kept in folders; the best k of a sample are meant for the GPU.
+
+    python -m vllm_blend.pipeline.build_kv_cache --model-id inputs/demo-model
+
+reads stage 1's output and writes a folder per chunk, results/kv_caches/<sample_chunk_id>/ (see kv_store/format.py), and
+results/kv_caches/<dataset>_kv_top<k>.json: {"config", "model", "prefix", "summary", "samples"}. A chunk is listed with
+its folder, key, tokens, rank (of the retrieval, from 0; null where it was not retrieved) and placement: "gpu" for the
+best k, "cpu" for the placeholders that may be promoted while decoding.
+
+A chunk is encoded after the data set's instruction, as the engine would do it for a prompt. Running the stage again
+computes only what is missing, damaged or another model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.kv_store.format import ChunkMiss, load_chunk, logger, write_chunk
+from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.pipeline.config import (
+    PrefillConfig,
+    RetrievalConfig,
+    add_section_flags,
+    load_config,
+    section_from_flags,
+)
+from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, StageSample, read_stage_input, with_dataset
+
+BATCH = 32  # chunks encoded together: enough to fill a step, few enough to lose little when interrupted
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A chunk folder of this data set."""
+
+    name: str
+    id: ChunkId
+    text: str  # empty for the prefix
+
+
+def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
+    """Compute what is missing, write it, and write and return the summary. Prints nothing but progress."""
+    stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model=config.model_id, dtype=config.dtype, device=config.device, enable_blending=True)
+    )
+    directory = Path(config.output_dir)
+    started = time.perf_counter()
+    entries, too_long = _entries(stage, engine)
+    missing = _missing(entries.values(), directory, engine)
+    written = _compute(missing, entries, stage, directory, engine)
+    summary = {
+        "samples": len(stage.samples),
+        "chunks": len(entries) + len(too_long),
+        "distinct_chunks": len({entry.id.key for entry in entries.values()}),
+        "computed": len(missing),
+        "reused": len(entries) - len(missing),
+        "recomputed_damaged": sum(kind == "damaged" for kind in missing.values()),
+        "recomputed_foreign": sum(kind == "foreign" for kind in missing.values()),
+        "too_long": len(too_long),
+        "tokens": sum(len(entry.id.token_ids) for entry in entries.values()),
+        "bytes_written": written,
+        "seconds": time.perf_counter() - started,
+    }
+    output = {
+        "config": asdict(config),
+        "dataset_name": stage.dataset_name,
+        "source": str(stage.source),
+        "model": asdict(engine.fingerprint),
+        "prefix": _describe(entries[stage.prefix_id]) if stage.prefix_id in entries else None,
+        "summary": summary,
+        "samples": [_describe_sample(s, entries, config.top_k_gpu) for s in stage.samples],
+    }
+    write_json(config.summary_path(stage.dataset_name), output)
+    return output
+
+
+def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _Entry], list[str]]:
+    """The folders of the samples' chunks and of the prefix, by name; and the chunks that no prompt can hold."""
+    entries: dict[str, _Entry] = {}
+    too_long: list[str] = []
+    seen: set[str] = set()
+    for sample in stage.samples:
+        # A search of the whole corpus may have found chunks of samples that are not among these.
+        chunks = [chunk for chunk in (*sample.chunks, *(sample.retrieved or ())) if chunk.chunk_id not in seen]
+        seen.update(chunk.chunk_id for chunk in chunks)
+        prefix, ids = engine.identify_chunks(stage.style.instruction, [chunk.text for chunk in chunks])
+        if prefix is not None:
+            entries.setdefault(stage.prefix_id, _Entry(stage.prefix_id, prefix, ""))
+        room = engine.max_model_len - (len(prefix.token_ids) if prefix is not None else 0)
+        for chunk, chunk_id in zip(chunks, ids, strict=True):
+            if len(chunk_id.token_ids) > room:
+                too_long.append(chunk.chunk_id)
+                logger.warning(
+                    "%s has %d tokens, but max_model_len leaves room for %d after the instruction: left out",
+                    chunk.chunk_id,
+                    len(chunk_id.token_ids),
+                    room,
+                )
+            else:
+                entries[chunk.chunk_id] = _Entry(chunk.chunk_id, chunk_id, chunk.text)
+    return entries, too_long
+
+
+def _missing(entries: Iterable[_Entry], directory: Path, engine: LLMEngine) -> dict[str, str]:
+    """Names of the folders that have to be written, and what is wrong with each."""
+    missing: dict[str, str] = {}
+    for entry in tqdm(list(entries), desc="check stored chunks", unit="chunk"):
+        try:
+            load_chunk(directory / entry.name, entry.id, engine.fingerprint)
+        except ChunkMiss as miss:
+            missing[entry.name] = miss.kind
+            if miss.kind != "missing":  # not there yet is no news
+                logger.warning("stored chunk not used, it will be computed again: %s", miss)
+    return missing
+
+
+def _compute(
+    missing: dict[str, str], entries: dict[str, _Entry], stage: StageInput, directory: Path, engine: LLMEngine
+) -> int:
+    """Encode and write the missing chunks, those of the same content once; returns the bytes written."""
+    folders: dict[str, list[_Entry]] = {}
+    for name in missing:
+        folders.setdefault(entries[name].id.key, []).append(entries[name])
+    written = 0
+    with tqdm(total=len(missing), desc="compute chunk KV", unit="chunk") as bar:
+        for batch in _batches(folders.values(), BATCH):
+            chunks = [same[0] for same in batch if same[0].text]
+            kvs = engine.encode_chunks(stage.style.instruction, [entry.text for entry in chunks])
+            computed = {entry.id.key: kv for entry, kv in zip(chunks, kvs, strict=True)}
+            for same in batch:
+                if not same[0].text:  # the prefix is a chunk with nothing before it
+                    computed[same[0].id.key] = engine.encode_chunks([], [same[0].id.token_ids])[0]
+                for entry in same:
+                    kv = computed[entry.id.key]
+                    written += write_chunk(directory / entry.name, entry.id, kv, engine.fingerprint)
+                    bar.update()
+    return written
+
+
+def _batches(items: Iterable[list[_Entry]], size: int) -> Iterator[list[list[_Entry]]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _describe(entry: _Entry) -> dict[str, Any]:
+    return {"folder": entry.name, "key": entry.id.key, "tokens": len(entry.id.token_ids)}
+
+
+def _describe_sample(sample: StageSample, entries: dict[str, _Entry], top_k: int) -> dict[str, Any]:
+    ranks = {chunk.chunk_id: rank for rank, chunk in enumerate(sample.retrieved or ())}
+    on_gpu = {chunk.chunk_id for chunk in sample.best(top_k)}
+    chunks: dict[str, Chunk] = {chunk.chunk_id: chunk for chunk in (*sample.chunks, *(sample.retrieved or ()))}
+    return {
+        "id": sample.sample.sample_id,
+        "chunks": [
+            {
+                "chunk_id": name,
+                **_describe(entries[name]),
+                "rank": ranks.get(name),
+                "placement": "gpu" if name in on_gpu else "cpu",
+            }
+            for name in chunks
+            if name in entries
+        ],
+        "too_long": [name for name in chunks if name not in entries],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compute and store the KV cache of every passage of a data set.")
+    parser.add_argument("--dataset", help="data set file, as given to the retrieval stage")
+    parser.add_argument("--top-k", type=int, help="k of the retrieval stage, and chunks of a sample for the GPU")
+    add_section_flags(parser, PrefillConfig)
+    args = parser.parse_args(argv)
+    config = section_from_flags(parser, args, "prefill")
+    try:
+        retrieval = retrieval_of(getattr(args, "config", None), args.dataset, args.top_k)
+        if args.top_k is not None and not hasattr(args, "top_k_gpu"):
+            config = replace(config, top_k_gpu=args.top_k)
+        output = build_kv_cache(config, retrieval)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print(report(output, config))
+
+
+def retrieval_of(config_file: str | None, dataset: str | None, top_k: int | None) -> RetrievalConfig:
+    """The retrieval section, to find that stage's output: a configuration file's, with a stage's flags over it."""
+    values = load_config(config_file)["retrieval"]
+    if dataset:
+        values = with_dataset(values, dataset)
+    return RetrievalConfig(**(values if top_k is None else {**values, "top_k": top_k}))
+
+
+def report(output: dict[str, Any], config: PrefillConfig) -> str:
+    """What the stage did, for people."""
+    s = output["summary"]
+    again = f", {s['recomputed_damaged']} of them damaged" if s["recomputed_damaged"] else ""
+    again += f", {s['recomputed_foreign']} of them another model's" if s["recomputed_foreign"] else ""
+    return (
+        f"{s['chunks']} chunks ({s['tokens']} tokens): {s['computed']} computed{again}, {s['reused']} found, "
+        f"{s['too_long']} too long; {s['bytes_written'] / 2**20:.0f} MiB in {s['seconds']:.1f} s\n"
+        f"  {config.summary_path(output['dataset_name'])}\n  {Path(config.output_dir)}/<sample_chunk_id>/"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A KV cache directory and an engine: which of the directory's chunks the engine can use."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.kv_store.format import ChunkMiss, MissKind, load_chunk
+from vllm_blend.pipeline.stage_inputs import Chunk
+
+logger = logging.getLogger(__name__)
+
+Source = Literal["loaded", "in_memory"] | MissKind
+
+
+@dataclass
+class ChunkCache:
+    """Loads chunks into the engine's store as samples need them; `counts` says what became of each distinct chunk."""
+
+    engine: LLMEngine
+    directory: Path
+    prefix: str  # text that every chunk was encoded after
+    prefix_id: str  # folder of its own KV
+    counts: Counter[Source] = field(default_factory=Counter)
+    _seen: dict[str, Source] = field(default_factory=dict)  # key -> what became of it
+
+    def load(self, chunks: Sequence[Chunk]) -> list[Source]:
+        """Put the prefix and `chunks` into the engine's store; for each chunk, where it came from or why it did not.
+
+        What is not there is a warning, and the engine computes it when a prompt needs it.
+        """
+        prefix, ids = self.engine.identify_chunks(self.prefix, [chunk.text for chunk in chunks])
+        names = [chunk.chunk_id for chunk in chunks]
+        if prefix is not None:
+            ids, names = [prefix, *ids], [self.prefix_id, *names]
+        sources: list[Source] = []
+        for chunk_id, name in zip(ids, names, strict=True):
+            source: Source = "in_memory"
+            if chunk_id.key not in self.engine.chunk_store:
+                try:
+                    kv = load_chunk(self.directory / name, chunk_id, self.engine.fingerprint)
+                except ChunkMiss as miss:
+                    logger.warning("stored chunk not used, it will be computed again: %s", miss)
+                    source = miss.kind
+                else:
+                    self.engine.load_chunk(chunk_id, kv)
+                    source = "loaded"
+            if chunk_id.key not in self._seen:
+                self._seen[chunk_id.key] = source
+                self.counts[source] += 1
+            sources.append(source)
+        return sources[len(sources) - len(chunks) :]

@@ -1,0 +1,120 @@
+"""What stages 2 and 3 work on: the samples with their passages as named chunks, ordered by stage 1 where it has run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
+from vllm_blend.pipeline.files import read_json
+from vllm_blend.pipeline.prompts import PromptStyle, prompt_for
+from vllm_blend.pipeline.worlds import render_passage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A passage as a chunk. `chunk_id` names its folder in a KV cache directory; `position` orders all passages."""
+
+    chunk_id: str
+    text: str
+    position: tuple[int, int]  # (sample, passage) in the data set
+
+
+@dataclass(frozen=True)
+class StageSample:
+    """A sample, its own passages in order, and the retrieved ones, best first; None where nothing was retrieved yet."""
+
+    sample: Sample
+    chunks: tuple[Chunk, ...]
+    retrieved: tuple[Chunk, ...] | None
+
+    def best(self, count: int) -> tuple[Chunk, ...]:
+        """The first `count` chunks: as retrieved, else in the order of the data set."""
+        return (self.chunks if self.retrieved is None else self.retrieved)[:count]
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """The samples of a data set. `source` is the file they were read from."""
+
+    dataset_name: str
+    source: Path
+    style: PromptStyle
+    samples: tuple[StageSample, ...]
+
+    @property
+    def prefix_id(self) -> str:
+        """Name of the folder of the instruction's KV."""
+        return f"{self.dataset_name}_prefix"
+
+
+def with_dataset(values: Mapping[str, Any], dataset: str) -> dict[str, Any]:
+    """The retrieval section for a data set file: its path and, from the file's name, its name."""
+    return {**values, "dataset_path": dataset, "dataset_name": Path(dataset).stem}
+
+
+def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_samples: int) -> StageInput:
+    """Read stage 1's output, by default from where `retrieval` says that it is written.
+
+    Where it has not been written there, the data set itself is read and nothing counts as retrieved. Raises
+    FileNotFoundError, or ValueError naming the sample, the field and the fix.
+    """
+    source = Path(retrieval_json) if retrieval_json else retrieval.output_path
+    if not retrieval_json and not source.is_file():
+        logger.warning("%s does not exist: no passages count as retrieved (run the retrieval stage first)", source)
+        source = retrieval.input_path
+    raw = load_dataset(source)
+    name = _dataset_name(source, retrieval)
+    views = [normalize_sample(sample, i, retrieval.page_id_key) for i, sample in enumerate(raw)]
+    own = [_own_chunks(name, view, i) for i, view in enumerate(views)]
+    by_text = {chunk.text: chunk for chunks in reversed(own) for chunk in reversed(chunks)}
+    samples = []
+    for i, (view, chunks, sample) in enumerate(zip(views, own, raw, strict=True)):
+        mine = by_text | {chunk.text: chunk for chunk in reversed(chunks)}
+        samples.append(StageSample(view, tuple(chunks), _retrieved(sample, i, mine, source)))
+    return StageInput(name, source, prompt_for(name), tuple(samples[: max_samples or None]))
+
+
+def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
+    data = read_json(source, "retrieval output")
+    config = data.get("config") if isinstance(data, dict) else None
+    named = config.get("dataset_name") if isinstance(config, dict) else None
+    return named if isinstance(named, str) and named else retrieval.dataset_name
+
+
+def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[Chunk]:
+    # Samples without an id are called sample0, sample1, ... in every file: the data set's name keeps them apart.
+    prefix = "" if sample.sample_id.startswith(dataset_name) else f"{dataset_name}-"
+    return [
+        Chunk(f"{prefix}{sample.chunk_id(i)}", render_passage(passage.title, passage.text), (index, i))
+        for i, passage in enumerate(sample.passages)
+    ]
+
+
+def _retrieved(
+    sample: Mapping[str, Any], index: int, by_text: Mapping[str, Chunk], source: Path
+) -> tuple[Chunk, ...] | None:
+    hits = sample.get("retrieved")
+    if hits is None:
+        return None
+    if not isinstance(hits, Sequence) or isinstance(hits, str):
+        raise ValueError(f"{source}: sample {index}: retrieved must be a list; run the retrieval stage again")
+    found = []
+    for i, hit in enumerate(hits):
+        try:
+            text = render_passage(hit["title"], hit["text"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{source}: sample {index}: retrieved[{i}] must have a title and a text") from error
+        if text not in by_text:
+            raise ValueError(
+                f"{source}: sample {index}: retrieved[{i}] is no passage of these samples; "
+                "run the retrieval stage again"
+            )
+        found.append(by_text[text])
+    return tuple(dict.fromkeys(found))
