@@ -203,9 +203,9 @@ class LLMEngine:
                 self._record_blend(request, blend)
         for request, error in result.errors.items():
             self._fail(request, error, touched)
-        for request, entries in result.prompt_logprobs.items():
-            self.processor.add_prompt_logprobs(request, entries)
         for item in scheduled.scheduled:
+            if item.request in result.prompt_logprobs:
+                self.processor.add_prompt_logprobs(item.request, item.start, result.prompt_logprobs[item.request])
             if item.request.collect_from is not None and item.stop == item.request.num_tokens:
                 self._collected(item.request)
         if result.tokens is not None:

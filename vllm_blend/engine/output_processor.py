@@ -57,12 +57,13 @@ class OutputProcessor:
             request.finish(*stop)
         return request.finished
 
-    def add_prompt_logprobs(self, request: Request, entries: list[dict[int, Logprob]]) -> None:
+    def add_prompt_logprobs(self, request: Request, start: int, entries: list[dict[int, Logprob]]) -> None:
+        """Entries of the positions from `start` + 1 on. What a preemption has computed again replaces what was known."""
         group = self.groups[request]
         if request is not group.requests[0]:
             return
         decoded = [with_decoded_tokens(e, self.tokenizer) if self.tokenizer else e for e in entries]
-        group.prompt_logprobs = [*(group.prompt_logprobs or [None]), *decoded]
+        group.prompt_logprobs = [*(group.prompt_logprobs or [None])[: start + 1], *decoded]
 
     def record_blend(self, request: Request, result: BlendResult) -> None:
         """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts."""
