@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.tiny import ARCHITECTURES, PagedRunner, load_tiny, prompt, save, tiny_hf_model
-from vllm_blend.attention.context import LayerHook
+from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
 from vllm_blend.models.llama import LlamaForCausalLM
@@ -38,8 +38,8 @@ class NarrowAt(LayerHook):
     def __init__(self, layer_idx: int, rows: torch.Tensor) -> None:
         self.layer_idx, self.rows = layer_idx, rows
 
-    def on_kv(self, layer_idx: int, *_: Any) -> torch.Tensor | None:
-        return self.rows if layer_idx == self.layer_idx else None
+    def on_kv(self, layer_idx: int, *_: Any) -> Kept | None:
+        return Kept(self.rows) if layer_idx == self.layer_idx else None
 
 
 class KeepKeys(LayerHook):

@@ -11,6 +11,17 @@ import torch
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The rows of a step that stay active, and their offsets per request.
+
+    A hook that knows the offsets on the host saves the device a synchronisation.
+    """
+
+    rows: torch.Tensor  # [n] int64, ascending
+    query_start_loc: list[int] | None = None
+
+
 class LayerHook:
     """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of
     it."""
@@ -23,10 +34,10 @@ class LayerHook:
         v: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor | None:
+    ) -> Kept | None:
         """Called with this step's K and V [tokens, kv_heads, head_dim] before they are written to the cache.
 
-        Returning rows (int64, ascending) drops every other row from this layer's queries on: K and V of all rows are
+        Returning `Kept` rows drops every other row from this layer's queries on: K and V of all rows are
         still written, attention and everything after it run for the returned rows only.
         """
         return None
@@ -52,11 +63,13 @@ class ForwardContext:
     backend: AttentionBackend
     hooks: Sequence[LayerHook] = field(default_factory=tuple)
 
-    def narrow(self, rows: torch.Tensor) -> None:
-        """Keep only `rows` active. Row counts per request are recomputed from the old offsets."""
-        bounds = torch.tensor(self.metadata.query_start_loc, device=rows.device)
-        query_start_loc = torch.searchsorted(rows, bounds).tolist()
-        self.metadata = self.metadata.narrow(rows, query_start_loc)
+    def narrow(self, kept: Kept) -> None:
+        """Go on with the kept rows only."""
+        offsets = kept.query_start_loc
+        if offsets is None:
+            bounds = torch.tensor(self.metadata.query_start_loc, device=kept.rows.device)
+            offsets = torch.searchsorted(kept.rows, bounds).tolist()
+        self.metadata = self.metadata.narrow(kept.rows, offsets)
 
 
 _current: ForwardContext | None = None

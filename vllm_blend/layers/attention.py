@@ -43,16 +43,15 @@ class Attention(nn.Module):
         v = v.view(-1, self.num_kv_heads, self.head_dim)
         q, k = self.rotary(metadata.positions, q, k_unrotated)
 
-        rows = None
+        kept = None
         for hook in context.hooks:
-            kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata)
-            rows = kept if kept is not None else rows
+            kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept
         ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)
-        if rows is not None:
-            q = q[rows]
-            context.narrow(rows)
+        if kept is not None:
+            q = q[kept.rows]
+            context.narrow(kept)
             metadata = context.metadata
         for hook in context.hooks:
             hook.on_query(self.layer_idx, q, cache, metadata, self.scale, self.sliding_window)
         out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window)
-        return out.reshape(-1, self.num_heads * self.head_dim), rows
+        return out.reshape(-1, self.num_heads * self.head_dim), kept.rows if kept is not None else None

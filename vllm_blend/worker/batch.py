@@ -19,7 +19,7 @@ class Span:
     request: Request
     start: int
     stop: int
-    positions: np.ndarray | None = None  # [n] int64
+    positions: torch.Tensor | None = None  # [n] int64, on the host or the device
 
 
 @dataclass(frozen=True)
@@ -29,41 +29,86 @@ class Batch:
 
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> Batch:
-    """Rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span."""
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    """Rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span.
+
+    Positions that are on a GPU stay there, and nothing waits for them: only their number matters on the host.
+    """
+    tables = _block_tables(spans)
     query_start_loc = [0]
-    seq_lens = []
-    width = max(len(span.request.block_table) for span in spans)
-    tables = np.zeros((len(spans), width), np.int32)
-    for index, span in enumerate(spans):
-        request, table = span.request, span.request.block_table
-        tables[index, : len(table)] = table
-        if span.positions is not None:
-            chosen = span.positions
-            input_ids.extend(np.asarray(request.token_slice(0, span.stop), np.int64)[chosen].tolist())
-            positions.extend(chosen.tolist())
-            slots.extend(
-                (tables[index, chosen // block_size].astype(np.int64) * block_size + chosen % block_size).tolist()
-            )
-        elif span.stop - span.start == 1:  # decode: plain integers beat numpy
-            input_ids.append(request.token_slice(span.start, span.stop)[0])
-            positions.append(span.start)
-            slots.append(table[span.start // block_size] * block_size + span.start % block_size)
+    host = _HostRows()
+    pieces: list[torch.Tensor] = []  # [3, rows]: ids, positions, slots
+    for span, table in zip(spans, tables, strict=True):
+        if span.positions is not None and span.positions.device.type != "cpu":
+            pieces += [*host.flush(device), _device_rows(span, table, block_size)]
+            count = len(span.positions)
         else:
-            run = np.arange(span.start, span.stop)
-            input_ids.extend(request.token_slice(span.start, span.stop))
-            positions.extend(run.tolist())
-            slots.extend((tables[index, run // block_size].astype(np.int64) * block_size + run % block_size).tolist())
-        query_start_loc.append(len(positions))
-        seq_lens.append(span.stop)
-    packed = torch.tensor([input_ids, positions, slots]).to(device, non_blocking=True)  # one transfer
+            count = host.add(span, table, block_size)
+        query_start_loc.append(query_start_loc[-1] + count)
+    pieces += host.flush(device)
+    packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     metadata = AttentionMetadata(
         positions=packed[1],
         slot_mapping=packed[2],
-        block_tables=torch.from_numpy(tables).to(device, non_blocking=True),
+        block_tables=to_device(torch.from_numpy(tables), device),
         query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
+        seq_lens=[span.stop for span in spans],
     )
     return Batch(packed[0], metadata)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device; through pinned memory to a GPU, so that the host does not wait."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _block_tables(spans: Sequence[Span]) -> np.ndarray:
+    """[spans, longest table] int32, padded with block 0."""
+    tables = np.zeros((len(spans), max(len(span.request.block_table) for span in spans)), np.int32)
+    for row, span in zip(tables, spans, strict=True):
+        row[: len(span.request.block_table)] = span.request.block_table
+    return tables
+
+
+class _HostRows:
+    """Rows gathered on the host until they are sent, in one transfer."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+
+    def add(self, span: Span, table: np.ndarray, block_size: int) -> int:
+        """Append the rows of a span; how many they are."""
+        request = span.request
+        if span.positions is not None:
+            chosen = span.positions.numpy()
+            self.ids.extend(np.asarray(request.token_slice(0, span.stop), np.int64)[chosen].tolist())
+        elif span.stop - span.start == 1:  # decode: plain integers beat numpy
+            self.ids.append(request.token_slice(span.start, span.stop)[0])
+            self.positions.append(span.start)
+            self.slots.append(request.block_table[span.start // block_size] * block_size + span.start % block_size)
+            return 1
+        else:
+            chosen = np.arange(span.start, span.stop)
+            self.ids.extend(request.token_slice(span.start, span.stop))
+        self.positions.extend(chosen.tolist())
+        self.slots.extend((table[chosen // block_size].astype(np.int64) * block_size + chosen % block_size).tolist())
+        return len(chosen)
+
+    def flush(self, device: torch.device) -> list[torch.Tensor]:
+        if not self.ids:
+            return []
+        rows = to_device(torch.tensor([self.ids, self.positions, self.slots]), device)
+        self.ids, self.positions, self.slots = [], [], []
+        return [rows]
+
+
+def _device_rows(span: Span, table: np.ndarray, block_size: int) -> torch.Tensor:
+    positions = span.positions
+    assert positions is not None
+    ids = to_device(torch.tensor(span.request.token_slice(0, span.stop)), positions.device)
+    blocks = to_device(torch.from_numpy(table.astype(np.int64)), positions.device)
+    slots = blocks[positions // block_size] * block_size + positions % block_size
+    return torch.stack([ids[positions], positions, slots])

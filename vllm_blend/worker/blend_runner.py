@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -46,10 +45,11 @@ def _place(segment: Segment, positions: torch.Tensor, slots: torch.Tensor, model
 
 def first_positions(
     requests: Sequence[Request], model: nn.Module, cache: KVCache, backend: AttentionBackend
-) -> tuple[list[np.ndarray], dict[int, str]]:
-    """The ascending positions each blended request starts its forward with, and the requests whose selector failed.
+) -> tuple[list[torch.Tensor], dict[int, str]]:
+    """The ascending positions ([n] int64) each blended request starts its forward with, and which selectors failed.
 
-    The stored KV must be in place. Requests whose selector looks at the question share one pass of their suffixes.
+    The stored KV must be in place. Requests whose selector looks at the question share one pass of their suffixes, and
+    their positions stay on the device: the blend's forward is queued behind that pass without waiting for it.
     """
     plans = [_plan(request) for request in requests]
     asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
@@ -64,8 +64,8 @@ def first_positions(
                 chosen = _choose(plan, mass_of.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
                 errors[index] = f"the selector {plan.selector.name!r} failed: {error!r}"
-        rest = torch.arange(plan.suffix_start, request.num_tokens)
-        result.append(torch.cat([chosen, plan.holes, rest]).sort().values.numpy())
+        rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
+        result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
     return result, errors
 
 
@@ -81,7 +81,7 @@ def question_mass(
     for request in requests:
         plan = _plan(request)
         suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
-        positions = torch.cat([plan.holes, suffix]).numpy()
+        positions = torch.cat([plan.holes, suffix])
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(len(suffix))
     batch = build_batch(spans, cache.block_size, cache.key.device)
@@ -93,14 +93,16 @@ def question_mass(
 
 
 def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
+    """The positions a selector picks, on the device of what it looked at."""
     if plan.final_budget == 0:
         return plan.candidates[:0]
-    candidates = plan.candidates
+    device = torch.device("cpu") if mass is None else mass.device
+    candidates = plan.candidates.to(device, non_blocking=True)
     evidence = Evidence(
         positions=candidates,
-        chunk_offsets=plan.chunk_offsets[candidates],
+        chunk_offsets=plan.chunk_offsets.to(device, non_blocking=True)[candidates],
         seed=plan.content_seed,
-        question_mass=None if mass is None else mass.cpu()[candidates],
+        question_mass=None if mass is None else mass[candidates],
     )
     return candidates[best(plan.selector.score(evidence), plan.final_budget)]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.attention.context import LayerHook
+from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence, best
@@ -63,14 +63,26 @@ class QuestionMassHook(LayerHook):
 
 
 @dataclass
+class _Narrowing:
+    """Where a blended request stands while its token set shrinks: rows relative to its first row, int64, ascending."""
+
+    plan: BlendPlan
+    candidates: torch.Tensor  # still in the running
+    others: torch.Tensor  # holes, suffix, generated tokens: never dropped
+
+
 class NarrowingHook(LayerHook):
     """Chooses tokens at check layers, by comparing fresh K and V with what the cache still holds there.
 
-    A selector that fails leaves its request whole, which is right and slow; the caller reports `errors`.
+    A selector that fails leaves its request whole, which is right and slow; the caller reports `errors`. How many rows
+    stay is known before which ones, so nothing here waits for the device.
     """
 
-    plans: dict[int, BlendPlan]  # request of the step -> its plan
-    errors: dict[int, str] = field(default_factory=dict)
+    def __init__(self, plans: dict[int, tuple[BlendPlan, torch.Tensor]], device: torch.device) -> None:
+        """plans: request of the step -> its plan, and the positions it starts with ([n] int64, on the host)."""
+        self.errors: dict[int, str] = {}
+        self._state = {request: _start(plan, positions, device) for request, (plan, positions) in plans.items()}
+        self._layers = {layer for plan, _ in plans.values() for layer in plan.check_layers}
 
     def on_kv(
         self,
@@ -80,29 +92,54 @@ class NarrowingHook(LayerHook):
         v: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor | None:
-        if not any(layer_idx in plan.check_layers for plan in self.plans.values()):
+    ) -> Kept | None:
+        if layer_idx not in self._layers:
             return None
-        kept = []
+        kept, offsets = [], [0]
         for request in range(metadata.num_requests):
             rows = metadata.rows(request)
-            everything = torch.arange(rows.start, rows.stop, device=k.device)
-            plan = self.plans.get(request)
-            if plan is None or layer_idx not in plan.check_layers or request in self.errors:
-                kept.append(everything)
-                continue
-            is_candidate = torch.isin(metadata.positions[rows], plan.candidates.to(k.device))
-            mine = everything[is_candidate]
-            budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
-            try:
-                scores = plan.selector.score(_evidence(plan, mine, k, v, cache, metadata))
-                chosen = mine[best(scores, budget)]
-            except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
-                kept.append(everything)
-                continue
-            kept.append(torch.cat([chosen, everything[~is_candidate]]).sort().values)
-        return torch.cat(kept)
+            chosen = self._choose(request, layer_idx, rows.start, k, v, cache, metadata)
+            if chosen is None:
+                kept.append(torch.arange(rows.start, rows.stop, device=k.device))
+            else:
+                kept.append(chosen + rows.start)
+            offsets.append(offsets[-1] + len(kept[-1]))
+        return Kept(torch.cat(kept), offsets)
+
+    def _choose(
+        self,
+        request: int,
+        layer_idx: int,
+        start: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        """Relative rows that a request keeps at this layer, None for all."""
+        state = self._state.get(request)
+        if state is None or layer_idx not in state.plan.check_layers or request in self.errors:
+            return None
+        plan = state.plan
+        budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
+        try:
+            scores = plan.selector.score(_evidence(plan, start + state.candidates, k, v, cache, metadata))
+            chosen = state.candidates[best(scores, budget)]
+        except Exception as error:  # a user's selector may raise anything; it may only cost its own request
+            self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
+            return None
+        rows = torch.cat([chosen, state.others]).sort().values
+        self._state[request] = _Narrowing(
+            plan, torch.searchsorted(rows, chosen), torch.searchsorted(rows, state.others)
+        )
+        return rows
+
+
+def _start(plan: BlendPlan, positions: torch.Tensor, device: torch.device) -> _Narrowing:
+    is_candidate = torch.isin(positions, plan.candidates)
+    rows = torch.arange(len(positions))
+    candidates, others = rows[is_candidate], rows[~is_candidate]
+    return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True))
 
 
 def _evidence(
@@ -116,7 +153,7 @@ def _evidence(
     slots, positions = metadata.slot_mapping[rows], metadata.positions[rows]
     return Evidence(
         positions=positions,
-        chunk_offsets=plan.chunk_offsets.to(k.device)[positions],
+        chunk_offsets=plan.chunk_offsets.to(k.device, non_blocking=True)[positions],
         seed=plan.content_seed,
         k_new=k[rows],
         k_old=cache.key.flatten(0, 1)[slots],

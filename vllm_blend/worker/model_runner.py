@@ -59,7 +59,7 @@ class ModelRunner:
         spans = self._spans(items, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device)
         capture = _capture_hook(items)
-        narrowing = _narrowing_hook(items)
+        narrowing = _narrowing_hook(spans, self.cache.key.device)
         hooks: list[LayerHook] = [hook for hook in (capture, narrowing) if hook is not None]
         with forward_context(ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks)) as context:
             hidden = self.model(batch.input_ids)
@@ -116,19 +116,21 @@ def _capture_hook(items: Sequence[ScheduledRequest]) -> CaptureHook | None:
     return CaptureHook(first) if first else None
 
 
-def _narrowing_hook(items: Sequence[ScheduledRequest]) -> NarrowingHook | None:
+def _narrowing_hook(spans: Sequence[Span], device: torch.device) -> NarrowingHook | None:
     plans = {
-        index: item.request.blend
-        for index, item in enumerate(items)
-        if item.is_blend and item.request.blend is not None and item.request.blend.looks_at is LooksAt.LAYERS
+        index: (span.request.blend, span.positions)
+        for index, span in enumerate(spans)
+        if span.positions is not None
+        and span.request.blend is not None
+        and span.request.blend.looks_at is LooksAt.LAYERS
     }
-    return NarrowingHook(plans) if plans else None
+    return NarrowingHook(plans, device) if plans else None
 
 
 def _blend_result(request: Request, whole: AttentionMetadata, final: AttentionMetadata, index: int) -> BlendResult:
     plan = request.blend
     assert plan is not None
     rows = final.rows(index)
-    positions = final.positions[rows]
-    chosen = positions[positions < plan.suffix_start]
+    after_context = request.num_tokens - plan.suffix_start  # rows are in order of position: these come last
+    chosen = final.positions[rows][: rows.stop - rows.start - after_context]
     return BlendResult(plan, chosen, whole.slot_mapping[whole.rows(index)], final.slot_mapping[rows])
