@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
+    PREEMPTED = "preempted"  # waits again, after it has run
     RUNNING = "running"
     FINISHED = "finished"
 

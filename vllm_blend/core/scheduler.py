@@ -38,6 +38,7 @@ class ScheduledRequest:
 @dataclass
 class SchedulerOutput:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # of those, the ones that run for the first time
     preempted: list[Request] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -110,6 +111,8 @@ class Scheduler:
                 break
             output.scheduled.append(item)
             budget -= _blend_cost(request) if item.is_blend else item.num_tokens
+            if request.status is not RequestStatus.PREEMPTED:
+                output.admitted.append(request)
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
@@ -134,7 +137,7 @@ class Scheduler:
             self._release(request)
             return None
         request.num_computed_tokens = start
-        if not request.output_token_ids:  # what a preempted request finds again is no hit for its user
+        if request.status is not RequestStatus.PREEMPTED:  # what it finds of its own is no hit for its user
             request.num_cached_tokens = start
         return ScheduledRequest(request, start, count)
 
@@ -176,7 +179,7 @@ class Scheduler:
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         self.running.remove(request)
         self._release(request)
-        request.status = RequestStatus.WAITING
+        request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
         output.preempted.append(request)
         self.num_preemptions += 1

@@ -294,12 +294,10 @@ class LLMEngine:
             )
 
     def _count_scheduled(self, scheduled: SchedulerOutput) -> None:
-        for item in scheduled.scheduled:
-            request = item.request
-            if request.params is None or request.output_token_ids:
+        for request in scheduled.admitted:
+            if request.params is None:
                 continue
-            first = item.start == (request.num_cached_tokens if not item.is_blend else 0)
-            self.metrics.prompt_tokens += request.num_prompt_tokens if first else 0
-            if first and request.exact and self.config.cache.enable_prefix_caching:
+            self.metrics.prompt_tokens += request.num_prompt_tokens
+            if request.exact and self.config.cache.enable_prefix_caching:
                 self.metrics.prefix_cache_queries += request.num_prompt_tokens
                 self.metrics.prefix_cache_hits += request.num_cached_tokens
