@@ -192,7 +192,7 @@ def test_pages_run_out_and_the_youngest_starts_over() -> None:
         simulation.step()
     assert scheduler.running == [old]
     assert list(scheduler.waiting) == [young]
-    assert young.status is RequestStatus.WAITING
+    assert young.status is RequestStatus.PREEMPTED
     assert young.num_computed_tokens == 0
     drain(simulation)
     assert len(old.output_token_ids) == len(young.output_token_ids) == 10

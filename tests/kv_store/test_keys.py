@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,15 @@ MODEL = ModelFingerprint("m", "r", "w", "float32", "rope", "tok", 2, 1, 16)
 @pytest.mark.parametrize("field", [field.name for field in fields(ModelFingerprint)])
 def test_every_property_of_the_model_is_in_the_key(field: str) -> None:
     value = getattr(MODEL, field)
-    other = replace(MODEL, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
+    change: dict[str, Any] = {field: value + 1 if isinstance(value, int) else f"{value}x"}
+    other = replace(MODEL, **change)
     context = context_id([0, 5])
     assert chunk_key(other, context, [1, 2]) != chunk_key(MODEL, context, [1, 2])
 
 
 def test_the_key_is_context_and_content() -> None:
-    contexts, chunks = ([], [0], [0, 1], [1, 0]), ([1], [1, 2], [2, 1], [12])
+    contexts: list[list[int]] = [[], [0], [0, 1], [1, 0]]
+    chunks = [[1], [1, 2], [2, 1], [12]]
     keys = {chunk_key(MODEL, context_id(context), chunk) for context in contexts for chunk in chunks}
     assert len(keys) == len(contexts) * len(chunks)
     assert chunk_key(replace(MODEL), context_id((0, 1)), (1, 2)) == chunk_key(MODEL, context_id([0, 1]), [1, 2])
