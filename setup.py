@@ -32,7 +32,6 @@ FLAGS = [
     "-fno-trapping-math",
     "-ffp-contract=fast",
 ]
-WARNINGS = ["-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-unknown-warning-option"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 X86_ISAS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -56,9 +55,15 @@ class BuildKernels(build_ext):
         *packages, name = fullname.split(".")
         return os.path.join(*packages, f"{name}.so")
 
+    def run(self) -> None:
+        if self.inplace:  # a library of older sources is worse than none
+            for ext in self.extensions:
+                Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
-        target.unlink(missing_ok=True)  # a stale library is worse than none
+        target.unlink(missing_ok=True)
         try:
             compile_kernels([Path(source) for source in ext.sources], target)
         except (OSError, subprocess.SubprocessError) as error:
@@ -87,7 +92,6 @@ def accepts(compiler: str, flags: list[str]) -> bool:
 
 def compile_kernels(sources: list[Path], target: Path) -> None:
     compiler = find_compiler()
-    flags = [*FLAGS, *WARNINGS]
     openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"]) else []
     isas: dict[str, list[str]] = {"generic": []}
     if platform.machine().lower() in ("x86_64", "amd64"):
@@ -99,7 +103,7 @@ def compile_kernels(sources: list[Path], target: Path) -> None:
 
         def add(source: Path, label: str, extra: list[str]) -> None:
             objects.append(str(Path(folder, f"{label}.{source.stem}.o")))
-            commands.append([compiler, *flags, *openmp, *extra, "-c", str(source), "-o", objects[-1]])
+            commands.append([compiler, *FLAGS, *openmp, *extra, "-c", str(source), "-o", objects[-1]])
 
         for source in sources:
             if source.name == COMMON_SOURCE:
@@ -134,6 +138,10 @@ setup(
     name="vllm-blend",
     version="0.1.0",
     description="Reusable KV cache of text chunks, blended into any prompt, behind vLLM's API",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=names,
     package_dir=folders,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_blend.compat.foreign import warn_of_foreign_distributions
+
 if TYPE_CHECKING:
     from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
     from vllm_blend.config import BlendConfig
@@ -53,6 +55,8 @@ __all__ = [
     "TokensPrompt",
     "register_selector",
 ]
+
+warn_of_foreign_distributions()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,37 @@
+# Sourced by the scripts that make a virtual environment of their own.
+#
+# PYTHON  the interpreter to make it with; by default the first of python3, python3.13 ... python3.10 that is new enough
+
+# base_python: print an interpreter that can make a virtual environment, or say what is missing and fail.
+base_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+    if [[ -n "${PYTHON:-}" ]]; then break; fi
+  done
+  {
+    echo "error: Python 3.10 or newer with the venv module is needed; ${PYTHON:-python3} is: $("${PYTHON:-python3}" --version 2>&1)"
+    echo "Install one (on Debian and Ubuntu: apt install python3 python3-venv), or name it: PYTHON=/path/to/python3 bash $0"
+  } >&2
+  return 1
+}
+
+# install_into FOLDER [EXTRAS]: make a virtual environment with this checkout and the tested versions of what it needs.
+# Nothing is done where that has been done before for the same files. The package is installed in place: what runs is
+# the checkout, with its compiled CPU kernels in vllm_blend/.
+install_into() {
+  local folder=$1 extras=${2:-} python stamp
+  stamp="$(cat requirements.txt setup.py csrc/*.h csrc/cpu/* | cksum) $extras"
+  if [[ -x "$folder/bin/python" && "$(cat "$folder/.installed" 2>/dev/null)" == "$stamp" ]]; then return; fi
+  python="$(base_python)" || return 1
+  echo "installing into $folder ($("$python" --version))"
+  "$python" -m venv "$folder"
+  # torch by itself first: the download that takes longest should not wait for the resolver.
+  "$folder/bin/python" -m pip install --quiet "$(grep '^torch==' requirements.txt)"
+  "$folder/bin/python" -m pip install --quiet -r requirements.txt
+  "$folder/bin/python" -m pip install --quiet --editable ".${extras:+[$extras]}"
+  echo "$stamp" >"$folder/.installed"
+}

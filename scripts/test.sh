@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs this checkout with its CPU kernels into a virtual environment and runs the tests that need no GPU.
+#
+#   bash scripts/test.sh
+#   bash scripts/test.sh tests/pipeline -x
+#
+# Arguments go to pytest.
+# VENV    the environment's folder (.venv-test)
+# PYTHON  the interpreter that makes it (python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+VENV=${VENV:-.venv-test}
+
+install_into "$VENV" dev
+exec "$VENV/bin/python" -m pytest -m "not gpu" "$@"

@@ -1,0 +1,257 @@
+"""Full prefill, plain reuse and blending side by side: answers, time to first token, and what was computed again.
+
+    python -m vllm_blend.pipeline.compare --dataset inputs/musique_s.json
+
+prints the table of the README and writes results/comparison/<dataset>.json. Every method answers the same prompts: all
+passages of a sample, in order, then the question. Time to first token (TTFT) is measured one request at a time, after
+a warm-up, from the first step that works on a request to its first token. Full prefill runs in an engine of its own
+without prefix caching and without blending; the other methods find the KV of instruction and passages in memory and
+place, choose and recompute within the measured time. The methods take turns on every prompt, in rotating order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.outputs import RequestOutput
+from vllm_blend.pipeline.chunk_cache import ChunkCache
+from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.evaluate import format_table, score_prediction
+from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.prompts import prompt_for
+from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, read_stage_input, with_dataset
+from vllm_blend.sampling_params import SamplingParams
+
+WARM_UP_ROUNDS = 3
+
+
+@dataclass
+class Method:
+    """A way to prefill, and what was measured with it. `selector` is None for full prefill without any reuse."""
+
+    name: str
+    selector: str | None
+    ratio: float | None = None
+    ttft: list[float] = field(default_factory=list)  # seconds
+    prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def prompt(self, pieces: ChunkedPrompt) -> ChunkedPrompt:
+        """`pieces`, blended in this method's way. An engine that does not blend prefills them in full."""
+        prompt: ChunkedPrompt = {"prefix": pieces["prefix"], "chunks": pieces["chunks"], "suffix": pieces["suffix"]}
+        if self.selector is not None:
+            prompt["blend_selector"] = self.selector
+        if self.ratio is not None:
+            prompt["blend_recompute_ratio"] = self.ratio
+        return prompt
+
+    def record(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        assert metrics is not None and metrics.first_token_time is not None and metrics.first_scheduled_time is not None
+        self.ttft.append(metrics.first_token_time - metrics.first_scheduled_time)
+        self.prompt_tokens += len(output.prompt_token_ids)
+        blend = output.blend
+        self.recomputed_tokens += len(output.prompt_token_ids) if blend is None else blend.num_recomputed_tokens
+
+
+def make_methods(ratio: float) -> list[Method]:
+    """Full prefill first: the others are compared with it."""
+    percent = f"{100 * ratio:g}%"
+    return [
+        Method("full prefill", None),
+        Method("plain reuse", "none"),
+        Method(f"blend, question attention, {percent}", "question_attention", ratio),
+        Method(f"blend, value deviation, {percent} (CacheBlend's rule)", "value_deviation", ratio),
+    ]
+
+
+class Bench:
+    """Two engines with one model, and the prompts to run on them."""
+
+    def __init__(self, stage: StageInput, model: str, dtype: str, device: str, cache_dir: Path) -> None:
+        self.stage = stage
+        common: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "enable_prefix_caching": False}
+        self.plain = LLMEngine.from_engine_args(EngineArgs(**common))
+        self.blending = LLMEngine.from_engine_args(EngineArgs(**common, enable_blending=True))
+        self.cache = ChunkCache(self.blending, cache_dir, stage.style.instruction, stage.prefix_id)
+
+    def pieces(self, chunks: Sequence[Chunk], question: str) -> ChunkedPrompt:
+        style = self.stage.style
+        texts = [chunk.text for chunk in chunks]
+        return {"prefix": style.instruction, "chunks": texts, "suffix": style.suffix(question)}
+
+    def ready(self, chunks: Sequence[Chunk]) -> None:
+        """Have the KV of `chunks` in memory before anything is timed: from the folders, else computed."""
+        self.cache.load(chunks)
+        self.blending.encode_chunks(self.stage.style.instruction, [chunk.text for chunk in chunks])
+
+    def ask(self, method: Method, pieces: ChunkedPrompt, max_tokens: int) -> RequestOutput:
+        engine = self.plain if method.selector is None else self.blending
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=["\n"])
+        engine.add_request("0", method.prompt(pieces), params, final_only=True)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                return output
+        raise RuntimeError("the engine stopped without an answer")
+
+    def long_prompt(self, start: int, tokens: int) -> list[Chunk]:
+        """Passages of sample `start` and of those after it, as many as fit `tokens` prompt tokens with the question."""
+        samples = self.stage.samples
+        question = self.stage.style.suffix(samples[start].sample.question)
+        prefix, ids = self.blending.identify_chunks(self.stage.style.instruction, [question])
+        length = len(ids[0].token_ids) + (len(prefix.token_ids) if prefix is not None else 0)
+        chosen: list[Chunk] = []
+        for offset in range(len(samples)):
+            chunks = samples[(start + offset) % len(samples)].chunks
+            _, ids = self.blending.identify_chunks(self.stage.style.instruction, [chunk.text for chunk in chunks])
+            for chunk, chunk_id in zip(chunks, ids, strict=True):
+                if length + len(chunk_id.token_ids) > tokens:
+                    return chosen
+                chosen.append(chunk)
+                length += len(chunk_id.token_ids)
+        return chosen
+
+
+def compare_answers(bench: Bench, methods: Sequence[Method]) -> None:
+    """Every method answers every sample over all of its passages."""
+    style = bench.stage.style
+    for index, sample in enumerate(tqdm(bench.stage.samples, desc="compare", unit="sample")):
+        bench.ready(sample.chunks)
+        pieces = bench.pieces(sample.chunks, sample.sample.question)
+        if index == 0:
+            _warm_up(bench, methods, pieces)
+        for method in _rotated(methods, index):
+            output = bench.ask(method, pieces, style.max_tokens)
+            method.record(output)
+            text = output.outputs[0].text
+            scores = asdict(score_prediction(text, list(sample.sample.answers)))
+            method.answers.append({"id": sample.sample.sample_id, "prediction": text, **scores})
+
+
+def compare_long(bench: Bench, methods: Sequence[Method], count: int, tokens: int) -> None:
+    """Every method prefills `count` prompts of about `tokens` tokens; the first token is all that is generated."""
+    for index in tqdm(range(count), desc="long prompts", unit="prompt"):
+        start = index % len(bench.stage.samples)
+        chunks = bench.long_prompt(start, tokens)
+        bench.ready(chunks)
+        pieces = bench.pieces(chunks, bench.stage.samples[start].sample.question)
+        if index == 0:
+            _warm_up(bench, methods, pieces)
+        for method in _rotated(methods, index):
+            method.record(bench.ask(method, pieces, 1))
+
+
+def _warm_up(bench: Bench, methods: Sequence[Method], pieces: ChunkedPrompt) -> None:
+    for _ in range(WARM_UP_ROUNDS):
+        for method in methods:
+            bench.ask(method, pieces, 2)
+
+
+def _rotated(methods: Sequence[Method], by: int) -> list[Method]:
+    by %= len(methods)
+    return [*methods[by:], *methods[:by]]
+
+
+def rows_of(methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """A row of plain numbers per method: scores and shares from 0 to 1, times in seconds."""
+    full = statistics.median(methods[0].ttft)
+    rows = []
+    for method in methods:
+        median = statistics.median(method.ttft)
+        row: dict[str, Any] = {"method": method.name, "prompts": len(method.ttft)}
+        for name in ("f1", "exact_match", "rouge_l") if method.answers else ():
+            row[name] = statistics.fmean(answer[name] for answer in method.answers)
+        row |= {"ttft_median_s": median, "ttft_speedup": full / median}
+        row |= {"prompt_tokens": method.prompt_tokens, "recomputed_tokens": method.recomputed_tokens}
+        rows.append(row | {"recomputed_share": method.recomputed_tokens / method.prompt_tokens})
+    return rows
+
+
+def table_of(rows: Sequence[dict[str, Any]], metric: str) -> str:
+    """The rows as a Markdown table, shares in percent. `metric` is the data set's score beside exact match."""
+    names = {"f1": "F1", "rouge_l": "Rouge-L"}
+    cells = []
+    for row in rows:
+        scores = {names[metric]: row[metric], "exact match": row["exact_match"]} if metric in row else {}
+        ttft = f"{1000 * row['ttft_median_s']:.1f} ms ({row['ttft_speedup']:.1f}x)"
+        cells.append({"method": row["method"], **scores, "TTFT": ttft, "tokens computed, %": row["recomputed_share"]})
+    return format_table(cells)
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Run both comparisons, and write and return the results."""
+    retrieval = RetrievalConfig(**with_dataset({}, args.dataset))
+    stage = read_stage_input(retrieval, args.dataset, args.max_samples)
+    bench = Bench(stage, args.model_id, args.dtype, args.device, Path(args.load_cache_dir))
+    answers, long = make_methods(args.blend_recompute_ratio), make_methods(args.blend_recompute_ratio)
+    compare_answers(bench, answers)
+    if args.long_prompts:
+        compare_long(bench, long, args.long_prompts, args.long_tokens)
+    output = {
+        "dataset_name": stage.dataset_name,
+        "model": asdict(bench.plain.fingerprint),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "chunks": dict(bench.cache.counts),
+        "rows": rows_of(answers),
+        "long_rows": rows_of(long) if args.long_prompts else [],
+        "answers": {method.name: method.answers for method in answers},
+    }
+    write_json(args.output or Path("results/comparison") / f"{stage.dataset_name}.json", output)
+    return output
+
+
+def report(output: dict[str, Any], metric: str) -> str:
+    """Both tables, for people."""
+    rows, long = output["rows"], output["long_rows"]
+    mean = rows[0]["prompt_tokens"] / rows[0]["prompts"]
+    text = f"{output['dataset_name']}: {rows[0]['prompts']} questions, {mean:.0f} prompt tokens on average\n\n"
+    text += table_of(rows, metric)
+    if long:
+        mean = long[0]["prompt_tokens"] / long[0]["prompts"]
+        text += f"\n\nLonger prompts, timing only: {long[0]['prompts']} prompts, {mean:.0f} tokens on average\n\n"
+        text += table_of(long, metric)
+    return text + (
+        "\n\nTTFT: median time to first token, one request at a time, after a warm-up, with the passages' KV already\n"
+        "in memory; in brackets, full prefill's time divided by it. Full prefill: no prefix caching, no blending.\n"
+        "Tokens computed: share of the prompt that went through the model, the question included.\n"
+        f"{output['threads']} threads, torch {output['torch']}, {output['model']['dtype']}."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare full prefill, plain reuse and blending on a data set.")
+    add = parser.add_argument
+    add("--dataset", default="inputs/musique_s.json", help="data set file (default: %(default)s)")
+    add("--model-id", default="inputs/demo-model", help="model directory or hub id (default: %(default)s)")
+    add("--dtype", default="auto", help="data type of weights and KV (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    add("--load-cache-dir", default="results/kv_caches", help="folder with the chunks' KV (default: %(default)s)")
+    add("--blend-recompute-ratio", type=float, default=0.15, help="share to recompute (default: %(default)s)")
+    add("--max-samples", type=int, default=0, help="use only the first samples; 0 for all (default: %(default)s)")
+    add("--long-prompts", type=int, default=20, help="prompts of joined samples, 0 for none (default: %(default)s)")
+    add("--long-tokens", type=int, default=900, help="the most tokens of such a prompt (default: %(default)s)")
+    add("--output", type=Path, help="JSON file to write (default: results/comparison/<dataset>.json)")
+    args = parser.parse_args(argv)
+    try:
+        output = compare(args)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print(report(output, prompt_for(output["dataset_name"]).metric))
+    print(f"  {args.output or Path('results/comparison') / (output['dataset_name'] + '.json')}")
+
+
+if __name__ == "__main__":
+    main()
