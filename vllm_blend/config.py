@@ -40,8 +40,8 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
     """The dtype of weights and KV cache.
 
-    'auto' is the checkpoint's dtype on a GPU (float32 checkpoints become bfloat16 there, as half the memory serves as well)
-    and float32 on a CPU, where half precision is fast on few machines and emulated on the others.
+    'auto' is the checkpoint's dtype on a GPU (bfloat16 for float32 checkpoints: half the memory serves as well) and
+    float32 on a CPU, where half precision is fast on few machines and emulated on the others.
     """
     if isinstance(dtype, torch.dtype):
         require(dtype in _DTYPES.values(), f"dtype={dtype} is not supported: use one of {sorted(_DTYPES)}")

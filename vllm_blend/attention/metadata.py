@@ -99,3 +99,21 @@ class AttentionBackend(ABC):
     ) -> list[torch.Tensor]:
         """Attention probability received by each key position, per request: [seq_len] float32, summed over the query
         rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""
+
+    def add_attention_mass(
+        self,
+        masses: list[torch.Tensor],
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        query_rows: list[slice],
+        sliding_window: int | None = None,
+    ) -> None:
+        """Add a layer's `attention_mass` to `masses`, per request [kv_heads, seq_len] float32.
+
+        What counts is the sum over dimension 0: a backend may keep the parts of the KV heads apart until the end.
+        """
+        layer = self.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
+        for total, mass in zip(masses, layer, strict=True):
+            total[0] += mass

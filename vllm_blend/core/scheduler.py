@@ -30,6 +30,11 @@ class ScheduledRequest:
         return self.start + self.num_tokens
 
     @property
+    def is_decode(self) -> bool:
+        """Whether this is the next token of a request that has begun to answer."""
+        return self.num_tokens == 1 and self.samples and bool(self.request.output_token_ids)
+
+    @property
     def samples(self) -> bool:
         """Whether this step computes the request's last known token, so that the next one can be sampled."""
         return self.request.params is not None and self.stop == self.request.num_tokens

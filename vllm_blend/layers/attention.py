@@ -41,12 +41,16 @@ class Attention(nn.Module):
         q = q.view(-1, self.num_heads, self.head_dim)
         k_unrotated = k.view(-1, self.num_kv_heads, self.head_dim)
         v = v.view(-1, self.num_kv_heads, self.head_dim)
-        q, k = self.rotary(metadata.positions, q, k_unrotated)
-
         kept = None
-        for hook in context.hooks:
-            kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept
-        ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)
+        watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
+        if not watching:
+            cos, sin = self.rotary.at(metadata.positions)
+            q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, cache.key, cache.value, metadata.slot_mapping)
+        else:
+            q, k = self.rotary(metadata.positions, q, k_unrotated)
+            for hook in watching:
+                kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept
+            ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)
         if kept is not None:
             q = q[kept.rows]
             context.narrow(kept)

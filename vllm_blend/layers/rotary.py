@@ -40,14 +40,18 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, heads, head_dim] and k [T, kv_heads, head_dim] rotated to positions [T] int64."""
+        cos, sin = self.at(positions)
+        return ops.rotary_embedding(q, cos, sin), ops.rotary_embedding(k, cos, sin)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cos_sin`, looked up once for all layers of a step (see `one_step`)."""
         shared = self._shared
         if shared is not None and shared[0] is positions:
-            _, cos, sin = shared
-        else:
-            cos, sin = self.cos_sin(positions)
-            if self._sharing:
-                self._shared = (positions, cos, sin)
-        return ops.rotary_embedding(q, cos, sin), ops.rotary_embedding(k, cos, sin)
+            return shared[1], shared[2]
+        cos, sin = self.cos_sin(positions)
+        if self._sharing:
+            self._shared = (positions, cos, sin)
+        return cos, sin
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin at positions [T] int64, each [T, rotary_dim / 2] float32."""

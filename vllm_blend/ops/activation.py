@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_blend.ops import cpu
+from vllm_blend.ops import cpu, cuda
 from vllm_blend.ops.bindings import kernels_for
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up [tokens, 2 * n], gate first -> [tokens, n]."""
+    if cuda.takes(gate_up):
+        return cuda.silu_and_mul(gate_up)
     kernels = kernels_for(gate_up)
     if kernels is not None:
         return cpu.silu_and_mul(kernels, gate_up)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from vllm_blend.ops import cpu
+from vllm_blend.ops import cpu, cuda
 from vllm_blend.ops.bindings import kernels_for
 from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
 
@@ -14,6 +16,8 @@ def reshape_and_cache(
 ) -> None:
     """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] int64 of caches [num_blocks, block_size, kv_heads,
     head_dim]. Raises IndexError for a slot outside the cache."""
+    if cuda.takes(k):
+        return cuda.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
     kernels = kernels_for(k)
     if kernels is not None and _fits(k, v, key_cache, value_cache, slot_mapping):
         return cpu.reshape_and_cache(kernels, k, v, key_cache, value_cache, slot_mapping)
@@ -36,6 +40,8 @@ def rotary_and_cache(
     Shapes as in `rotary_embedding` and `reshape_and_cache`. For a layer in which nobody else wants to see the rotated
     K.
     """
+    if cuda.takes(q):
+        return _rotary_and_cache_cuda(q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
     kernels = rotary_kernels(q, cos, sin)
     if kernels is not None and q.dtype == k.dtype and _fits(k, v, key_cache, value_cache, slot_mapping):
         return cpu.rotary_and_cache(kernels, q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
@@ -58,10 +64,67 @@ def place_chunk(
     positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in
     float32 and cast once: rotating twice in bf16 loses accuracy.
     """
+    if cuda.takes(k) and k.dtype == key_cache.dtype:
+        keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)
+        return cuda.place_chunk(k, v, cos, sin, keys, values, key_cache[0], slot_mapping)
     kernels = rotary_kernels(k[0], cos, sin) if len(k) else None
     if kernels is not None and _fits_layers(k, v, key_cache, value_cache, slot_mapping):
         return cpu.place_chunk(kernels, k, v, cos, sin, key_cache, value_cache, slot_mapping)
     return place_chunk_reference(k, v, cos, sin, key_cache, value_cache, slot_mapping)
+
+
+def _rotary_and_cache_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    tokens, heads, head_dim = q.shape
+    packed = _packed(q, k, v)
+    if packed is None:
+        packed = torch.cat([t.reshape(tokens, -1) for t in (q, k, v)], 1)
+    # The tables are gathered already: token i has row i of them.
+    rows = _arange(tokens, q.device)
+    cuda.rope_and_cache(packed, cos, sin, rows, key_cache, value_cache, slot_mapping, heads)
+    return packed[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """[tokens, channels] when q, k and v lie side by side in one buffer, as a packed projection leaves them."""
+    width = q.stride(0)
+    sizes = [t.shape[1] * t.shape[2] for t in (q, k, v)]
+    starts = [t.storage_offset() - q.storage_offset() for t in (q, k, v)]
+    adjacent = (
+        starts == [0, sizes[0], sizes[0] + sizes[1]]
+        and k.stride(0) == v.stride(0) == width == sum(sizes)
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    )
+    return q.as_strided((q.shape[0], width), (width, 1)) if adjacent else None
+
+
+@lru_cache(maxsize=4)
+def _aranged(capacity: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(capacity, device=device)
+
+
+def _arange(count: int, device: torch.device) -> torch.Tensor:
+    """0 .. count - 1, int64, from a tensor that is made once per power of two."""
+    return _aranged(max(1024, 1 << (count - 1).bit_length()), device)[:count]
+
+
+_POINTERS: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+def _layer_pointers(caches: torch.Tensor) -> torch.Tensor:
+    """The addresses of the layers of a cache [layers, ...], on its device; remembered, as the cache does not move."""
+    identity = (caches.data_ptr(), caches.shape[0], caches.stride(0))
+    if identity not in _POINTERS:
+        _POINTERS[identity] = cuda.cache_pointers(list(caches))
+    return _POINTERS[identity]
 
 
 def reshape_and_cache_reference(

@@ -88,6 +88,12 @@ def library_path() -> Path | None:
     return next((p for p in places if p.is_file()), None)
 
 
+def takes(tensor: torch.Tensor) -> bool:
+    """Whether the compiled kernels can work on `tensor`; otherwise the op's torch twin is the one to run."""
+    return tensor.is_cuda and tensor.dtype in _DTYPES and is_available()
+
+
+@cache
 def is_available() -> bool:
     """Whether the kernels can be used: a CUDA device and the compiled library."""
     return torch.cuda.is_available() and library_path() is not None
@@ -238,6 +244,10 @@ def prefill_attention(
     return out
 
 
+def decode_workspace_bytes(batch: int, q_heads: int, kv_heads: int, head_dim: int, num_splits: int = 0) -> int:
+    return int(_library().vb_decode_workspace_bytes(batch, q_heads, kv_heads, head_dim, num_splits))
+
+
 def decode_workspace(
     batch: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, num_splits: int = 0
 ) -> torch.Tensor:
@@ -245,7 +255,7 @@ def decode_workspace(
 
     0 splits: as many as `decode_attention` would choose for this batch.
     """
-    needed = int(_library().vb_decode_workspace_bytes(batch, q_heads, kv_heads, head_dim, num_splits))
+    needed = decode_workspace_bytes(batch, q_heads, kv_heads, head_dim, num_splits)
     return torch.zeros(needed, dtype=torch.uint8, device=device)
 
 
@@ -418,13 +428,16 @@ def attention_mass(
     scale: float,
     sliding_window: int | None = None,
 ) -> None:
-    """mass [num_keys] float32 += attention probability each key gets from the rows of q [rows, q_heads, head_dim] of
-    one request, summed over rows, averaged over heads. lse [rows, q_heads]: `prefill_attention`'s for the same q."""
+    """mass [kv_heads, num_keys] float32 += attention probability each key gets from q [rows, q_heads, head_dim] of one
+    request, summed over rows, divided by q_heads: `mass.sum(0)`, once after all layers, is the mean over heads.
+
+    lse [rows, q_heads]: `prefill_attention`'s for the same q.
+    """
     cache = _cache_of(key_cache, value_cache)
     code = _library().vb_attention_mass(
         _rows(q, "q", key_cache.dtype), q.stride(0), _expect(lse, "lse", torch.float32),
         _expect(positions, "positions", torch.int64), _expect(block_table, "block_table", torch.int32),
-        _expect(mass, "mass", torch.float32), q.shape[0], mass.shape[0], q.shape[1], sliding_window or 0, scale,
+        _expect(mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
         byref(cache), _stream(q),
     )  # fmt: skip
     _check("attention_mass", code)

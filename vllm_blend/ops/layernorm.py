@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_blend.ops import cpu
+from vllm_blend.ops import cpu, cuda
 from vllm_blend.ops.bindings import CPUKernels, kernels_for
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., n] normalised over its last dimension in float32, times weight [n]."""
+    if cuda.takes(x):
+        return cuda.rms_norm(x.contiguous(), weight, eps)
     kernels = _kernels(x, weight)
     if kernels is not None:
         return cpu.rms_norm(kernels, x, None, weight, eps)[0]
@@ -20,7 +22,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
+    """(rms_norm(x + residual), x + residual); the sum may take the place of `residual`."""
+    if cuda.takes(x):
+        return cuda.rms_norm(x.contiguous(), weight, eps, residual), residual
     kernels = _kernels(x, weight)
     if kernels is not None and residual.dtype == x.dtype and residual.shape == x.shape:
         normed, total = cpu.rms_norm(kernels, x, residual, weight, eps)

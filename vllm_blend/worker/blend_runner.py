@@ -13,7 +13,7 @@ from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan, Segment
 from vllm_blend.blend.selectors import Evidence, LooksAt, best
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import Span, build_batch
+from vllm_blend.worker.batch import Span, build_batch, to_device
 from vllm_blend.worker.hooks import QuestionMassHook
 from vllm_blend.worker.kv_cache import KVCache
 
@@ -21,7 +21,7 @@ from vllm_blend.worker.kv_cache import KVCache
 def place_segments(request: Request, plan: BlendPlan, model: nn.Module, cache: KVCache) -> None:
     """Write the stored KV of a plan to the request's pages, K rotated to the positions it has in this request."""
     device = cache.key.device
-    table = torch.tensor(request.block_table, dtype=torch.int64, device=device)
+    table = to_device(torch.tensor(request.block_table, dtype=torch.int64), device)
     for segment in plan.segments:
         positions = torch.arange(segment.start, segment.stop, device=device)
         slots = table[positions // cache.block_size] * cache.block_size + positions % cache.block_size
@@ -85,11 +85,10 @@ def question_mass(
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(len(suffix))
     batch = build_batch(spans, cache.block_size, cache.key.device)
-    hook = QuestionMassHook(backend, suffixes, len(cache.layers))
+    hook = QuestionMassHook(backend, suffixes)
     with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (hook,))):
         model(batch.input_ids)
-    assert hook.mass is not None
-    return hook.mass
+    return hook.masses()
 
 
 def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:

@@ -42,9 +42,10 @@ class CaptureHook(LayerHook):
 class QuestionMassHook(LayerHook):
     """Sums, over the layers, the attention that each request's suffix rows pay to every position of their request."""
 
-    def __init__(self, backend: AttentionBackend, num_suffix_rows: list[int], num_layers: int) -> None:
-        self.backend, self.num_suffix_rows, self.num_layers = backend, num_suffix_rows, num_layers
-        self.mass: list[torch.Tensor] | None = None  # per request [seq_len] float32, mean over layers and heads
+    def __init__(self, backend: AttentionBackend, num_suffix_rows: list[int]) -> None:
+        self.backend, self.num_suffix_rows = backend, num_suffix_rows
+        self.num_layers = 0
+        self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(
         self,
@@ -55,11 +56,17 @@ class QuestionMassHook(LayerHook):
         scale: float,
         window: int | None,
     ) -> None:
+        if not self._masses:
+            shapes = [(cache.key.shape[2], n) for n in metadata.seq_lens]
+            self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
         bounds = metadata.query_start_loc[1:]
         rows = [slice(stop - count, stop) for stop, count in zip(bounds, self.num_suffix_rows, strict=True)]
-        layer = self.backend.attention_mass(q, cache, metadata, scale, rows, window)
-        scaled = [mass / self.num_layers for mass in layer]
-        self.mass = scaled if self.mass is None else [a + b for a, b in zip(self.mass, scaled, strict=True)]
+        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, rows, window)
+        self.num_layers += 1
+
+    def masses(self) -> list[torch.Tensor]:
+        """Per request [seq_len] float32, the mean over layers and heads."""
+        return [mass.sum(0) / self.num_layers for mass in self._masses]
 
 
 @dataclass
@@ -83,6 +90,9 @@ class NarrowingHook(LayerHook):
         self.errors: dict[int, str] = {}
         self._state = {request: _start(plan, positions, device) for request, (plan, positions) in plans.items()}
         self._layers = {layer for plan, _ in plans.values() for layer in plan.check_layers}
+
+    def wants_kv(self, layer_idx: int) -> bool:
+        return layer_idx in self._layers
 
     def on_kv(
         self,

@@ -19,6 +19,7 @@ from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.blend_runner import first_positions, place_segments
+from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
 
@@ -47,8 +48,16 @@ class RunnerOutput:
 class ModelRunner:
     """Owns the model, its cache and its backend. Which tokens to run is decided elsewhere."""
 
-    def __init__(self, model: nn.Module, cache: KVCache, backend: AttentionBackend, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        seed: int,
+        decode_graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
+        self.decode_graphs = decode_graphs
         self.sampler = Sampler(seed)
 
     @torch.inference_mode()
@@ -56,6 +65,14 @@ class ModelRunner:
         """Compute the scheduled tokens. Nothing of a request is read or written but its own pages."""
         result = RunnerOutput()
         items = output.scheduled
+        if self.decode_graphs is not None and all(item.is_decode for item in items):
+            spans = [Span(item.request, item.start, item.stop) for item in items]
+            logits = self.decode_graphs.run(spans)
+            if logits is not None:
+                result.sampled = [item.request for item in items]
+                states = [request.sampling for request in result.sampled if request.sampling is not None]
+                result.tokens = self.sampler(logits, states)
+                return result
         spans = self._spans(items, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device)
         capture = _capture_hook(items)

@@ -11,6 +11,7 @@ from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.config import EngineConfig, require
 from vllm_blend.models.loader import load_model
+from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
 from vllm_blend.worker.model_runner import ModelRunner
 
@@ -29,7 +30,7 @@ class Worker:
         max_model_len: int,
     ) -> None:
         self.config, self.dtype, self.device, self.max_model_len = config, dtype, device, max_model_len
-        backend = make_backend(config.attention_backend, device)
+        self.hf_config = hf_config
         model = load_model(
             hf_config,
             config.model.model,
@@ -41,6 +42,7 @@ class Worker:
         )
         first = model.model.layers[0].self_attn.attn  # type: ignore[union-attr,index]
         self.num_layers, self.num_kv_heads, self.head_dim = len(model.model.layers), first.num_kv_heads, first.head_dim  # type: ignore[union-attr,arg-type]
+        backend = make_backend(config.attention_backend, device, dtype, self.head_dim)
         cache = KVCache.allocate(
             self.num_layers,
             self._num_blocks(),
@@ -51,7 +53,20 @@ class Worker:
             device,
         )
         model.model.cache_fuse_metadata.update(default_fuse_metadata(dtype))  # type: ignore[union-attr,operator]
-        self.model_runner = ModelRunner(model, cache, backend, config.model.seed)
+        graphs = None
+        if device.type == "cuda" and backend.name == "cuda" and not config.model.enforce_eager:
+            with torch.inference_mode():
+                graphs = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, max_model_len)
+        self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs)
+
+    def _reserved_bytes(self) -> int:
+        """Device memory that is not for pages: the activations of the largest step, and stored chunks."""
+        scheduler, blend = self.config.scheduler, self.config.blend
+        tokens = max(scheduler.max_num_batched_tokens or 8192, self.max_model_len if blend.enable_blending else 0)
+        config = self.hf_config
+        widest = 2 * config.intermediate_size + 6 * config.hidden_size
+        activations = 2 * tokens * widest * self.dtype.itemsize + 8 * scheduler.max_num_seqs * config.vocab_size
+        return activations + (int(blend.chunk_cache_gib * 2**30) if blend.enable_blending else 0)
 
     def _num_blocks(self) -> int:
         """Blocks of the cache, the padding block included. Raises ValueError when not even one request fits."""
@@ -67,7 +82,7 @@ class Worker:
             how = "raise the environment variable VLLM_CPU_KVCACHE_SPACE (GiB)"
         else:
             free, total = torch.cuda.mem_get_info(self.device)
-            usable = int(total * cache.gpu_memory_utilization) - (total - free)
+            usable = int(total * cache.gpu_memory_utilization) - (total - free) - self._reserved_bytes()
             count = max(0, usable) // block_bytes
             how = "raise gpu_memory_utilization"
         require(

@@ -1,0 +1,93 @@
+"""Decode steps replayed as CUDA graphs: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_blend.attention.context import ForwardContext, forward_context
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.worker.batch import Span
+from vllm_blend.worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor  # [3, bucket] int64: ids, positions, slots
+    block_tables: torch.Tensor  # [bucket, max_blocks] int32
+    logits: torch.Tensor  # [bucket, vocab]
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, largest first: their buffers serve the smaller ones too."""
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 513, 16)]
+    return sorted({min(size, max_num_seqs) for size in sizes}, reverse=True)
+
+
+class DecodeGraphs:
+    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block."""
+
+    def __init__(
+        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model, self.cache, self.backend = model, cache, backend
+        self.max_model_len = max_model_len
+        self.max_blocks = -(-max_model_len // cache.block_size)
+        self._graphs: dict[int, _Graph] = {}
+        pool = None
+        for size in buckets(max_num_seqs):
+            captured = self._capture(size, pool)
+            pool = pool or captured.graph.pool()
+            self._graphs[size] = captured
+        self._sizes = sorted(self._graphs)
+
+    def run(self, spans: Sequence[Span]) -> torch.Tensor | None:
+        """Logits [len(spans), vocab] of a step in which every request computes its last token, None if none fits.
+
+        The logits are valid until the next run.
+        """
+        count = len(spans)
+        size = next((size for size in self._sizes if size >= count), None)
+        if size is None:
+            return None
+        graph, block_size = self._graphs[size], self.cache.block_size
+        rows = np.zeros((3, size), np.int64)
+        width = max(len(span.request.block_table) for span in spans)
+        tables = np.zeros((size, width), np.int32)
+        for index, span in enumerate(spans):
+            request, position = span.request, span.start
+            table = request.block_table
+            tables[index, : len(table)] = table
+            rows[0, index] = request.token_slice(position, position + 1)[0]
+            rows[1, index] = position
+            rows[2, index] = table[position // block_size] * block_size + position % block_size
+        graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
+        graph.graph.replay()
+        return graph.logits[:count]
+
+    def _capture(self, size: int, pool: Any) -> _Graph:
+        device = self.cache.key.device
+        rows = torch.zeros(3, size, dtype=torch.int64, device=device)
+        tables = torch.zeros(size, self.max_blocks, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), [self.max_model_len] * size)
+
+        def step() -> torch.Tensor:
+            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend)):
+                return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
+
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # outside the graph first: lazy initialisation must not be captured
+            step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = step()
+        return _Graph(graph, rows, tables, logits)
