@@ -11,7 +11,7 @@ from vllm_blend import ops
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan, Segment
-from vllm_blend.blend.selectors import Evidence, LooksAt, best
+from vllm_blend.blend.selectors import Evidence, LooksAt, choose
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch, to_device
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -103,7 +103,7 @@ def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
         seed=plan.content_seed,
         question_mass=None if mass is None else mass[candidates],
     )
-    return candidates[best(plan.selector.score(evidence), plan.final_budget)]
+    return candidates[choose(plan.selector, evidence, plan.final_budget)]
 
 
 def _plan(request: Request) -> BlendPlan:

@@ -9,7 +9,7 @@ import torch
 from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, best
+from vllm_blend.blend.selectors import Evidence, choose
 
 
 class CaptureHook(LayerHook):
@@ -133,8 +133,8 @@ class NarrowingHook(LayerHook):
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            scores = plan.selector.score(_evidence(plan, start + state.candidates, k, v, cache, metadata))
-            chosen = state.candidates[best(scores, budget)]
+            evidence = _evidence(plan, start + state.candidates, k, v, cache, metadata)
+            chosen = state.candidates[choose(plan.selector, evidence, budget)]
         except Exception as error:  # a user's selector may raise anything; it may only cost its own request
             self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector, best
+from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector, best, choose
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
 from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.blend.selectors.key_deviation import KeyDeviation
@@ -44,4 +44,4 @@ for _selector in (
 ):
     register_selector(_selector)
 
-__all__ = ["SELECTORS", "Evidence", "LooksAt", "Selector", "best", "make_selector", "register_selector"]
+__all__ = ["SELECTORS", "Evidence", "LooksAt", "Selector", "best", "choose", "make_selector", "register_selector"]

@@ -57,3 +57,18 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` largest scores, ascending. Stable: equal scores are taken from the front."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values
+
+
+def choose(selector: Selector, evidence: Evidence, count: int) -> torch.Tensor:
+    """Indices of the `count` candidates that `selector` scores best, ascending.
+
+    Raises whatever its `score` raises, and TypeError or ValueError where that returns anything but a score for each
+    candidate.
+    """
+    scores = selector.score(evidence)
+    n = len(evidence.positions)
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"score() must return a tensor [{n}], not {type(scores).__name__}")
+    if scores.shape != (n,):
+        raise ValueError(f"score() must return one score for each of the {n} candidates, not {list(scores.shape)}")
+    return best(scores, count)
