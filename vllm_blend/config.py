@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -138,21 +139,9 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.recompute_ratio)
-        require(len(self.check_layers) > 0, "blend_check_layers is empty: name at least one layer, for example [1]")
-        require(
-            all(isinstance(i, int) and i >= 1 for i in self.check_layers)
-            and list(self.check_layers) == sorted(set(self.check_layers)),
-            f"blend_check_layers={self.check_layers} must be ascending layer numbers from 1 on (K and V of layer 0 "
-            "depend on the token alone, so there is nothing to compare there)",
-        )
+        check_layer_numbers("blend_check_layers", self.check_layers)
         if self.recompute_ratios is not None:
-            for ratio in self.recompute_ratios:
-                check_ratio("blend_recompute_ratios", ratio)
-            require(
-                len(self.recompute_ratios) == len(self.check_layers),
-                f"blend_recompute_ratios has {len(self.recompute_ratios)} entries for {len(self.check_layers)} "
-                "blend_check_layers: give one ratio per layer",
-            )
+            check_shares("blend_recompute_ratios", self.recompute_ratios, self.check_layers)
             require(
                 self.recompute_ratio is None,
                 "blend_recompute_ratio and blend_recompute_ratios are both given: keep one of them",
@@ -167,6 +156,31 @@ def check_ratio(name: str, value: Any) -> None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(number and 0.0 <= value <= 1.0, f"{name}={value!r} is a share of tokens: use a number in 0..1")
+
+
+def check_layer_numbers(name: str, layers: Sequence[int]) -> None:
+    """Check layers ascend from 1 on."""
+    require(len(layers) > 0, f"{name} is empty: name at least one layer, for example [1]")
+    require(
+        all(isinstance(i, int) and i >= 1 for i in layers) and list(layers) == sorted(set(layers)),
+        f"{name}={list(layers)} must be ascending layer numbers from 1 on (K and V of layer 0 depend on the token "
+        "alone, so there is nothing to compare there)",
+    )
+
+
+def check_shares(name: str, shares: Sequence[float], check_layers: Sequence[int]) -> None:
+    """The shares of tokens kept after each check layer: one per layer, each in 0..1, none above the one before."""
+    for index, share in enumerate(shares):
+        require(share is not None, f"{name}[{index}] is None: use a number in 0..1")
+        check_ratio(f"{name}[{index}]", share)
+    require(
+        len(shares) == len(check_layers),
+        f"{name} has {len(shares)} entries for {len(check_layers)} check layers: give one ratio per layer",
+    )
+    require(
+        list(shares) == sorted(shares, reverse=True),
+        f"{name}={list(shares)} rise: what one check layer drops cannot come back at the next; let them fall",
+    )
 
 
 @dataclass

@@ -77,8 +77,6 @@ def plan_from_old_kvs(
             "that was decoded to text and encoded again often differs in length: pass prompt_token_ids instead"
         )
     ratios, ratio = metadata.get("recomp_ratios"), metadata.get("recomp_ratio")
-    for index, value in enumerate(ratios or []):
-        check_ratio(f"recomp_ratios[{index}]", value)
     check_ratio("recomp_ratio", ratio)
     selector = make_selector(metadata.get("selector") or "value_deviation")
     if selector.fixed_ratio is not None:

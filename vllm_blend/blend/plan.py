@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_blend.blend.selectors import LooksAt, Selector
+from vllm_blend.config import check_layer_numbers, check_shares
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
 
@@ -126,6 +127,7 @@ def make_plan(
         raise ValueError(
             f"the suffix must hold at least the last of the prompt's {n} tokens, but starts at {suffix_start}"
         )
+    check_layer_numbers("check_layers", check_layers)
     if selector.looks_at is LooksAt.LAYERS and max(check_layers) >= num_layers:
         raise ValueError(f"blend_check_layers={list(check_layers)}: the model has layers 0..{num_layers - 1}")
     if selector.fixed_ratio is not None:
@@ -135,16 +137,17 @@ def make_plan(
                 f"blend_recompute_ratio={ratio} was given: leave one of the two out"
             )
         ratio = selector.fixed_ratio
-    if recompute_ratios is not None and selector.looks_at is LooksAt.LAYERS:
-        if len(recompute_ratios) != len(check_layers):
+    if recompute_ratios is not None:
+        if selector.looks_at is not LooksAt.LAYERS:
             raise ValueError(
-                f"{len(recompute_ratios)} recompute ratios for {len(check_layers)} check layers: give one per layer"
+                f"recompute ratios {list(recompute_ratios)} are given per check layer, but the selector "
+                f"{selector.name!r} looks at none: give a single ratio, or choose a selector that compares layers"
             )
         shares = list(recompute_ratios)
-        ratio = shares[-1]
     else:
-        ratio = selector.default_ratio if ratio is None else ratio
-        shares = selector.shares(ratio, check_layers)
+        shares = selector.shares(selector.default_ratio if ratio is None else ratio, check_layers)
+    check_shares("recompute_ratios", shares, check_layers)
+    ratio = shares[-1]
     return BlendPlan(
         tuple(segments), tuple(prompt_token_ids), suffix_start, selector, ratio, tuple(check_layers), tuple(shares)
     )

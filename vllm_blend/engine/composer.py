@@ -59,7 +59,10 @@ class ChunkComposer:
         self.num_encoded = 0
         self._encoding: dict[str, Request] = {}  # key -> the request that computes it
         self._waiting: dict[str, list[_Composition]] = {}
-        make_selector(config.selector)
+        selector = make_selector(config.selector)
+        if config.enable_blending:  # settings that exclude each other are an error now, not with the first prompt
+            ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
+            make_plan((), (0,), 0, selector, *ratios, num_layers)
 
     def check(self, parsed: ParsedPrompt) -> None:
         """Raise ValueError if the prompt asks for a blend that cannot be."""
@@ -188,11 +191,10 @@ class ChunkComposer:
                 request.metrics.first_scheduled_time = composition.first_scheduled_time
 
     def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
-        own_selector = parsed.blend_selector is not None
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
-        ratio = parsed.blend_recompute_ratio
-        if ratio is None and not own_selector:
-            ratio = self.config.recompute_ratio
+        ratio, ratios = parsed.blend_recompute_ratio, None
+        if ratio is None and parsed.blend_selector is None:  # the engine's ratios are meant for its own selector
+            ratio, ratios = self.config.recompute_ratio, self.config.recompute_ratios
         return make_plan(
             segments,
             parsed.token_ids,
@@ -200,6 +202,6 @@ class ChunkComposer:
             make_selector(parsed.blend_selector or self.config.selector),
             ratio,
             self.config.check_layers,
-            None if parsed.blend_recompute_ratio is not None else self.config.recompute_ratios,
+            ratios,
             self.num_layers,
         )

@@ -58,7 +58,7 @@ class OutputProcessor:
         return request.finished
 
     def add_prompt_logprobs(self, request: Request, start: int, entries: list[dict[int, Logprob]]) -> None:
-        """Entries of the positions from `start` + 1 on. What a preemption has computed again replaces what was known."""
+        """Entries of the positions from `start` + 1 on. What is computed again after a preemption replaces the old."""
         group = self.groups[request]
         if request is not group.requests[0]:
             return
