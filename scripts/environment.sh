@@ -19,12 +19,17 @@ base_python() {
   return 1
 }
 
+# installation_stamp [EXTRAS]: what an installation depends on.
+installation_stamp() {
+  echo "$(cat requirements.txt setup.py csrc/*.h csrc/cpu/* | cksum) ${1:-}"
+}
+
 # install_into FOLDER [EXTRAS]: make a virtual environment with this checkout and the tested versions of what it needs.
 # Nothing is done where that has been done before for the same files. The package is installed in place: what runs is
 # the checkout, with its compiled CPU kernels in vllm_blend/.
 install_into() {
   local folder=$1 extras=${2:-} python stamp
-  stamp="$(cat requirements.txt setup.py csrc/*.h csrc/cpu/* | cksum) $extras"
+  stamp="$(installation_stamp "$extras")"
   if [[ -x "$folder/bin/python" && "$(cat "$folder/.installed" 2>/dev/null)" == "$stamp" ]]; then return; fi
   python="$(base_python)" || return 1
   echo "installing into $folder ($("$python" --version))"

@@ -114,7 +114,9 @@ class DecodeConfig:
     load_cache_dir: str = _option("results/kv_caches", "folder with the chunks' KV")
     passages: str = _option("retrieved", "answer over the retrieved passages of a sample, or over all of its passages")
     blend_selector: str = _option("question_attention", "rule that chooses the tokens to recompute")
-    blend_recompute_ratio: float = _option(0.15, "share of the chunks' tokens to recompute, 0 to 1")
+    blend_recompute_ratio: float = _option(
+        0.15, "share of the tokens to recompute, 0 to 1; none and full have their own"
+    )
     max_tokens: int = _option(0, "longest answer in tokens; 0 for what the data set's answers need")
     max_samples: int = _option(0, "use only the first samples; 0 for all")
     output: str = _option("results/decoding/speculative_trace.json", "trace to write")

@@ -24,6 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_blend.blend.selectors import make_selector
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.outputs import RequestOutput
@@ -66,6 +67,7 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     """Answer all samples, one after the other, and write and return the trace."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
     placements = Placements.read(Path(config.load_cache_dir), stage.dataset_name)
+    fixed = make_selector(config.blend_selector).fixed_ratio is not None  # "none" and "full" leave no choice
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=config.model_id,
@@ -73,7 +75,7 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
             device=config.device,
             enable_blending=True,
             blend_selector=config.blend_selector,
-            blend_recompute_ratio=config.blend_recompute_ratio,
+            blend_recompute_ratio=None if fixed else config.blend_recompute_ratio,
         )
     )
     cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id)
@@ -82,6 +84,8 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     for sample in tqdm(stage.samples, desc="decode", unit="sample"):
         chunks = chosen_chunks(sample, config.passages)
         results.append(_answer(sample, chunks, stage, engine, cache, params, placements))
+    if all(result["error"] for result in results):
+        raise ValueError(f"no sample could be answered; {results[0]['id']}: {results[0]['error']}")
     output = {
         "schema_version": SCHEMA_VERSION,
         "config": asdict(config),

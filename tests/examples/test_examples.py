@@ -1,0 +1,49 @@
+"""The examples run as they are, and what they print is what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        cwd="/",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_chunked_prompt():
+    first, reordered, whole, asked = run("chunked_prompt.py")
+    counts = [
+        [int(n) for n in re.findall(r"(\d+) (?:prompt tokens|of them)", line)] for line in (first, reordered, whole)
+    ]
+    assert [len(pair) for pair in counts] == [2, 2, 2]
+    assert counts[1][0] == counts[2][0] < counts[0][0] and counts[1][1] < counts[2][1] / 2
+    assert whole.endswith(": " + asked.rpartition("? ")[2])
+
+
+def test_blend_hooks():
+    *blends, full, _ = run("blend_hooks.py")
+    computed = {line.split(":")[0]: int(re.search(r": (\d+) of", line)[1]) for line in blends}  # type: ignore[index]
+    total = int(re.search(r"of (\d+) tokens", blends[0])[1])  # type: ignore[index]
+    assert list(computed.values()) == [0, int(0.16 * total), int(0.16 * total), total]
+    assert blends[-1].rpartition(":")[2] == full.rpartition(":")[2]  # everything recomputed is full prefill
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+def test_every_example_is_run_here(path):
+    assert f"def test_{path.stem}()" in Path(__file__).read_text()

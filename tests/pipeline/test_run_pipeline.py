@@ -1,0 +1,115 @@
+"""All stages in one process, and the bash scripts one after the other: the same results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.stages import ROOT
+from vllm_blend.pipeline import run_pipeline as module
+from vllm_blend.pipeline.config import load_config
+from vllm_blend.pipeline.files import read_json
+
+WRITTEN = {
+    "retrieval": "retrieval/musique_s_rag_both_k4.json",
+    "prefill": "kv_caches/musique_s_kv_top4.json",
+    "decode": "decoding/speculative_trace.json",
+}
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        ["bash", *command],
+        cwd="/",  # the scripts find the project root by themselves
+        env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def in_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    out = run(str(ROOT / "scripts/run_pipeline.sh"), MAX_SAMPLES="2", TOP_K="4", RESULTS_DIR=str(folder))
+    assert all(str(folder / name) in out for name in WRITTEN.values())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    shared = {"TOP_K": "4", "MAX_SAMPLES": "2"}
+    found = str(folder / WRITTEN["retrieval"])
+    run(str(ROOT / "scripts/retrieval/run_retrieval.sh"), **shared, OUTPUT_DIR=str(folder / "retrieval"))
+    stage_2 = shared | {"RETRIEVAL_JSON": found, "OUTPUT_DIR": str(folder / "kv_caches")}
+    assert "computed" in run(str(ROOT / "scripts/build_kv_cache.sh"), **stage_2)
+    assert " 0 computed" in run(str(ROOT / "scripts/build_kv_cache.sh"), **stage_2)
+    flags = ["--load-cache-dir", str(folder / "kv_caches")]
+    run(
+        str(ROOT / "scripts/decoding/run_speculative_decode.sh"),
+        *flags,
+        **shared,
+        RETRIEVAL_JSON=found,
+        OUTPUT=str(folder / WRITTEN["decode"]),
+    )
+    return folder
+
+
+def comparable(stage: str, data: dict[str, Any]) -> Any:
+    """What does not depend on times and folders."""
+    if stage == "decode":
+        return [(r["id"], r["prediction"], r["blend"], r["chunks"]) for r in data["results"]]
+    return data["results"] if stage == "retrieval" else (data["samples"], data["prefix"], data["model"])
+
+
+@pytest.mark.parametrize("stage", WRITTEN)
+def test_one_process_and_single_scripts_write_the_same(in_one, one_by_one, stage):
+    first, second = (read_json(folder / WRITTEN[stage], stage) for folder in (in_one, one_by_one))
+    assert comparable(stage, first) == comparable(stage, second)
+    assert len(comparable(stage, first)) >= 2
+
+
+def test_settings_are_read_as_yaml():
+    changed = module.apply_settings(load_config(), ["decode.blend_recompute_ratio=0.3", "decode.passages=all"])
+    assert changed["decode"]["blend_recompute_ratio"] == 0.3 and changed["decode"]["passages"] == "all"
+    assert load_config()["decode"]["passages"] == "retrieved"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("decode.x", "write section.key=value"),
+        ("x=1", "write section.key=value"),
+        ("bake.time=1", "a section of retrieval, prefill, decode"),
+        ("decode.passages={", "no YAML value"),
+        ("decode.passges=all", "did you mean 'passages'"),
+        ("decode.passages=some", "must be one of retrieved, all"),
+        ("decode.max_samples=few", "must be int, not str"),
+    ],
+)
+def test_mistakes_end_the_command_with_a_message(assignment, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--config", str(ROOT / "configs/musique.yaml"), "--set", assignment])
+    assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_flags_reach_every_stage(monkeypatch, tmp_path):
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "run_pipeline", lambda *sections: seen.extend(sections) or sys.exit(0))
+    flags = ["--dataset", "inputs/wikimqa_s.json", "--model-id", "m", "--top-k", "7", "--max-samples", "9"]
+    with pytest.raises(SystemExit):
+        module.main(["--config", str(ROOT / "configs/musique.yaml"), *flags, "--results-dir", str(tmp_path)])
+    retrieval, prefill, decode = seen
+    assert (retrieval.dataset_name, retrieval.top_k, prefill.top_k_gpu) == ("wikimqa_s", 7, 7)
+    assert retrieval.max_samples == prefill.max_samples == decode.max_samples == 9
+    assert prefill.model_id == decode.model_id == "m" and retrieval.model_id != "m"
+    assert retrieval.output_path == tmp_path / "retrieval/wikimqa_s_rag_both_k7.json"
+    assert prefill.output_dir == decode.load_cache_dir == str(tmp_path / "kv_caches")

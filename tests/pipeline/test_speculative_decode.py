@@ -1,0 +1,173 @@
+"""Stage 3: stored KV is what answers, the trace tells each step, and what cannot be used is computed again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.stages import MODEL, Stages, demo_samples
+from vllm_blend import LLM, ChunkedPrompt, SamplingParams
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.format import load_chunk, write_chunk
+from vllm_blend.pipeline import speculative_decode as stage
+from vllm_blend.pipeline.stage_inputs import read_stage_input
+
+COUNT = 3
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    stages = Stages.over(tmp_path_factory.mktemp("built"), demo_samples(COUNT))
+    stages.build()
+    return stages
+
+
+@pytest.fixture(scope="module")
+def trace(built: Stages) -> dict:
+    built.decode()
+    return json.loads((built.root / "trace.json").read_text())
+
+
+def test_the_chunks_come_from_the_folders(trace):
+    summary = trace["summary"]
+    assert summary["samples"] == COUNT and summary["failed"] == 0
+    assert summary["chunks"] == {"loaded": 3 * COUNT + 1, "in_memory": 0, "missing": 0, "damaged": 0, "foreign": 0}
+    assert (
+        summary["chunks_encoded"] == 0
+    )  # the engine computed none: it could not have answered without the loaded ones
+    assert all(chunk["source"] == "loaded" for result in trace["results"] for chunk in result["chunks"])
+
+
+def test_there_is_one_token_for_each_step(trace):
+    for result in trace["results"]:
+        steps = result["steps"]
+        assert [step["step"] for step in steps] == list(range(len(steps)))
+        assert [step["phase"] for step in steps] == ["prefill"] + ["decode"] * (len(steps) - 1)
+        assert all(isinstance(step["token_id"], int) and step["latency_ms"] > 0 for step in steps)
+        assert "".join(step["text"] for step in steps) == result["prediction"]
+        names = [chunk["chunk_id"] for chunk in result["chunks"]]
+        assert all(step["resident_chunks"] == names for step in steps)
+        assert all(step[key] is None for step in steps for key in ("promotions", "evictions", "bytes_moved"))
+    assert trace["schema_version"] == stage.SCHEMA_VERSION
+
+
+def test_the_answers_are_those_of_the_engine(built, trace):
+    llm = LLM(MODEL, enable_blending=True, blend_selector="question_attention", blend_recompute_ratio=0.15)
+    stage_input = read_stage_input(built.retrieval, "", 0)
+    params = SamplingParams(temperature=0, max_tokens=stage_input.style.max_tokens, stop=["\n"])
+    for sample, result in zip(stage_input.samples, trace["results"], strict=True):
+        chunks = sorted(sample.best(9), key=lambda chunk: chunk.position)
+        prompt: ChunkedPrompt = {
+            "prefix": stage_input.style.instruction,
+            "chunks": [chunk.text for chunk in chunks],
+            "suffix": stage_input.style.suffix(sample.sample.question),
+        }
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+        assert output.outputs[0].text == result["prediction"] and output.outputs[0].text
+        assert output.outputs[0].token_ids == [step["token_id"] for step in result["steps"]]
+        assert [chunk["chunk_id"] for chunk in result["chunks"]] == [chunk.chunk_id for chunk in chunks]
+        assert output.blend is not None
+        assert result["blend"]["num_recomputed_tokens"] == output.blend.num_recomputed_tokens
+
+
+def test_placements_are_those_of_stage_2(built, trace):
+    summary = json.loads((built.chunks / "musique_t_kv_top2.json").read_text())
+    for described, result in zip(summary["samples"], trace["results"], strict=True):
+        wanted = {chunk["chunk_id"]: chunk["placement"] for chunk in described["chunks"]}
+        assert sorted(chunk["placement"] for chunk in result["chunks"]) == ["cpu", "gpu", "gpu"]
+        assert all(chunk["placement"] == wanted[chunk["chunk_id"]] for chunk in result["chunks"])
+
+
+def test_all_passages_and_other_settings(built):
+    output = built.decode(passages="all", blend_selector="none", max_tokens=1, max_samples=1)
+    [result] = output["results"]
+    assert len(result["chunks"]) == len(demo_samples(1)[0]["ctxs"]) and len(result["steps"]) == 1
+    assert result["blend"]["selector"] == "none" and result["blend"]["num_chunks"] == len(result["chunks"])
+
+
+def test_what_cannot_be_used_is_computed_again_with_the_same_answer(built, trace, tmp_path, caplog):
+    shutil.copytree(built.root, tmp_path / "copy")
+    stages = Stages(tmp_path / "copy")
+    first, second, third = (chunk["chunk_id"] for chunk in trace["results"][0]["chunks"])
+    shutil.rmtree(stages.chunks / first)
+    data = bytearray((stages.chunks / second / "keys.pt").read_bytes())
+    data[-100] ^= 1
+    (stages.chunks / second / "keys.pt").write_bytes(data)
+    shutil.rmtree(stages.chunks / third)
+    shutil.copytree(stages.chunks / "musique_t_prefix", stages.chunks / third)
+    with caplog.at_level(logging.WARNING):
+        output = stages.decode()
+    counts = output["summary"]["chunks"]
+    assert (counts["missing"], counts["damaged"], counts["foreign"], counts["loaded"]) == (1, 1, 1, 3 * COUNT - 2)
+    assert output["summary"]["chunks_encoded"] == 3
+    assert [chunk["source"] for chunk in output["results"][0]["chunks"]] == ["missing", "damaged", "foreign"]
+    assert all(name in caplog.text for name in (first, second, third))
+    steps = output["results"][0]["steps"]
+    assert steps[0]["phase"] == "encode" and steps[0]["token_id"] is None and steps[0]["resident_chunks"] == []
+    for result, before in zip(output["results"], trace["results"], strict=True):
+        assert result["prediction"] == before["prediction"]
+
+
+def test_other_kv_in_the_folders_changes_the_answers(built, tmp_path):
+    """The proof that folders are read: KV of zeros, stored as if it were right, ruins what is only reused."""
+    shutil.copytree(built.root, tmp_path / "copy")
+    stages = Stages(tmp_path / "copy")
+    engine = LLM(MODEL).llm_engine
+    stage_input = read_stage_input(stages.retrieval, "", 0)
+    for sample in stage_input.samples:
+        _, ids = engine.identify_chunks(stage_input.style.instruction, [chunk.text for chunk in sample.best(9)])
+        for chunk, chunk_id in zip(sample.best(9), ids, strict=True):
+            kv = load_chunk(stages.chunks / chunk.chunk_id, chunk_id, engine.fingerprint)
+            zeros = ChunkKV(kv.k * 0, kv.v * 0)
+            write_chunk(stages.chunks / chunk.chunk_id, chunk_id, zeros, engine.fingerprint)
+    output = stages.decode(blend_selector="none")
+    plain = built.decode(blend_selector="none", output=str(tmp_path / "plain.json"))
+    assert output["summary"]["chunks"] == plain["summary"]["chunks"] and output["summary"]["failed"] == 0
+    tokens = [[[step["token_id"] for step in r["steps"]] for r in o["results"]] for o in (output, plain)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_sample_that_is_too_long_fails_alone(tmp_path):
+    samples = demo_samples(2)
+    samples[0]["ctxs"][0]["text"] = samples[0]["question"] + " A lens." * 600
+    stages = Stages.over(tmp_path, samples)
+    stages.build()
+    output = stages.decode()
+    bad, good = output["results"]
+    assert "max_model_len" in bad["error"] and bad["prediction"] == "" and bad["f1"] == 0
+    assert good["error"] is None and good["prediction"] and output["summary"]["failed"] == 1
+    assert output["summary"]["scores"][-1]["samples"] == 2
+
+
+def test_mistakes_end_the_command_with_a_message(built, tmp_path, capsys):
+    known = ["--retrieval-json", str(built.retrieval.output_path), "--model-id", MODEL]
+    for flags, message in (
+        (["--load-cache-dir", str(tmp_path)], "bash scripts/build_kv_cache.sh"),
+        (["--load-cache-dir", str(built.chunks), "--blend-selector", "nonsense"], "nonsense"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            stage.main([*known, *flags, "--output", str(tmp_path / "t.json")])
+        assert ended.value.code == 1 and message in capsys.readouterr().err
+        assert not (tmp_path / "t.json").exists()
+    with pytest.raises(SystemExit) as ended:
+        stage.main(["--blend-recompute-ratio", "1.5"])
+    assert ended.value.code == 2 and "from 0 to 1" in capsys.readouterr().err
+
+
+def test_when_no_sample_can_be_answered_the_stage_fails(tmp_path):
+    [sample] = demo_samples(1)
+    sample["ctxs"][0]["text"] = sample["question"] + " A lens." * 600
+    stages = Stages.over(tmp_path, [sample])
+    stages.build()
+    with pytest.raises(ValueError, match=r"no sample could be answered; musique_s-000: .*max_model_len"):
+        stages.decode()
+
+
+def test_a_broken_summary_says_which_stage_to_run(tmp_path):
+    (tmp_path / "musique_t_kv_top2.json").write_text('{"samples": [{}]}')
+    with pytest.raises(ValueError, match="run that stage again"):
+        stage.Placements.read(Path(tmp_path), "musique_t")

@@ -1,0 +1,86 @@
+"""What stages 2 and 3 read: chunk names, the order of the retrieval, and mistakes in its output."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.retrieval import run_retrieval
+from vllm_blend.pipeline.stage_inputs import read_stage_input, with_dataset
+
+
+def sample(*texts: str, **extra: Any) -> dict[str, Any]:
+    ctxs = [{"title": "", "text": text} for text in texts]
+    return {"ctxs": ctxs, "question": "Where do owls live?", "answers": ["woods"], **extra}
+
+
+def config(folder: Path, **changes: Any) -> RetrievalConfig:
+    base: dict[str, Any] = {"dataset_path": str(folder / "musique_x.json"), "output_dir": str(folder / "out")}
+    return RetrievalConfig(**(base | {"dataset_name": "musique_x", "top_k": 2} | changes))
+
+
+def test_the_order_is_the_retrievals(tmp_path):
+    write_json(tmp_path / "musique_x.json", [sample("mice eat", "owls live in woods", "owls"), sample("a", "b")])
+    run_retrieval(config(tmp_path))
+    stage = read_stage_input(config(tmp_path), "", 0)
+    first, second = stage.samples
+    assert stage.source == tmp_path / "out/musique_x_rag_both_k2.json" and stage.style.name == "musique"
+    assert [chunk.chunk_id for chunk in first.chunks] == [f"musique_x-sample0_chunk{i}" for i in range(3)]
+    assert [chunk.position for chunk in first.best(9)] == [(0, 1), (0, 2)]
+    assert first.chunks[1].text == "owls live in woods\n\n"
+    assert len(second.best(1)) == 1
+    assert len(read_stage_input(config(tmp_path), "", 1).samples) == 1
+
+
+def test_without_a_retrieval_the_data_sets_order_counts_and_it_says_so(tmp_path, caplog):
+    write_json(tmp_path / "musique_x.json", [sample("a", "b", "c", id="musique_x-7")])
+    with caplog.at_level(logging.WARNING):
+        stage = read_stage_input(config(tmp_path), "", 0)
+    assert "run the retrieval stage first" in caplog.text
+    assert stage.samples[0].retrieved is None
+    # An id that begins with the data set's name needs no more of it.
+    assert [chunk.chunk_id for chunk in stage.samples[0].best(2)] == ["musique_x-7_chunk0", "musique_x-7_chunk1"]
+
+
+def test_a_search_of_all_passages_refers_to_the_chunks_of_other_samples(tmp_path):
+    write_json(tmp_path / "musique_x.json", [sample("mice eat", "salt"), sample("owls live in woods", "salt")])
+    run_retrieval(config(tmp_path, scope="corpus", top_k=1))
+    stage = read_stage_input(config(tmp_path, scope="corpus", top_k=1), "", 0)
+    assert [chunk.chunk_id for chunk in stage.samples[0].best(1)] == ["musique_x-sample1_chunk0"]
+
+
+def test_a_passage_that_both_have_is_the_samples_own(tmp_path):
+    hit = {"title": "", "text": "salt"}
+    write_json(tmp_path / "r.json", [sample("salt", retrieved=[hit]), sample("mice", "salt", retrieved=[hit, hit])])
+    samples = read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0).samples
+    assert [chunk.position for s in samples for chunk in s.best(5)] == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("retrieved", "message"),
+    [
+        ("salt", "sample 1: retrieved must be a list"),
+        ([{"text": "salt"}], r"sample 1: retrieved\[0\] must have a title and a text"),
+        ([3], r"sample 1: retrieved\[0\] must have a title and a text"),
+        ([{"title": "", "text": "pepper"}], r"sample 1: retrieved\[0\] is no passage of these samples"),
+    ],
+)
+def test_mistakes_name_the_sample_and_the_field(tmp_path, retrieved, message):
+    write_json(tmp_path / "r.json", [sample("salt"), sample("salt", retrieved=retrieved)])
+    with pytest.raises(ValueError, match=message):
+        read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
+
+
+def test_a_file_that_was_named_has_to_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        read_stage_input(config(tmp_path), str(tmp_path / "nowhere.json"), 0)
+
+
+def test_a_data_set_brings_its_name():
+    values = with_dataset({"top_k": 3}, "inputs/wikimqa_s.json")
+    assert values == {"top_k": 3, "dataset_path": "inputs/wikimqa_s.json", "dataset_name": "wikimqa_s"}

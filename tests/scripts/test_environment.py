@@ -1,0 +1,73 @@
+"""The scripts that install: they refuse an interpreter that is too old, and install again only when something changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def bash(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def fake_python(path: Path, body: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_old_interpreter_is_refused_with_the_way_out(tmp_path):
+    old = fake_python(tmp_path / "python", 'if [[ $1 == --version ]]; then echo "Python 3.8.1"; else exit 1; fi')
+    done = bash("bash scripts/quickstart.sh", PYTHON=old, VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1 and not (tmp_path / "venv").exists()
+    assert "Python 3.10 or newer" in done.stderr and "Python 3.8.1" in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_the_interpreter_that_is_named_is_used_and_else_one_is_found():
+    assert bash("source scripts/environment.sh; base_python", PYTHON=sys.executable).stdout.strip() == sys.executable
+    assert bash("unset PYTHON; source scripts/environment.sh; base_python").stdout.startswith("python3")
+
+
+def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path):
+    log = tmp_path / "log"
+    # Stands for the interpreter, and for the environment's own one, which it makes.
+    body = f'echo "$@" >>{log}; if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
+    python = fake_python(tmp_path / "python", body)
+    install = f'source scripts/environment.sh; install_into "{tmp_path / "venv"}" dev'
+    assert bash(install, PYTHON=python).returncode == 0
+    commands = log.read_text().splitlines()
+    assert any(line == "-m pip install --quiet --editable .[dev]" for line in commands)
+    torch = next(i for i, line in enumerate(commands) if "torch==" in line)
+    assert torch < commands.index("-m pip install --quiet -r requirements.txt")
+    log.write_text("")
+    assert bash(install, PYTHON=python).returncode == 0 and log.read_text() == ""
+    (tmp_path / "venv/.installed").write_text("older")
+    assert bash(install, PYTHON=python).returncode == 0 and "--editable" in log.read_text()
+
+
+def test_an_installation_that_fails_is_not_taken_for_done(tmp_path):
+    body = 'if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi; [[ "$*" != *editable* ]]'
+    python = fake_python(tmp_path / "python", body)
+    done = bash(f'source scripts/environment.sh; install_into "{tmp_path / "venv"}"', PYTHON=python)
+    assert done.returncode != 0 and not (tmp_path / "venv/.installed").exists()
+
+
+def test_the_test_script_runs_pytest_of_its_environment(tmp_path):
+    python = fake_python(tmp_path / "venv/bin/python", 'echo "$@"')
+    stamp = bash("source scripts/environment.sh; installation_stamp dev").stdout
+    (tmp_path / "venv/.installed").write_text(stamp)
+    done = bash("bash scripts/test.sh tests/x -k y", PYTHON=python, VENV=str(tmp_path / "venv"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["-m pytest -m not gpu tests/x -k y"]
