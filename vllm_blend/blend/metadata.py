@@ -63,8 +63,9 @@ def plan_from_old_kvs(
     n = len(prompt_token_ids)
     if len(old_kvs) != num_layers:
         raise ValueError(f"old_kvs has {len(old_kvs)} layers, the model has {num_layers}: give [K, V] for every layer")
-    covered = len(old_kvs[0][0])
-    layers = [_checked_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(old_kvs)]
+    pairs = [_checked_pair(pair, layer) for layer, pair in enumerate(old_kvs)]
+    covered = len(pairs[0][0])
+    layers = [_checked_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(pairs)]
     suffix_len = metadata.get("suffix_len")
     if suffix_len is None:
         suffix_len = max(1, n - covered, _common_suffix(prompt_token_ids, last_collected))
@@ -108,11 +109,19 @@ def _common_suffix(prompt: Sequence[int], question: Sequence[int]) -> int:
     return shared
 
 
+def _checked_pair(pair: Sequence[torch.Tensor], layer: int) -> Sequence[torch.Tensor]:
+    if len(pair) != 2:
+        raise ValueError(f"old_kvs[{layer}] must be [K, V], got {len(pair)} entries")
+    for name, tensor in zip("KV", pair, strict=True):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dim() == 0:
+            found = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor
+            raise ValueError(f"old_kvs[{layer}]: {name} is {found}, not a floating-point tensor with a row per token")
+    return pair
+
+
 def _checked_layer(
     pair: Sequence[torch.Tensor], layer: int, covered: int, num_kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(pair) != 2:
-        raise ValueError(f"old_kvs[{layer}] must be [K, V], got {len(pair)} entries")
     checked = []
     for name, tensor in zip("KV", pair, strict=True):
         width = tensor[0].numel() if len(tensor) else num_kv_heads * head_dim

@@ -107,6 +107,11 @@ class LLMEngine:
                 "prompt_logprobs needs every prompt token computed, which a blend avoids: leave prompt_logprobs "
                 "out, or give the prompt as plain text"
             )
+        if (blending or plan is not None) and hooks.get("collect"):
+            raise ValueError(
+                "cache_fuse_metadata: collect and check (or a chunked prompt) exclude each other, as a blend does not "
+                "compute the K and V of every prompt token: set collect to False first"
+            )
         metrics = RequestMetrics(arrival_time=time.time() if arrival_time is None else arrival_time)
         requests = []
         for index in range(params.n):
