@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm_blend.outputs import Logprob, RequestMetrics
@@ -73,6 +75,17 @@ class Request:
         if stop <= n:
             return self.prompt_token_ids[start:stop]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+    @cached_property
+    def _prompt_array(self) -> np.ndarray:
+        return np.asarray(self.prompt_token_ids, np.int64)
+
+    def token_array(self, stop: int) -> np.ndarray:
+        """Token ids at positions 0 .. stop - 1, int64. Not to be written to."""
+        n = len(self.prompt_token_ids)
+        if stop <= n:
+            return self._prompt_array[:stop]
+        return np.concatenate([self._prompt_array, np.asarray(self.output_token_ids[: stop - n], np.int64)])
 
     @property
     def exact(self) -> bool:

@@ -37,6 +37,7 @@ class CUDABackend(AttentionBackend):
             )
         self._step: _Step | None = None
         self._decode_workspace: torch.Tensor | None = None
+        self._attended: tuple[torch.Tensor, torch.Tensor] | None = None  # queries and output of a mass measurement
 
     def attend(
         self,
@@ -46,6 +47,9 @@ class CUDABackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
+        attended, self._attended = self._attended, None
+        if attended is not None and attended[0] is q:
+            return attended[1]
         step = self._prepare(metadata)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         d = step.num_decodes
@@ -81,7 +85,8 @@ class CUDABackend(AttentionBackend):
     ) -> None:
         lse = torch.empty(q.shape[:2], device=q.device)
         plan = self._plan_all(metadata, cache, q.shape[1], sliding_window)
-        cuda.prefill_attention(q, cache.key, cache.value, plan, scale, lse=lse)
+        # The output comes with the log-sum-exp that is wanted here; the layer asks for it next.
+        self._attended = (q, cuda.prefill_attention(q, cache.key, cache.value, plan, scale, lse=lse))
         for request, rows in enumerate(query_rows):
             if rows.stop > rows.start:
                 cuda.attention_mass(

@@ -75,40 +75,41 @@ class _HostRows:
     """Rows gathered on the host until they are sent, in one transfer."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.slots: list[int] = []
+        self._pieces: list[np.ndarray] = []  # [3, rows] int64: ids, positions, slots
+        self._singles: list[tuple[int, int, int]] = []  # decodes in a row: plain integers beat numpy
 
     def add(self, span: Span, table: np.ndarray, block_size: int) -> int:
         """Append the rows of a span; how many they are."""
         request = span.request
-        if span.positions is not None:
-            chosen = span.positions.numpy()
-            self.ids.extend(np.asarray(request.token_slice(0, span.stop), np.int64)[chosen].tolist())
-        elif span.stop - span.start == 1:  # decode: plain integers beat numpy
-            self.ids.append(request.token_slice(span.start, span.stop)[0])
-            self.positions.append(span.start)
-            self.slots.append(request.block_table[span.start // block_size] * block_size + span.start % block_size)
+        if span.positions is None and span.stop - span.start == 1:
+            block = request.block_table[span.start // block_size]
+            token = request.token_slice(span.start, span.stop)[0]
+            self._singles.append((token, span.start, block * block_size + span.start % block_size))
             return 1
-        else:
-            chosen = np.arange(span.start, span.stop)
-            self.ids.extend(request.token_slice(span.start, span.stop))
-        self.positions.extend(chosen.tolist())
-        self.slots.extend((table[chosen // block_size].astype(np.int64) * block_size + chosen % block_size).tolist())
-        return len(chosen)
+        positions = np.arange(span.start, span.stop) if span.positions is None else span.positions.numpy()
+        slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size
+        self._close_singles()
+        self._pieces.append(np.stack([request.token_array(span.stop)[positions], positions, slots]))
+        return len(positions)
 
     def flush(self, device: torch.device) -> list[torch.Tensor]:
-        if not self.ids:
+        self._close_singles()
+        if not self._pieces:
             return []
-        rows = to_device(torch.tensor([self.ids, self.positions, self.slots]), device)
-        self.ids, self.positions, self.slots = [], [], []
-        return [rows]
+        rows = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces, 1)
+        self._pieces = []
+        return [to_device(torch.from_numpy(np.ascontiguousarray(rows)), device)]
+
+    def _close_singles(self) -> None:
+        if self._singles:
+            self._pieces.append(np.array(self._singles, np.int64).T)
+            self._singles = []
 
 
 def _device_rows(span: Span, table: np.ndarray, block_size: int) -> torch.Tensor:
     positions = span.positions
     assert positions is not None
-    ids = to_device(torch.tensor(span.request.token_slice(0, span.stop)), positions.device)
+    ids = to_device(torch.from_numpy(span.request.token_array(span.stop)), positions.device)
     blocks = to_device(torch.from_numpy(table.astype(np.int64)), positions.device)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     return torch.stack([ids[positions], positions, slots])

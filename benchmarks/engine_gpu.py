@@ -1,0 +1,223 @@
+"""Time to first token and decoding on a GPU: the table of what we claim against vLLM.
+
+    bash scripts/build_cuda.sh && python benchmarks/engine_gpu.py [--only prefill blend decode mix] [--markdown FILE]
+
+Random weights in the shapes named below, bf16, chunk KV on the GPU, medians. TTFT is `first_token_time -
+first_scheduled_time` of one request at a time: placing and selection are inside. vLLM's figures (0.22.1 on an H200) are
+constants here; `floor` is the arithmetic or memory-bandwidth limit that goes with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_blend import LLM, SamplingParams
+
+TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
+CHUNK = 512
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+VLLM_PREFILL = {2048: 49.1, 4096: 98.1, 8192: 213.8, 16384: 490.6, 32000: 1163.4}  # ms
+FLOOR_PREFILL = {2048: 39.0, 4096: 80.0, 8192: 172.0, 16384: 387.0, 32000: 923.0}  # ms at 784 TFLOP/s
+VLLM_DECODE = {(1, 4096): 7.44, (32, 4096): 9.07, (128, 2048): 14.55}  # ms a step
+FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}
+VLLM_MIX = 23684.0  # output tokens per second
+
+rows: list[tuple[str, ...]] = []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=["prefill", "blend", "decode", "mix"])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 8192, 32000])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    args = parser.parse_args()
+    rng = random.Random(0)
+    options: dict[str, Any] = {"attention_backend": args.backend}
+    if "prefill" in args.only or "decode" in args.only:
+        llm = load(MISTRAL_7B, enable_prefix_caching=False, max_num_batched_tokens=32768, max_num_seqs=128, **options)
+        if "prefill" in args.only:
+            for n in args.lengths:
+                prompts: list[Any] = [{"prompt_token_ids": ids(rng, n, 32000)} for _ in range(args.repeats + 2)]
+                report(f"full prefill, {n}", ttft(llm, prompts), VLLM_PREFILL.get(n), FLOOR_PREFILL.get(n))
+        if "decode" in args.only:
+            for (batch, context), theirs in VLLM_DECODE.items():
+                report(
+                    f"decode step, batch {batch} at {context}",
+                    decode(llm, rng, batch, context),
+                    theirs,
+                    FLOOR_DECODE[batch, context],
+                )
+        unload(llm)
+    if "blend" in args.only:
+        llm = load(MISTRAL_7B, enable_blending=True, blend_chunk_cache_gib=24, max_num_seqs=8, **options)
+        for n in args.lengths:
+            prompt = chunked(rng, n)
+            for selector, ratio in (
+                ("value_deviation", 0.15),
+                ("question_attention", 0.15),
+                ("question_attention", 0.08),
+                ("first_tokens", 0.15),
+            ):
+                asked = prompt | {"blend_selector": selector, "blend_recompute_ratio": ratio}
+                measured = ttft(llm, [asked] * (args.repeats + 3))
+                report(f"blend {ratio:.0%} {selector}, {n}", measured, VLLM_PREFILL.get(n), None)
+            torch.cuda.synchronize()
+        unload(llm)
+    if "mix" in args.only:
+        llm = load(QWEN3_06B, enable_prefix_caching=False, max_num_seqs=256, max_model_len=4096, **options)
+        mix(llm)
+        unload(llm)
+    name = torch.cuda.get_device_name()
+    header = f"{date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, bf16, random weights"
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    lines = [
+        header + f", peak memory {peak:.1f} GiB",
+        "",
+        "| work | ours | vLLM 0.22.1 | ratio | floor |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    print("\n".join(lines))
+    if args.markdown:
+        args.markdown.write_text("\n".join(lines) + "\n")
+
+
+def load(config: dict[str, Any], **options: Any) -> LLM:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        start = time.perf_counter()
+        llm = LLM(folder, tokenizer=TOKENIZER, load_format="dummy", **options)
+        print(f"loaded in {time.perf_counter() - start:.1f} s, {llm.llm_engine.blocks.num_blocks} blocks", flush=True)
+        return llm
+
+
+def unload(llm: LLM) -> None:
+    del llm.llm_engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def ids(rng: random.Random, count: int, vocab: int) -> list[int]:
+    return [rng.randrange(10, vocab) for _ in range(count)]
+
+
+def chunked(rng: random.Random, tokens: int) -> dict[str, Any]:
+    """A prompt of `tokens` tokens: a prefix of 32, a suffix of 32, chunks of 512 between."""
+    left, chunks = tokens - 64, []
+    while left > 0:
+        chunks.append(ids(rng, min(CHUNK, left), 32000))
+        left -= CHUNK
+    return {"prefix": ids(rng, 32, 32000), "chunks": chunks, "suffix": ids(rng, 32, 32000)}
+
+
+def ttft(llm: LLM, prompts: list[Any]) -> float:
+    """Median ms to the first token; the first two prompts warm up (and store the chunks)."""
+    times = []
+    for prompt in prompts:
+        output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)[
+            0
+        ]
+        if output.error:
+            raise RuntimeError(output.error)
+        assert output.metrics is not None and output.metrics.first_token_time and output.metrics.first_scheduled_time
+        times.append(output.metrics.first_token_time - output.metrics.first_scheduled_time)
+    return statistics.median(times[2:]) * 1e3
+
+
+def decode(llm: LLM, rng: random.Random, batch: int, context: int, steps: int = 50) -> float:
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=steps + 20, ignore_eos=True, detokenize=False)
+    names = [f"decode-{batch}-{i}" for i in range(batch)]
+    for name in names:
+        engine.add_request(name, {"prompt_token_ids": ids(rng, context, 32000)}, params, final_only=True)
+    while engine.scheduler.waiting or any(not r.output_token_ids for r in engine.scheduler.running):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()  # ends with reading the tokens: the device is done
+        times.append(time.perf_counter() - start)
+    engine.abort_request(names)
+    return statistics.median(times[5:]) * 1e3
+
+
+def mix(llm: LLM) -> None:
+    """256 requests of 100-1024 tokens in and 100-1024 out (nano-vllm's benchmark, seed 0)."""
+    random.seed(0)
+    prompts = [
+        {"prompt_token_ids": [random.randint(0, 10000) for _ in range(random.randint(100, 1024))]} for _ in range(256)
+    ]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random.randint(100, 1024), detokenize=False)
+        for _ in range(256)
+    ]
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(detokenize=False), use_tqdm=False)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    rate = sum(p.max_tokens or 0 for p in params) / seconds
+    rows.append(
+        (
+            "Qwen3-0.6B shape, 256-request mix",
+            f"{rate:,.0f} tok/s",
+            f"{VLLM_MIX:,.0f} tok/s",
+            f"{rate / VLLM_MIX:.2f}x",
+            "",
+        )
+    )
+    print(rows[-1], flush=True)
+
+
+def report(name: str, ours: float, theirs: float | None, floor: float | None) -> None:
+    ratio = f"{theirs / ours:.2f}x" if theirs else ""
+    rows.append((name, f"{ours:.2f} ms", f"{theirs} ms" if theirs else "", ratio, f"{floor} ms" if floor else ""))
+    print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
