@@ -46,12 +46,12 @@ class Stages:
         return self.root / "kv_caches"
 
     def build(self, **changes: Any) -> dict[str, Any]:
-        config = {"model_id": MODEL, "top_k_gpu": 2, "output_dir": str(self.chunks)} | changes
+        config: dict[str, Any] = {"model_id": MODEL, "top_k_gpu": 2, "output_dir": str(self.chunks)} | changes
         return build_kv_cache(PrefillConfig(**config), self.retrieval)
 
     def decode(self, **changes: Any) -> dict[str, Any]:
         output = str(self.root / "trace.json")
-        config = {"model_id": MODEL, "load_cache_dir": str(self.chunks), "output": output} | changes
+        config: dict[str, Any] = {"model_id": MODEL, "load_cache_dir": str(self.chunks), "output": output} | changes
         return speculative_decode(DecodeConfig(**config), self.retrieval)
 
 

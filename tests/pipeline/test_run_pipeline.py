@@ -103,7 +103,12 @@ def test_mistakes_end_the_command_with_a_message(assignment, message, capsys):
 
 def test_flags_reach_every_stage(monkeypatch, tmp_path):
     seen: list[Any] = []
-    monkeypatch.setattr(module, "run_pipeline", lambda *sections: seen.extend(sections) or sys.exit(0))
+
+    def record(*sections: Any) -> None:
+        seen.extend(sections)
+        sys.exit(0)
+
+    monkeypatch.setattr(module, "run_pipeline", record)
     flags = ["--dataset", "inputs/wikimqa_s.json", "--model-id", "m", "--top-k", "7", "--max-samples", "9"]
     with pytest.raises(SystemExit):
         module.main(["--config", str(ROOT / "configs/musique.yaml"), *flags, "--results-dir", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The scripts that install: they refuse an interpreter that is too old, and install again only when something changed."""
+"""The scripts that install: they refuse a Python that is too old, and install again only when something changed."""
 
 from __future__ import annotations
 
