@@ -29,14 +29,18 @@ struct PlaceParams {
   const int64_t* slots;
   int64_t layer_stride, token_stride;
   Pages pages;
-  int tokens, kv_heads, head_dim, rotary_half, units;
+  int tokens;
+  unsigned kv_heads;
+  int head_dim, rotary_half;
+  unsigned units;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) place_chunk_kernel(PlaceParams p) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int unit = i % p.units, head = i / p.units % p.kv_heads;
-  const int64_t token = i / (p.units * p.kv_heads);
+  const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
+  const unsigned row = i / p.units;
+  const int unit = i % p.units, head = row % p.kv_heads;
+  const int64_t token = row / p.kv_heads;
   if (token >= p.tokens) return;
   const int64_t slot = p.slots[token];
   if (slot < 0) return;
@@ -77,14 +81,17 @@ struct WriteParams {
   void* value;
   const int64_t* slots;
   Pages pages;
-  int tokens, kv_heads, head_dim;
+  int tokens;
+  unsigned kv_heads;
+  int head_dim;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) reshape_and_cache_kernel(WriteParams p) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int units = p.head_dim / 8, channel = i % units * 8, head = i / units % p.kv_heads;
-  const int64_t token = i / (units * p.kv_heads);
+  const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
+  const unsigned units = p.head_dim / 8, row = i / units;
+  const int channel = i % units * 8, head = row % p.kv_heads;
+  const int64_t token = row / p.kv_heads;
   if (token >= p.tokens) return;
   const int64_t slot = p.slots[token];
   if (slot < 0) return;
@@ -106,15 +113,17 @@ struct RopeParams {
   void* key;
   void* value;
   Pages pages;
-  int tokens, q_heads, kv_heads, head_dim, rotary_half, units;
+  int tokens, q_heads, kv_heads, head_dim, rotary_half;
+  unsigned units;
 };
 
 // A thread takes one unit of one query head or of one KV head (K and V).
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int heads = p.q_heads + p.kv_heads, unit = i % p.units, head = i / p.units % heads;
-  const int64_t token = i / (p.units * heads);
+  const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
+  const unsigned heads = p.q_heads + p.kv_heads, line = i / p.units;
+  const int unit = i % p.units, head = line % heads;
+  const int64_t token = line / heads;
   if (token >= p.tokens) return;
   const Unit u = unit_of(unit, p.rotary_half);
   T* row = static_cast<T*>(p.qkv) + token * p.token_stride;
@@ -146,13 +155,13 @@ __global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) 
   vec(key + u.first) = a;
 }
 
-int check(int tokens, int kv_heads, int head_dim, int rotary_half) {
-  if (tokens < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
+int check(int tokens, int heads, int head_dim, int rotary_half) {
+  if (tokens < 0 || heads < 1 || int64_t(tokens) * heads * (head_dim / 8) > INT32_MAX) return VB_ERROR_SHAPE;
   if (head_dim < 8 || head_dim % 8 || rotary_half % 8 || rotary_half < 0 || 2 * rotary_half > head_dim) return VB_ERROR_HEAD_DIM;
   return 0;
 }
 
-int units_of(int head_dim, int rotary_half) { return head_dim / 8 - rotary_half / 8; }
+unsigned units_of(int head_dim, int rotary_half) { return head_dim / 8 - rotary_half / 8; }
 unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
 }  // namespace
@@ -164,7 +173,7 @@ extern "C" int vb_place_chunk(const void* k, const void* v, int64_t layer_stride
                               const float* sin, void* const* key_caches, void* const* value_caches, const int64_t* slots,
                               int64_t page_stride, int64_t slot_stride, int64_t head_stride, int layers, int tokens, int kv_heads,
                               int head_dim, int rotary_half, int block_size, int dtype, void* stream) {
-  PlaceParams p{k, v, cos, sin, key_caches, value_caches, slots, layer_stride, token_stride, {}, tokens, kv_heads, head_dim,
+  PlaceParams p{k, v, cos, sin, key_caches, value_caches, slots, layer_stride, token_stride, {}, tokens, unsigned(kv_heads), head_dim,
                 rotary_half, units_of(head_dim, rotary_half)};
   if (int e = check(tokens, kv_heads, head_dim, rotary_half)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
@@ -181,7 +190,7 @@ extern "C" int vb_reshape_and_cache(const void* k, const void* v, int64_t k_toke
                                     void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride,
                                     int64_t head_stride, int tokens, int kv_heads, int head_dim, int block_size, int dtype,
                                     void* stream) {
-  WriteParams p{k, v, k_token_stride, v_token_stride, key_cache, value_cache, slots, {}, tokens, kv_heads, head_dim};
+  WriteParams p{k, v, k_token_stride, v_token_stride, key_cache, value_cache, slots, {}, tokens, unsigned(kv_heads), head_dim};
   if (int e = check(tokens, kv_heads, head_dim, 0)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (!aligned16(k) || !aligned16(v) || (k_token_stride | v_token_stride) & 7) return VB_ERROR_ALIGNMENT;
@@ -199,7 +208,7 @@ extern "C" int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* c
                                  int rotary_half, int block_size, int dtype, void* stream) {
   RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
                rotary_half, units_of(head_dim, rotary_half)};
-  if (int e = check(tokens, kv_heads, head_dim, rotary_half)) return e;
+  if (int e = check(tokens, q_heads + kv_heads, head_dim, rotary_half)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (!aligned16(qkv) || !aligned16(cos) || !aligned16(sin) || token_stride & 7) return VB_ERROR_ALIGNMENT;
   if (tokens == 0) return 0;

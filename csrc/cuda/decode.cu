@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32, kHeads = 8, kKeys = 16;
 constexpr int kMaxSplits = 128;
+constexpr int kMaxCells = 65536;  // (request, heads) pairs that may be split
 
 struct DecodeParams {
   const void* q;
@@ -171,23 +172,6 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 2 : 3) decode_kernel(Deco
     }
   __syncthreads();
 
-  // Adds n states (maximum and sum, unnormalised output) of a head at channels dim..dim + 3.
-  auto merge = [&](int n, auto stats_of, auto out_of, float2& total) {
-    float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-    float top = -INFINITY;
-    for (int i = 0; i < n; ++i) top = fmaxf(top, stats_of(i).x);
-    float all = 0.f;
-#pragma unroll 4
-    for (int i = 0; i < n; ++i) {
-      const float2 st = stats_of(i);
-      const float weight = st.x == -INFINITY ? 0.f : exp2_fast((st.x - top) * p.scale_log2);
-      const float4 v = out_of(i);
-      all += weight * st.y;
-      acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
-    }
-    total = make_float2(top, all);
-    return acc;
-  };
   auto write = [&](int head, int dim, float4 v, float2 total) {
     const float inverse = total.y > 0.f ? 1.f / total.y : 0.f;
     const int64_t h = kv_head * p.group + head0 + head;
@@ -197,15 +181,25 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 2 : 3) decode_kernel(Deco
       p.lse[int64_t(request) * (p.kv_heads * p.group) + h] =
           total.y > 0.f ? (total.x * p.scale_log2 + __log2f(total.y)) * kLn2 : -INFINITY;
   };
+  auto weight_of = [&](float part, float top) { return part == -INFINITY ? 0.f : exp2_fast((part - top) * p.scale_log2); };
+  auto add = [](float4& acc, float weight, float4 v) {
+    acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
+  };
   const int64_t cell = int64_t(request) * gridDim.y + unit;
   float2* stats = p.stats + cell * gridDim.x * kHeads;
   float* partial = p.partial + cell * gridDim.x * kHeads * D;
   for (int i = tid; i < heads * (D / 4); i += kThreads) {
     const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    float2 total;
-    const float4 v = merge(
-        kWarps, [&](int w) { return warp_stats[w][head]; },
-        [&](int w) { return *reinterpret_cast<const float4*>(&warp_out[w][head][dim]); }, total);
+    float2 total = make_float2(-INFINITY, 0.f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total.x = fmaxf(total.x, warp_stats[w][head].x);
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = weight_of(warp_stats[w][head].x, total.x);
+      total.y += weight * warp_stats[w][head].y;
+      add(v, weight, *reinterpret_cast<const float4*>(&warp_out[w][head][dim]));
+    }
     if (splits == 1) {
       write(head, dim, v, total);
     } else {
@@ -223,21 +217,52 @@ __global__ void __launch_bounds__(kThreads, D == 256 ? 2 : 3) decode_kernel(Deco
   __syncthreads();
   if (arrived != splits - 1) return;
   __threadfence();
+  // The last block: weights of all parts first (a warp a head, a lane a part), then parts eight at a time.
+  float(*weights)[kMaxSplits] = reinterpret_cast<float(*)[kMaxSplits]>(&warp_out[0][0][0]);
+  static_assert(kMaxSplits <= kWarps * D, "weights reuse the space of the warps' outputs");
+  __shared__ float2 totals[kHeads];
+  for (int head = warp; head < heads; head += kWarps) {
+    float2 mine[kMaxSplits / 32];
+    float top = -INFINITY, all = 0.f;
+#pragma unroll
+    for (int j = 0; j < kMaxSplits / 32; ++j) {
+      const int s = lane + 32 * j;
+      mine[j] = s < splits ? __ldcg(stats + s * kHeads + head) : make_float2(-INFINITY, 0.f);
+      top = fmaxf(top, mine[j].x);
+    }
+#pragma unroll
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+#pragma unroll
+    for (int j = 0; j < kMaxSplits / 32; ++j) {
+      const float weight = weight_of(mine[j].x, top);
+      all += weight * mine[j].y;
+      weights[head][lane + 32 * j] = weight;
+    }
+    all = warp_sum(all);
+    if (lane == 0) totals[head] = make_float2(top, all);
+  }
+  __syncthreads();
   for (int i = tid; i < heads * (D / 4); i += kThreads) {
     const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    float2 total;
-    const float4 v = merge(
-        splits, [&](int s) { return __ldcg(stats + s * kHeads + head); },
-        [&](int s) { return __ldcg(reinterpret_cast<const float4*>(partial + (int64_t(s) * kHeads + head) * D + dim)); }, total);
-    write(head, dim, v, total);
+    float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int s0 = 0; s0 < splits; s0 += 8) {
+      float4 v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        v[j] = s0 + j < splits ? __ldcg(reinterpret_cast<const float4*>(partial + (int64_t(s0 + j) * kHeads + head) * D + dim))
+                               : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) add(acc, s0 + j < splits ? weights[head][s0 + j] : 0.f, v[j]);
+    }
+    write(head, dim, acc, totals[head]);
   }
 }
 
 int units_of(int q_heads, int kv_heads) { return kv_heads * ((q_heads / kv_heads + kHeads - 1) / kHeads); }
 
-// About four waves of blocks, but no span below 128 keys.
+// Two blocks a multiprocessor where the batch alone gives fewer, but no span below 128 keys.
 int choose_splits(int cells, int sms, int max_seq_len) {
-  const int wanted = (sms * 3 * 4 + cells - 1) / cells, most = (max_seq_len + 127) / 128;
+  const int wanted = sms * 2 / cells, most = (max_seq_len + 127) / 128;
   const int splits = wanted < most ? wanted : most;
   return splits < 1 ? 1 : splits > kMaxSplits ? kMaxSplits : splits;
 }
@@ -249,17 +274,16 @@ struct DecodeWorkspace {
   size_t bytes;
 };
 
-DecodeWorkspace carve(void* base, int batch, int units, int head_dim, int splits) {
+// Counters have a place of their own that no batch size shifts: they must stay zero between calls.
+DecodeWorkspace carve(void* base, size_t parts, int head_dim) {
   DecodeWorkspace w;
-  const size_t cells = size_t(batch) * units;
   char* p = static_cast<char*>(base);
-  size_t at = (cells * sizeof(int32_t) + 255) / 256 * 256;  // first, so that other numbers of splits keep them at zero
+  size_t at = kMaxCells * sizeof(int32_t);
   w.counters = reinterpret_cast<int32_t*>(p);
   w.stats = reinterpret_cast<float2*>(p + at);
-  at += cells * splits * kHeads * sizeof(float2);
-  at = (at + 255) / 256 * 256;
+  at += (parts * kHeads * sizeof(float2) + 255) / 256 * 256;
   w.partial = reinterpret_cast<float*>(p + at);
-  w.bytes = at + cells * splits * kHeads * head_dim * sizeof(float);
+  w.bytes = at + parts * kHeads * head_dim * sizeof(float);
   return w;
 }
 
@@ -271,9 +295,9 @@ using namespace vb;
 extern "C" size_t vb_decode_workspace_bytes(int batch, int q_heads, int kv_heads, int head_dim, int num_splits) {
   DeviceInfo info;
   if (kv_heads < 1 || q_heads < kv_heads || batch < 1 || device_info(&info)) return 0;
-  const int units = units_of(q_heads, kv_heads);
-  const int splits = num_splits ? num_splits : choose_splits(batch * units, info.sms, INT32_MAX - 127);
-  return carve(nullptr, batch, units, head_dim, splits).bytes;
+  const size_t cells = size_t(batch) * units_of(q_heads, kv_heads), chosen = size_t(info.sms) * 2;
+  const size_t parts = cells * num_splits;
+  return carve(nullptr, parts > chosen ? parts : chosen, head_dim).bytes;
 }
 
 extern "C" int vb_decode_attention(const VbDecode* a, const VbCache* c, void* stream) {
@@ -286,7 +310,8 @@ extern "C" int vb_decode_attention(const VbDecode* a, const VbCache* c, void* st
   if (int e = device_info(&info)) return e;
   const int units = units_of(a->q_heads, c->kv_heads);
   const int splits = a->num_splits ? a->num_splits : choose_splits(a->batch * units, info.sms, a->max_seq_len);
-  const DecodeWorkspace w = carve(a->workspace, a->batch, units, c->head_dim, splits);
+  if (splits > 1 && int64_t(a->batch) * units > kMaxCells) return VB_ERROR_SHAPE;
+  const DecodeWorkspace w = carve(a->workspace, splits > 1 ? size_t(a->batch) * units * splits : 0, c->head_dim);
   if (w.bytes > a->workspace_bytes) return VB_ERROR_WORKSPACE;
   DecodeParams p{};
   p.q = a->q;

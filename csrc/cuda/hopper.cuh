@@ -56,12 +56,6 @@ __device__ __forceinline__ void pin(float (&r)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// Keeps what comes after in program order (a wait for products, say) behind the computation of v, which is never negative:
-// a store that never happens. Without it the assembler moves such a wait to the front and nothing overlaps.
-__device__ __forceinline__ void hold_back(float v, uint32_t address) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}\n" ::"f"(v), "r"(address) : "memory");
-}
-
 // Shared-memory descriptor of an operand in 128-byte-swizzled rows of 64 elements. `leading` is the stride between columns
 // of 64 (used by MN-major operands only), groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leading) {

@@ -111,7 +111,8 @@ int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, 
                     int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate, int tokens, int kv_heads,
                     int head_dim, int block_size, int dtype, void* stream);
 
-// mass[p] += mean over heads of the sum over the query rows of exp(score - lse), for p < num_keys, one request.
+// mass[kv_head][p] += sum over its query heads and the query rows of exp(score - lse) / q_heads, for p < num_keys, one
+// request: added over KV heads it is a key's mass averaged over heads. Heads are apart so that no order of addition varies.
 // q: [rows, q_heads, head_dim]; lse: [rows, q_heads]; positions: [rows]; block_table: one row.
 int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
                       float* mass, int rows, int num_keys, int q_heads, int window, float scale, const VbCache* cache, void* stream);

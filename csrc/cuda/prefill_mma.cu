@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams 
 
     // Queries through shared memory into fragments.
     for (int i = tid; i < kTileRows * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks, query = row / p.group;
+      const int row = i / kChunks, chunk = i % kChunks, query = p.query_of(row);
       const bool valid = query < item.num_queries;
       const T* src = static_cast<const T*>(p.q) + int64_t(item.token_start + (valid ? query : 0)) * p.q_token_stride +
-                     int64_t(kv_head * p.group + row % p.group) * D + chunk * 8;
+                     int64_t(kv_head * p.group + p.head_of(row)) * D + chunk * 8;
       cp_async16(smem_address(smem + row * kRow + chunk * 8), src, valid);
     }
     cp_async_commit();

@@ -179,6 +179,13 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PlanParams p) {
   else plan_equal_shares(p, tiles, total, warps, bins);
 }
 
+// Keys in a key tile. The plan and every layer must agree, so it follows from the arguments they share.
+int key_tile_of(const VbPrefill& a, const VbCache& c, int variant, int sms) {
+  if (variant == VB_PREFILL_MMA) return prefill_mma_key_tile(c.head_dim);
+  const int64_t tiles = int64_t(a.num_tokens / queries_per_tile(a.q_heads, c.kv_heads)) * c.kv_heads;
+  return prefill_wgmma_key_tile(c.head_dim, tiles >= 2 * sms);
+}
+
 int check_prefill(const VbPrefill& a, const VbCache& c, int* variant) {
   if (int e = check_cache(c)) return e;
   if (a.q_heads < c.kv_heads || a.q_heads % c.kv_heads || a.q_heads / c.kv_heads > kTileRows) return VB_ERROR_HEADS;
@@ -222,7 +229,7 @@ extern "C" int vb_prefill_plan(const VbPrefill* a, const VbCache* c, void* strea
   p.num_requests = a->num_requests;
   p.kv_heads = c->kv_heads;
   p.queries = queries_per_tile(a->q_heads, c->kv_heads);
-  p.key_tile = prefill_key_tile(variant, c->head_dim);
+  p.key_tile = key_tile_of(*a, *c, variant, info.sms);
   p.window = a->window;
   p.sms = info.sms;
   plan_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
@@ -255,8 +262,10 @@ extern "C" int vb_prefill_attention(const VbPrefill* a, const VbCache* c, void* 
   p.log_block = floor_log2(c->block_size);
   p.kv_heads = c->kv_heads;
   p.group = a->q_heads / c->kv_heads;
+  p.group_magic = (65536 + p.group - 1) / p.group;
   p.window = a->window;
   p.scale_log2 = a->scale * kLog2e;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return variant == VB_PREFILL_WGMMA ? launch_prefill_wgmma(p, *c, info.sms, s) : launch_prefill_mma(p, *c, info.sms, s);
+  if (variant == VB_PREFILL_MMA) return launch_prefill_mma(p, *c, info.sms, s);
+  return launch_prefill_wgmma(p, *c, key_tile_of(*a, *c, variant, info.sms), info.sms, s);
 }

@@ -73,7 +73,11 @@ struct PrefillParams {
   PrefillWorkspace work;
   int64_t q_token_stride, out_token_stride, page_stride, slot_stride, head_stride;
   int block_table_stride, num_blocks, log_block, kv_heads, group, window;
+  int group_magic;  // ceil(2^16 / group): rows of a tile are divided by the group often
   float scale_log2;
+
+  __device__ __forceinline__ int query_of(int row) const { return row * group_magic >> 16; }
+  __device__ __forceinline__ int head_of(int row) const { return row - query_of(row) * group; }  // inside the group
 };
 
 // This block's items in order.
@@ -118,10 +122,10 @@ __device__ __forceinline__ RowPair own_rows(const PrefillParams& p, const Prefil
   RowPair r;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int query = (row + 8 * i) / p.group;
+    const int query = p.query_of(row + 8 * i);
     r.valid[i] = query < item.num_queries;
     r.token[i] = item.token_start + min(query, item.num_queries - 1);
-    r.head[i] = item.kv_head * p.group + (row + 8 * i) % p.group;
+    r.head[i] = item.kv_head * p.group + p.head_of(row + 8 * i);
     r.position[i] = static_cast<int>(p.positions[r.token[i]]);
   }
   return r;
@@ -254,7 +258,8 @@ __device__ __forceinline__ void fill(float (&a)[N], float v) {
 }
 
 int launch_prefill_mma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream);
-int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream);
-int prefill_key_tile(int variant, int head_dim);  // keys in a key tile
+int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream);
+int prefill_mma_key_tile(int head_dim);
+int prefill_wgmma_key_tile(int head_dim, bool plenty);
 
 }  // namespace vb

@@ -1,6 +1,6 @@
 // Scattered-prefill attention for Hopper: wgmma on tiles that the bulk tensor copy engine gathers page by page.
 //
-// Blocks compute their items of the plan in turn: a producer warp issues the copies (a box of one page and KV head, 64
+// Blocks compute their items of the plan in turn: four producer warps issue the copies (a box of one page and KV head, 64
 // channels wide) into a ring of stages, ahead into the next item; two consumer warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3),
 // each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
 #include "hopper.cuh"
@@ -13,21 +13,23 @@ namespace {
 constexpr int kThreads = 384, kConsumers = 256;
 enum { kBarTurn = 1, kBarConsumers = 3, kBarGroup = 4 };  // kBarTurn and kBarGroup: one for each consumer warpgroup
 
-template <int D>
+constexpr int kBoxRows = 16;  // tokens a copy brings: the smallest page
+
+template <int D, int kKeyTile>
 struct Shape {
-  static constexpr int kKeys = D == 256 ? 64 : 128;
-    static constexpr int kStages = D == 256 ? 2 : 3;
+  static constexpr int kKeys = kKeyTile;
+    static constexpr int kStages = 2;
   static constexpr int kChunks = (D + 63) / 64;  // columns of 64 channels, 128 bytes a row
   static constexpr int kQuery = kTileRows * 128 * kChunks;
   static constexpr int kTile = kKeys * 128 * kChunks;
   static constexpr int kSmem = kQuery + 2 * kStages * kTile + 1024;
 };
 
-template <typename T, int D>
+template <typename T, int D, int kKeyTile>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_wgmma_kernel(PrefillParams p, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<D>;
+  using S = Shape<D, kKeyTile>;
   constexpr int kKeys = S::kKeys, kStages = S::kStages, kChunks = S::kChunks;
   extern __shared__ char smem_raw[];
   __shared__ __align__(8) uint64_t barriers[4 * kStages];
@@ -41,8 +43,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto empty_v = [&](int s) { return bars + (3 * kStages + s) * 8; };
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(full_k(s), 1);
-      mbarrier_init(full_v(s), 1);
+      mbarrier_init(full_k(s), 4);
+      mbarrier_init(full_v(s), 4);
       mbarrier_init(empty_k(s), kConsumers / 32);
       mbarrier_init(empty_v(s), kConsumers / 32);
     }
@@ -59,33 +61,36 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == 0) {
     registers_down<24>();
-    if (threadIdx.x < 32) {
-      const int lane = threadIdx.x;
-      const int rows = min(1 << p.log_block, kKeys), boxes = kKeys / rows;
-      const int box = lane % boxes, chunk = lane / boxes;
-      const uint32_t at = chunk * kKeys * 128 + box * rows * 128;
+    {
+      // The boxes of a tile are dealt to the lanes of four warps: copies of one warp are issued one after another, and one warp
+      // alone would be slower than the products.
+      const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+      constexpr int kBoxes = kKeys / kBoxRows, kAll = kBoxes * kChunks;
+      const int mine = lane * 4 + warp, box = mine % kBoxes, chunk = mine / kBoxes;
+      const int bytes = (kAll / 4 + (warp < kAll % 4)) * kBoxRows * 128;
+      const uint32_t at = chunk * kKeys * 128 + box * kBoxRows * 128;
       for (ItemCursor cursor(p); cursor.next(item);) {
         const int tiles = item.tile_end - item.tile_begin;
         const int32_t* table = p.block_tables + int64_t(item.request) * p.block_table_stride;
         auto page_of = [&](int t) {
-          const int key = (item.tile_begin + t) * kKeys + box * rows;
-          return key < item.high && key + rows > item.low && t < tiles ? table[key >> p.log_block] : p.num_blocks;
+          const int key = (item.tile_begin + t) * kKeys + box * kBoxRows;
+          return key < item.high && key + kBoxRows > item.low && t < tiles ? table[key >> p.log_block] : p.num_blocks;
         };
         int next_page = page_of(0);
         for (int t = 0; t < tiles; ++t) {
           const int stage = stage_of(t), parity = parity_of(t);
           const int page = next_page;
-          const int token = ((item.tile_begin + t) * kKeys + box * rows) & ((1 << p.log_block) - 1);
+          const int token = ((item.tile_begin + t) * kKeys + box * kBoxRows) & ((1 << p.log_block) - 1);
           next_page = page_of(t + 1);
           mbarrier_wait(empty_k(stage), parity ^ 1);
-          if (lane == 0) mbarrier_expect(full_k(stage), S::kTile);
+          if (lane == 0) mbarrier_expect(full_k(stage), bytes);
           __syncwarp();
-          if (chunk < kChunks)
+          if (mine < kAll)
             tma_load_4d(k_smem + stage * S::kTile + at, &k_map, full_k(stage), chunk * 64, item.kv_head, token, page);
           mbarrier_wait(empty_v(stage), parity ^ 1);
-          if (lane == 0) mbarrier_expect(full_v(stage), S::kTile);
+          if (lane == 0) mbarrier_expect(full_v(stage), bytes);
           __syncwarp();
-          if (chunk < kChunks)
+          if (mine < kAll)
             tma_load_4d(v_smem + stage * S::kTile + at, &v_map, full_v(stage), chunk * 64, item.kv_head, token, page);
         }
         count += tiles;
@@ -129,20 +134,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (ItemCursor cursor(p); cursor.next(item);) {
       const int tiles = item.tile_end - item.tile_begin;
       const RowPair rows = own_rows(p, item, thread / 32 * 16 + lane / 4);
-      const int group_first = static_cast<int>(p.positions[item.token_start + min(group * 64 / p.group, item.num_queries - 1)]);
+      const int group_first = static_cast<int>(p.positions[item.token_start + min(p.query_of(group * 64), item.num_queries - 1)]);
       named_sync(kBarGroup + group, 128);  // the item before has read its queries
       // Queries of this warpgroup's 64 rows, swizzled as the copy engine would.
       for (int i = threadIdx.x % 128; i < 64 * (D / 8); i += 128) {
-        const int row = group * 64 + i / (D / 8), c16 = i % (D / 8), query = row / p.group;
+        const int row = group * 64 + i / (D / 8), c16 = i % (D / 8), query = p.query_of(row);
         uint4 v = make_uint4(0, 0, 0, 0);
         if (query < item.num_queries)
           v = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + int64_t(item.token_start + query) * p.q_token_stride +
-                                              int64_t(item.kv_head * p.group + row % p.group) * D + c16 * 8);
+                                              int64_t(item.kv_head * p.group + p.head_of(row)) * D + c16 * 8);
         *reinterpret_cast<uint4*>(smem + (c16 / 8) * kTileRows * 128 + row * 128 + (((c16 & 7) ^ (row & 7)) << 4)) = v;
       }
       fence_async_proxy();
       named_sync(kBarGroup + group, 128);
-
       // Tiles [edge, unmasked) are those of which all rows of this warpgroup see every key; the others are masked.
       const int unmasked = min(tiles, (group_first + 1) / kKeys - item.tile_begin);
       const int edge = p.window ? max(0, item.high - p.window + kKeys - 1) / kKeys - item.tile_begin : 0;
@@ -186,7 +190,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         release(empty_k(stage_of(t)));
         if constexpr (decltype(masked)::value) mask(t);
         softmax_step(s, m, sum, alpha, p.scale_log2);
-        hold_back(sum[0] + sum[1], bars);
         wgmma_wait<0>();
         pin(o);
         release(empty_v(stage_of(t - 1)));
@@ -225,12 +228,12 @@ EncodeTiled find_encoder() {  // through the runtime, so that the library needs 
 }
 
 // The cache as [num_blocks, block_size, kv_heads, head_dim], read in boxes of one page's tokens, one head, 64 channels.
-int encode_map(CUtensorMap* map, const void* base, const VbCache& c, int keys) {
+int encode_map(CUtensorMap* map, const void* base, const VbCache& c) {
   static const EncodeTiled encode = find_encoder();
   if (!encode) return VB_ERROR_TENSOR_MAP;
   const cuuint64_t dims[4] = {cuuint64_t(c.head_dim), cuuint64_t(c.kv_heads), cuuint64_t(c.block_size), cuuint64_t(c.num_blocks)};
   const cuuint64_t strides[3] = {cuuint64_t(c.head_stride) * 2, cuuint64_t(c.slot_stride) * 2, cuuint64_t(c.page_stride) * 2};
-  const cuuint32_t box[4] = {64, 1, cuuint32_t(c.block_size < keys ? c.block_size : keys), 1};
+  const cuuint32_t box[4] = {64, 1, kBoxRows, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult r = encode(map, c.dtype ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
                             const_cast<void*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -240,22 +243,24 @@ int encode_map(CUtensorMap* map, const void* base, const VbCache& c, int keys) {
 
 }  // namespace
 
-int prefill_mma_key_tile(int head_dim);
+// Longer key tiles spend less on synchronisation; shorter ones divide little work more evenly.
+int prefill_wgmma_key_tile(int head_dim, bool plenty) { return head_dim == 256 ? 64 : plenty ? 176 : 128; }
 
-int prefill_key_tile(int variant, int head_dim) {
-  return variant == VB_PREFILL_WGMMA ? (head_dim == 256 ? 64 : 128) : prefill_mma_key_tile(head_dim);
-}
-
-int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream) {
+int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream) {
+  CUtensorMap k_map, v_map;
+  if (int e = encode_map(&k_map, cache.key, cache)) return e;
+  if (int e = encode_map(&v_map, cache.value, cache)) return e;
   return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
     constexpr int D = decltype(d)::value;
-    CUtensorMap k_map, v_map;
-    if (int e = encode_map(&k_map, cache.key, cache, Shape<D>::kKeys)) return e;
-    if (int e = encode_map(&v_map, cache.value, cache, Shape<D>::kKeys)) return e;
-    auto* kernel = prefill_wgmma_kernel<decltype(t), D>;
-    if (int e = allow_smem(kernel, Shape<D>::kSmem)) return e;
-    kernel<<<blocks, kThreads, Shape<D>::kSmem, stream>>>(p, k_map, v_map);
-    return cudaGetLastError();
+    auto launch = [&](auto keys) -> int {
+      constexpr int kKeys = decltype(keys)::value, kSmem = Shape<D, kKeys>::kSmem;
+      auto* kernel = prefill_wgmma_kernel<decltype(t), D, kKeys>;
+      if (int e = allow_smem(kernel, kSmem)) return e;
+      kernel<<<blocks, kThreads, kSmem, stream>>>(p, k_map, v_map);
+      return cudaGetLastError();
+    };
+    if constexpr (D == 256) return launch(Int<64>{});
+    else return key_tile == 176 ? launch(Int<176>{}) : launch(Int<128>{});
   });
 }
 

@@ -37,45 +37,68 @@ struct MassParams {
   float scale_log2;
 };
 
-constexpr int kMassWarps = 8;
+constexpr int kMassWarps = 4, kMassThreads = kMassWarps * 32, kMassRows = 64;
 
-// A block takes a span of kKeys keys, a warp one KV head at a time: its keys stay in registers as tensor-core fragments while
-// the rows (queries x query heads) pass. Heads add up in a fixed order, so results do not vary from run to run.
+// Bytes of a row in shared memory: 16-byte reads of two neighbouring rows by eight lanes then hit all banks once.
+constexpr int mass_row_bytes(int head_dim) { return (head_dim * 2 - 64 + 127) / 128 * 128 + 64; }
+
+// A block takes one KV head and a span of keys, each warp kKeys of them: they stay in registers as tensor-core fragments while
+// the rows (queries x query heads) pass through shared memory. Channels are contracted in the order that 16-byte loads give.
 template <typename T, int D, int kKeys>
-__global__ void __launch_bounds__(kMassWarps * 32) attention_mass_kernel(MassParams p) {
-  constexpr int kK = (D + 31) / 32, kTiles = kKeys / 8;
-  __shared__ float warp_mass[kMassWarps][kKeys];
+__global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams p) {
+  constexpr int kK = (D + 31) / 32, kTiles = kKeys / 8, kRow = mass_row_bytes(D);
+  __shared__ __align__(16) char rows_smem[kMassRows * kRow];
+  __shared__ float shifts[kMassRows];
+  __shared__ int positions[kMassRows];
+  __shared__ int64_t offsets[kMassRows];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
-  const int key0 = blockIdx.x * kKeys, block_mask = (1 << p.log_block) - 1;
+  const int key0 = (blockIdx.x * kMassWarps + warp) * kKeys, head = blockIdx.y, block_mask = (1 << p.log_block) - 1;
   const int q_heads = p.kv_heads * p.group, rows = p.rows * p.group;
+  uint4 kf[kTiles][kK];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const int key = min(key0 + 8 * i + g, p.num_keys - 1);
+    const T* from = static_cast<const T*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
+                    int64_t(key & block_mask) * p.slot_stride + head * p.head_stride + 8 * q4;
+#pragma unroll
+    for (int s = 0; s < kK; ++s)
+      kf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+  }
+  const int window = p.window ? p.window : INT32_MAX;
+  const float scale_log2 = p.scale_log2;
   float acc[kTiles][2] = {};
-  for (int head = warp; head < p.kv_heads; head += kMassWarps) {
-    uint4 kf[kTiles][kK];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const int key = min(key0 + 8 * i + g, p.num_keys - 1);
-      const T* from = static_cast<const T*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
-                      int64_t(key & block_mask) * p.slot_stride + head * p.head_stride + 8 * q4;
-#pragma unroll
-      for (int s = 0; s < kK; ++s)
-        kf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+  for (int base = 0; base < rows; base += kMassRows) {
+    __syncthreads();
+    if (threadIdx.x < kMassRows) {
+      const int row = base + threadIdx.x;
+      const bool valid = row < rows;
+      const int query = valid ? row / p.group : 0, h = head * p.group + (valid ? row % p.group : 0);
+      positions[threadIdx.x] = valid ? static_cast<int>(p.positions[query]) : -1;
+      shifts[threadIdx.x] = valid ? p.lse[int64_t(query) * q_heads + h] * kLog2e : 0.f;
+      offsets[threadIdx.x] = valid ? query * p.q_token_stride + int64_t(h) * D : -1;
     }
-    for (int row0 = 0; row0 < rows; row0 += 16) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kMassRows * kK * 4; i += kMassThreads) {
+      const int r = i / (kK * 4), channel = i % (kK * 4) * 8;
+      const bool valid = offsets[r] >= 0 && channel < D;
+      cp_async16(smem_address(rows_smem + r * kRow + channel * 2), static_cast<const T*>(p.q) + (valid ? offsets[r] + channel : 0),
+                 valid);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    const int count = min(kMassRows, rows - base);
+    for (int row0 = 0; row0 < count; row0 += 16) {
       uint4 qf[2][kK];
       float shift[2];
       int position[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = row0 + g + 8 * i;
-        const bool valid = row < rows;
-        const int64_t query = valid ? row / p.group : 0;
-        const int h = head * p.group + (valid ? row % p.group : 0);
-        position[i] = valid ? static_cast<int>(p.positions[query]) : -1;
-        shift[i] = p.lse[query * q_heads + h] * kLog2e;
-        const T* from = static_cast<const T*>(p.q) + query * p.q_token_stride + int64_t(h) * D + 8 * q4;
+        const int r = row0 + g + 8 * i;
+        position[i] = positions[r];
+        shift[i] = shifts[r];
 #pragma unroll
-        for (int s = 0; s < kK; ++s)
-          qf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+        for (int s = 0; s < kK; ++s) qf[i][s] = *reinterpret_cast<const uint4*>(rows_smem + r * kRow + (32 * s + 8 * q4) * 2);
       }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -90,8 +113,8 @@ __global__ void __launch_bounds__(kMassWarps * 32) attention_mass_kernel(MassPar
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int key = key0 + 8 * i + 2 * q4 + (e & 1), at = position[e >> 1];
-          const bool seen = key <= at && (!p.window || key > at - p.window);
-          acc[i][e & 1] += seen ? exp2_fast(c[e] * p.scale_log2 - shift[e >> 1]) : 0.f;
+          const float mass = exp2_fast(c[e] * scale_log2 - shift[e >> 1]);
+          acc[i][e & 1] += key <= at && at - key < window ? mass : 0.f;
         }
       }
     }
@@ -103,16 +126,9 @@ __global__ void __launch_bounds__(kMassWarps * 32) attention_mass_kernel(MassPar
       float v = acc[i][e];
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
-      if (g == 0) warp_mass[warp][8 * i + 2 * q4 + e] = v;
+      const int key = key0 + 8 * i + 2 * q4 + e;
+      if (g == 0 && key < p.num_keys) p.mass[int64_t(head) * p.num_keys + key] += v / q_heads;
     }
-  __syncthreads();
-  const int i = threadIdx.x;
-  if (i < kKeys && key0 + i < p.num_keys) {
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < kMassWarps; ++w) total += warp_mass[w][i];
-    p.mass[key0 + i] += total / q_heads;
-  }
 }
 
 }  // namespace
@@ -150,8 +166,8 @@ extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const fl
                floor_log2(c->block_size), rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window, scale * kLog2e};
   return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
     constexpr int D = decltype(d)::value, kKeys = D == 256 ? 16 : 32;
-    attention_mass_kernel<decltype(t), D, kKeys>
-        <<<(num_keys + kKeys - 1) / kKeys, kMassWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    const dim3 grid((num_keys + kKeys * kMassWarps - 1) / (kKeys * kMassWarps), c->kv_heads);
+    attention_mass_kernel<decltype(t), D, kKeys><<<grid, kMassThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
     return cudaGetLastError();
   });
 }

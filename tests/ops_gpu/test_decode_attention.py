@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.is_available(), reaso
 
 def check(p: Problem, num_splits: int = 0, window: int | None = None) -> None:
     batch, q_heads, head_dim = p.q.shape
-    workspace = cuda.decode_workspace(batch, q_heads, p.key.shape[2], head_dim, p.q.device)
+    workspace = cuda.decode_workspace(batch, q_heads, p.key.shape[2], head_dim, p.q.device, num_splits)
     expected, expected_lse = attention(p, window)
     for _ in range(2):
         out = torch.full_like(p.q, float("nan"))

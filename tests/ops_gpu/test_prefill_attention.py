@@ -52,6 +52,14 @@ def test_sliding_window(window: int, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("window", [None, 130])
+def test_plenty_of_work(window: int | None, head_dim: int, variant: str) -> None:
+    """Enough tiles for the longer key tiles and for several whole tiles a block."""
+    check(make_problem([900] * 12, [300] * 12, 32, 4, head_dim, seed=5), variant, window)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_lone_tokens_and_empty_requests(variant: str) -> None:
     check(make_problem([1, 40, 129, 300, 128], [1, 0, 1, 1, 128]), variant)
 

@@ -1,0 +1,307 @@
+"""Checks and times every CUDA kernel on this GPU in one call; builds nothing.
+
+    python benchmarks/kernels_gpu.py [--only prefill,decode,memory,select]
+
+A time is the median over replays of a CUDA graph of several calls whose rotating inputs together exceed the L2 cache, as the
+layers of a model do. Beside it: its rate, and torch or cuDNN at the same work in the same run. 32 query heads, 8 KV heads of
+128, bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_blend.ops import cuda
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+SCALE = DIM**-0.5
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+Call = Callable[[int], object]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def time_ms(call: Call, inner: int = 8, repeats: int = 15) -> float:
+    """Median milliseconds of call(i), i = 0.. over rotating inputs, inside a replayed CUDA graph."""
+    for i in range(2):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(inner):
+            call(i)
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / inner)
+    return statistics.median(times[2:])
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
+
+
+def paged(lengths: list[int], sets: int = 1) -> tuple[list[Pair], torch.Tensor]:
+    """`sets` caches of random K and V for requests of these lengths, and their shuffled block tables."""
+    blocks = [-(-n // BLOCK) for n in lengths]
+    pages = torch.randperm(sum(blocks), device=DEVICE).to(torch.int32).split(blocks)
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=DEVICE)
+    for r, row in enumerate(pages):
+        table[r, : len(row)] = row
+    shape = (sum(blocks), BLOCK, KV_HEADS, DIM)
+    return [(random(*shape), random(*shape)) for _ in range(sets)], table
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def sampled_error(
+    out: torch.Tensor, q: torch.Tensor, cache: Pair, table: torch.Tensor, positions: torch.Tensor
+) -> float:
+    """Worst relative error of a sample of one request's rows against float64."""
+    k, v = (c[table.long()].flatten(0, 1) for c in cache)
+    worst = 0.0
+    for row in [*range(0, len(q), max(1, len(q) // 24)), len(q) - 1]:
+        n = int(positions[row]) + 1
+        scores = torch.einsum("hgd,khd->hgk", q[row].double().view(KV_HEADS, -1, DIM), k[:n].double()) * SCALE
+        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:n].double()).reshape(HEADS, DIM)
+        worst = max(worst, relative(out[row], expected))
+    return worst
+
+
+def prefill_case(length: int, ratio: float) -> None:
+    caches, table = paged([length], sets=1 + int(2e8 // (length * KV_HEADS * DIM * 4)))
+    count, n = int(length * ratio), len(caches)
+    positions = torch.randperm(length, device=DEVICE)[:count].sort().values
+    start = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+    qs = [random(count, HEADS, DIM) for _ in caches]
+    out, lse = torch.empty_like(qs[0]), torch.empty(count, HEADS, device=DEVICE)
+    flop = 4.0 * HEADS * DIM * float((positions + 1).sum())
+
+    def measure(variant: str) -> None:
+        plan = cuda.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant)
+        cuda.prefill_attention(qs[0], *caches[0], plan, SCALE, out.fill_(float("nan")), lse)
+        error = sampled_error(out, qs[0], caches[0], table[0], positions)
+        inner = max(n, 8) if flop < 2e11 else 2
+        ms = time_ms(lambda i: cuda.prefill_attention(qs[i % n], *caches[i % n], plan, SCALE, out), inner)
+        again = plan.workspace
+        plan_ms = time_ms(lambda i: cuda.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant, again))
+        name = f"{variant:6} {100 * ratio:3.0f}% of {length:6}"
+        print(f"{name}: {ms:8.4f} ms {flop / ms / 1e9:6.0f} TFLOP/s  error {error:.1e}  plan {1000 * plan_ms:.1f} us")
+
+    for variant in ("mma", "wgmma"):
+        measure(variant)
+    if ratio == 1.0:
+        k, v = (c[table[0].long()].flatten(0, 1)[:length].transpose(0, 1)[None].contiguous() for c in caches[0])
+        k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+        q = qs[0].transpose(0, 1)[None].contiguous()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            ms = time_ms(lambda i: F.scaled_dot_product_attention(q, k, v, is_causal=True), 4)
+        print(f"cuDNN causal, not paged {length:6}: {ms:8.4f} ms {flop / ms / 1e9:6.0f} TFLOP/s")
+
+
+def bench_prefill() -> None:
+    print("\nscattered prefill attention, one layer")
+    for length, ratio in [
+        (4096, 0.15), (4096, 0.08), (8192, 0.15), (32000, 0.15), (32000, 0.08), (4096, 1.0), (32000, 1.0)
+    ]:  # fmt: skip
+        prefill_case(length, ratio)
+
+
+def decode_case(batch: int, length: int) -> None:
+    read = 2 * batch * length * KV_HEADS * DIM * 2
+    sets = max(1, min(16, int(4e8 // read) + 1))
+    caches, table = paged([length] * batch, sets)
+    q = random(batch, HEADS, DIM)
+    positions = torch.full((batch,), length - 1, device=DEVICE)
+    workspace = cuda.decode_workspace(batch, HEADS, KV_HEADS, DIM, DEVICE, 64)
+    out = torch.empty_like(q)
+
+    def run(i: int, splits: int = 0) -> None:
+        cuda.decode_attention(q, *caches[i % sets], positions, table, SCALE, workspace, length, None, splits, out)
+
+    def timed(splits: int) -> str:
+        ms = time_ms(lambda i: run(i, splits), max(4, sets))
+        return f"{splits or 'auto'}: {1000 * ms:.1f} us {read / ms / 1e6:.0f} GB/s"
+
+    run(0)
+    error = sampled_error(out[:1], q[:1], caches[0], table[0], positions)
+    finer = [s for s in sorted({max(1, c // (batch * KV_HEADS)) for c in (132, 264, 528, 1056)}) if s <= 64]
+    print(f"batch {batch:3} @ {length}: error {error:.1e}; splits " + ", ".join(timed(s) for s in [0, *finer]))
+
+
+def bench_decode() -> None:
+    print("\npaged decode attention, one layer, GB/s of K and V read")
+    for batch, length in [(1, 4096), (8, 4096), (32, 4096), (128, 2048), (1, 32000)]:
+        decode_case(batch, length)
+
+
+def report(name: str, moved: float, ours: float, other: float, error: float) -> None:
+    rate = moved / ours / 1e6
+    print(f"{name:30} {1000 * ours:8.1f} us {rate:6.0f} GB/s   torch {1000 * other:8.1f} us   differs {error:.1e}")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.float().chunk(2, -1)
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+
+
+def place_case(tokens: int, layers: int) -> None:
+    k, v = random(layers, tokens, KV_HEADS, DIM), random(layers, tokens, KV_HEADS, DIM)
+    blocks = tokens // BLOCK + 20
+    keys, values = (torch.empty(layers, blocks, BLOCK, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    slots = (torch.randperm(blocks, device=DEVICE)[: tokens // BLOCK, None] * BLOCK).add(
+        torch.arange(BLOCK, device=DEVICE)
+    )
+    slots = slots.flatten()
+    angles = torch.rand(tokens, DIM // 2, device=DEVICE) * 100
+    cos, sin = angles.cos(), angles.sin()
+    pointers = [cuda.cache_pointers(list(p)) for p in (keys, values)]
+    flat = [c.view(layers, -1, KV_HEADS, DIM) for c in (keys, values)]
+
+    def plain(i: int) -> None:
+        flat[0].index_copy_(1, slots, rotate(k, cos, sin))
+        flat[1].index_copy_(1, slots, v)
+
+    ours = time_ms(lambda i: cuda.place_chunk(k, v, cos, sin, *pointers, keys[0], slots), 2)
+    placed = flat[0][:, slots]
+    other = time_ms(plain, 2, 5)
+    report(f"place_chunk {layers} x {tokens}", 8 * k.numel(), ours, other, relative(placed, flat[0][:, slots]))
+
+
+def rope_case(tokens: int) -> None:
+    qkvs = [random(tokens, (HEADS + 2 * KV_HEADS) * DIM) for _ in range(16)]
+    keys, values = random(300, BLOCK, KV_HEADS, DIM), random(300, BLOCK, KV_HEADS, DIM)
+    positions = torch.arange(tokens, device=DEVICE)
+    slots = torch.randperm(300 * BLOCK, device=DEVICE)[:tokens]
+    angles = torch.rand(tokens, DIM // 2, device=DEVICE) * 100
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(i: int) -> None:
+        x = qkvs[i % 16].view(tokens, -1, DIM)
+        x[:, : HEADS + KV_HEADS] = rotate(x[:, : HEADS + KV_HEADS], cos[positions], sin[positions])
+        keys.view(-1, KV_HEADS, DIM).index_copy_(0, slots, x[:, HEADS : HEADS + KV_HEADS])
+        values.view(-1, KV_HEADS, DIM).index_copy_(0, slots, x[:, HEADS + KV_HEADS :])
+
+    expected = rotate(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], cos, sin)
+    cuda.rope_and_cache(qkvs[0], cos, sin, positions, keys, values, slots, HEADS)
+    error = relative(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], expected)
+    ours = time_ms(lambda i: cuda.rope_and_cache(qkvs[i % 16], cos, sin, positions, keys, values, slots, HEADS), 16)
+    report(f"rope_and_cache {tokens}", 4 * qkvs[0].numel(), ours, time_ms(plain, 4), error)
+
+
+def norm_case(tokens: int, hidden: int) -> None:
+    xs, rs = ([random(tokens, hidden) for _ in range(16)] for _ in range(2))
+    w = torch.rand(hidden, device=DEVICE, dtype=DTYPE)
+
+    def plain(i: int) -> torch.Tensor:
+        total = (xs[i % 16] + rs[i % 16]).float()
+        return F.rms_norm(total, (hidden,), None, 1e-5).to(DTYPE) * w
+
+    error = relative(cuda.rms_norm(xs[0], w, 1e-5, rs[0].clone()), plain(0))
+    ours = time_ms(lambda i: cuda.rms_norm(xs[i % 16], w, 1e-5, rs[i % 16]), 16)
+    report(f"add + rms_norm {tokens} x {hidden}", 8 * xs[0].numel(), ours, time_ms(plain, 4), error)
+
+
+def silu_case(tokens: int, n: int) -> None:
+    gates = [random(tokens, 2 * n) for _ in range(4)]
+
+    def plain(i: int) -> torch.Tensor:
+        gate, up = gates[i % 4].chunk(2, -1)
+        return F.silu(gate) * up
+
+    error = relative(cuda.silu_and_mul(gates[0]), plain(0))
+    ours = time_ms(lambda i: cuda.silu_and_mul(gates[i % 4]), 8)
+    report(f"silu_and_mul {tokens} x {n}", 6 * tokens * n, ours, time_ms(plain, 4), error)
+
+
+def bench_memory() -> None:
+    print("\nmemory-bound kernels, GB/s read and written")
+    a, b = random(1 << 29), random(1 << 29)
+    ms = time_ms(lambda i: torch.neg(b, out=a), 4)
+    print(f"ceiling: torch.neg of 1 GiB, {2 * 2**30 / ms / 1e6:.0f} GB/s")
+    place_case(4096, 32)
+    for tokens in (614, 4096):
+        rope_case(tokens)
+        norm_case(tokens, 4096)
+        silu_case(tokens, 14336)
+
+
+def deviation_case(length: int) -> None:
+    caches, table = paged([length], 4)
+    slots = (table[0].long()[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length].contiguous()
+    fresh = [random(length, KV_HEADS, DIM) for _ in range(4)]
+    deviation = torch.empty(length, device=DEVICE)
+
+    def plain(i: int) -> torch.Tensor:
+        old = caches[i % 4][1].view(-1, KV_HEADS, DIM)[slots]
+        return (fresh[i % 4].float() - old.float()).pow(2).sum((1, 2))
+
+    cuda.kv_deviation(fresh[0], caches[0][1], slots, deviation)
+    error = relative(deviation, plain(0))
+    ours = time_ms(lambda i: cuda.kv_deviation(fresh[i % 4], caches[i % 4][1], slots, deviation))
+    report(f"kv_deviation {length}", 4 * fresh[0].numel(), ours, time_ms(plain, 4), error)
+
+
+def mass_case(length: int, rows: int) -> None:
+    caches, table = paged([length], 4)
+    q = random(rows, HEADS, DIM)
+    positions = torch.arange(length - rows, length, device=DEVICE)
+    start = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    plan = cuda.plan_prefill(positions, start, table, *caches[0], HEADS)
+    lse, mass = torch.empty(rows, HEADS, device=DEVICE), torch.zeros(KV_HEADS, length, device=DEVICE)
+
+    def plain(i: int) -> torch.Tensor:
+        k = caches[i % 4][0][table[0].long()].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * SCALE
+        seen = torch.arange(length, device=DEVICE) <= positions[:, None]
+        return scores.masked_fill(~seen, float("-inf")).softmax(-1).sum(1).mean(0)
+
+    cuda.prefill_attention(q, *caches[0], plan, SCALE, lse=lse)
+    cuda.attention_mass(q, lse, positions, *caches[0], table[0], mass, SCALE)
+    error = relative(mass.sum(0), plain(0))
+    attend = time_ms(lambda i: cuda.prefill_attention(q, *caches[i % 4], plan, SCALE, lse=lse))
+    ours = time_ms(lambda i: cuda.attention_mass(q, lse, positions, *caches[i % 4], table[0], mass, SCALE))
+    report(f"attention_mass {rows} x {length}", 2 * caches[0][0].numel(), ours, time_ms(plain, 2), error)
+    print(f"    and the attention that gives its LSE: {1000 * attend:.1f} us")
+
+
+def bench_select() -> None:
+    print("\nselection")
+    for length in (4096, 32000):
+        deviation_case(length)
+        for rows in (32, 128):
+            mass_case(length, rows)
+
+
+BENCHES = {"prefill": bench_prefill, "decode": bench_decode, "memory": bench_memory, "select": bench_select}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(BENCHES), help="comma-separated: " + ", ".join(BENCHES))
+    names = parser.parse_args().only.split(",")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    torch.manual_seed(0)
+    for name in names:
+        BENCHES[name]()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
