@@ -18,7 +18,7 @@ from tests.engine.tiny_tokenizers import byte_level
 from tests.models.tiny import save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.metadata import default_fuse_metadata
-from vllm_blend.inputs import ChunkedPrompt, PromptType
+from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
 
@@ -39,7 +39,7 @@ def tiny_model(architecture: str, **overrides: Any) -> str:
 
 
 @cache
-def hf_model(directory: str) -> PreTrainedModel:
+def hf_model(directory: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
@@ -79,7 +79,7 @@ def assert_empty(llm: LLM) -> None:
     assert not inner.processor.groups
 
 
-def run(llm: LLM, prompts: PromptType | Sequence[Any], params: Any) -> list[RequestOutput]:
+def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -99,6 +99,7 @@ def hf_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 def assert_logprobs_match(output: RequestOutput, model: PreTrainedModel) -> None:
     """Every reported log-probability of a request, prompt and output, against transformers."""
+    assert output.error is None
     prompt = output.prompt_token_ids
     for completion in output.outputs:
         expected = hf_logprobs(model, [*prompt, *completion.token_ids])
@@ -119,6 +120,8 @@ def assert_logprobs_match(output: RequestOutput, model: PreTrainedModel) -> None
 
 def assert_same_logprobs(left: RequestOutput, right: RequestOutput, tolerance: float = LOGPROB_TOLERANCE) -> None:
     """Two outputs have the same tokens with the same log-probabilities."""
+    assert left.error is None
+    assert right.error is None
     for a, b in zip(left.outputs, right.outputs, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs is not None

@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_prompts(count: int = 5) -> list[dict[str, list[int]]]:
+def random_prompts(count: int = 5) -> list[Any]:
     """Prompts of 1 to 60 tokens, some with a common beginning."""
     random = torch.Generator().manual_seed(3)
     lengths = [37, 1, 60, 18, 45, 5, 33][:count]

@@ -1,0 +1,196 @@
+"""Selectors: the registered ones by hand, a user's own, and one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.engine.engines import assert_logprobs_match, assert_same_logprobs, engine, greedy, hf_model, run, tiny_model
+from vllm_blend import Evidence, LooksAt, Selector, register_selector
+from vllm_blend.blend.selectors import SELECTORS, best, make_selector
+
+TINY = tiny_model("llama")
+PARAMS = greedy(6, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[Selector]], type[Selector]]]:
+    """`register_selector`, for the time of a test."""
+    monkeypatch.setattr("vllm_blend.blend.selectors.SELECTORS", dict(SELECTORS))
+    yield register_selector
+
+
+def evidence(n: int, **fields: Any) -> Evidence:
+    positions = torch.arange(10, 10 + n)
+    return Evidence(**{"positions": positions, "chunk_offsets": torch.arange(n) % 4, "seed": 7, **fields})
+
+
+def test_best_is_stable_and_ascending() -> None:
+    assert best(torch.tensor([1.0, 3.0, 1.0, 3.0, 0.0]), 3).tolist() == [0, 1, 3]
+    assert best(torch.tensor([0.0, 0.0, 0.0]), 2).tolist() == [0, 1]
+    assert best(torch.tensor([1.0]), 5).tolist() == [0]
+
+
+def test_deviations_by_hand() -> None:
+    old, new = torch.zeros(3, 2, 2), torch.zeros(3, 2, 2)
+    new[0, 0, 0], new[1, :, 0], new[2, 1, 1] = 2.0, 1.5, -3.0
+    value = make_selector("value_deviation").score(evidence(3, v_old=old, v_new=new))
+    assert value.tolist() == [4.0, 4.5, 9.0]
+    key = make_selector("key_deviation").score(evidence(3, k_old=new, k_new=old))
+    assert key.tolist() == [4.0, 4.5, 9.0]
+    both = make_selector("gradual").score(evidence(3, k_old=old, k_new=new, v_old=old, v_new=10 * new))
+    torch.testing.assert_close(both, torch.tensor([4.0, 4.5, 9.0]) * 2 / 17.5)
+
+
+def test_gradual_narrows_to_the_ratio() -> None:
+    shares = make_selector("gradual").shares(0.2, [1, 2, 3])
+    assert shares[0] == pytest.approx(0.4)
+    assert shares[-1] == 0.2
+    assert shares == sorted(shares, reverse=True)
+    assert make_selector("gradual").shares(0.2, [1]) == [0.2]
+    assert make_selector("gradual").shares(0.9, [1, 2])[0] == 1.0
+
+
+def test_first_tokens_takes_the_same_of_every_chunk() -> None:
+    chosen = best(make_selector("first_tokens").score(evidence(12)), 6)
+    assert chosen.tolist() == [0, 1, 4, 5, 8, 9]
+
+
+def test_random_is_fixed_by_the_prompt() -> None:
+    selector = make_selector("random")
+    score = selector.score(evidence(50))
+    assert torch.equal(score, selector.score(evidence(50)))
+    assert not torch.equal(score, selector.score(evidence(50, seed=8)))
+
+
+def test_an_unknown_selector_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"blend_selector='nonesuch'.*value_deviation"):
+        make_selector("nonesuch")
+
+
+def test_a_name_is_needed_and_belongs_to_one_selector(register: Callable[[type[Selector]], type[Selector]]) -> None:
+    class Nameless(Selector):
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            return evidence.positions.float()
+
+    with pytest.raises(ValueError, match="Nameless needs a class attribute `name`"):
+        register(Nameless)
+
+    class Impostor(Nameless):
+        name: ClassVar[str] = "full"
+
+    with pytest.raises(ValueError, match="'full' is registered already"):
+        register(Impostor)
+
+
+@pytest.mark.parametrize("looks_at", list(LooksAt))
+def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Selector]], type[Selector]]) -> None:
+    """Works by name, sees what it asked for, and nothing behind the context."""
+    seen: list[Evidence] = []
+    kind = looks_at
+
+    @dataclass(frozen=True)
+    class LastFirst(Selector):
+        name: ClassVar[str] = "last_first"
+        looks_at: ClassVar[LooksAt] = kind
+        default_ratio: ClassVar[float] = 0.2
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            seen.append(evidence)
+            return evidence.positions.float()
+
+    register(LastFirst)
+    with engine(TINY, enable_blending=True, blend_check_layers=[2]) as llm:
+        prompt = tiny_prompt(blend_selector="last_first")
+        [output] = run(llm, prompt, PARAMS)
+        context = len(output.prompt_token_ids) - len(prompt["suffix"])
+        budget = int(0.2 * context)
+        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        assert chosen == list(range(context - budget, context))
+        assert_counts_add_up(output)
+        [only] = seen
+        exact = len(prompt["prefix"]) + len(prompt["chunks"][0])
+        assert only.positions.tolist() == list(range(exact, context))
+        offsets = [offset for chunk in prompt["chunks"][1:] for offset in range(len(chunk))]
+        assert only.chunk_offsets.tolist() == offsets
+        assert (only.question_mass is not None) == (looks_at is LooksAt.QUESTION)
+        for tensor in (only.k_new, only.k_old, only.v_new, only.v_old):
+            assert (tensor is not None) == (looks_at is LooksAt.LAYERS)
+            assert tensor is None or tensor.shape == (context - exact, 2, 16)
+
+
+def failing(fault: str, evidence: Evidence) -> Any:
+    n = len(evidence.positions)
+    if fault == "raises":
+        raise KeyError("no such thing")
+    return {
+        "too short": torch.zeros(n - 1),
+        "too long": torch.zeros(n + 1),
+        "a matrix": torch.zeros(n, 1),
+        "a list": [0.0] * n,
+        "none": None,
+    }[fault]
+
+
+@pytest.mark.parametrize("looks_at", list(LooksAt))
+@pytest.mark.parametrize("fault", ["raises", "too short", "too long", "a matrix", "a list", "none"])
+def test_a_selector_that_fails_costs_its_own_request(
+    fault: str, looks_at: LooksAt, register: Callable[[type[Selector]], type[Selector]]
+) -> None:
+    kind = looks_at
+
+    @dataclass(frozen=True)
+    class Broken(Selector):
+        name: ClassVar[str] = "broken"
+        looks_at: ClassVar[LooksAt] = kind
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            return failing(fault, evidence)
+
+    register(Broken)
+    good: list[Any] = [
+        tiny_prompt(blend_selector="value_deviation", blend_recompute_ratio=0.3),
+        tiny_prompt(blend_selector="question_attention", blend_recompute_ratio=0.3),
+        {"prompt_token_ids": [3, 1, 4, 1, 5]},
+    ]
+    with engine(TINY, enable_blending=True) as llm:
+        expected = [run(llm, prompt, PARAMS)[0] for prompt in good]
+        prompts = [good[0], tiny_prompt(blend_selector="broken"), *good[1:]]
+        first, broken, *rest = run(llm, prompts, PARAMS)
+        assert broken.error is not None
+        assert "'broken' failed" in broken.error
+        assert broken.outputs[0].finish_reason == "error"
+        assert broken.outputs[0].token_ids == []
+        for output, alone in zip([first, *rest], expected, strict=True):
+            assert output.error is None
+            assert_same_logprobs(output, alone)
+            assert output.blend == alone.blend
+        assert_logprobs_match(rest[-1], hf_model(TINY))
+
+
+@pytest.mark.parametrize("shares", [[0.5], [0.1, 0.2], [1.5, 0.2], [0.5, -0.1]])
+def test_shares_of_ones_own_must_fit(shares: list[float], register: Callable[[type[Selector]], type[Selector]]) -> None:
+    """One per check layer, none above the one before: checked before anything runs."""
+
+    @dataclass(frozen=True)
+    class Greedy(Selector):
+        name: ClassVar[str] = "greedy"
+        looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            return evidence.positions.float()
+
+        def shares(self, ratio: float, check_layers: Any) -> list[float]:
+            return shares
+
+    register(Greedy)
+    with (
+        engine(TINY, enable_blending=True, blend_check_layers=[1, 2]) as llm,
+        pytest.raises(ValueError, match=r"entries for 2 check layers|rise|share of tokens"),
+    ):
+        run(llm, tiny_prompt(blend_selector="greedy"), PARAMS)
