@@ -1,0 +1,140 @@
+"""Chunks encoded ahead of any question are those that prompts look for, and KV from elsewhere has to fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_blend import LLM, SamplingParams
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+MODEL = str(Path(__file__).parents[2] / "inputs/demo-model")
+PREFIX, CHUNKS = "Answer the question.\n\n", ["Yiamdond is a city.\n\n", "It stands on the river Waindkais.\n\n"]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, enable_blending=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh(llm: LLM) -> None:
+    llm.llm_engine.chunk_store.clear()
+
+
+def prompt(chunks: list[str]) -> Any:
+    return {"prefix": PREFIX, "chunks": chunks, "suffix": "Question: Where?\nAnswer:"}
+
+
+def test_what_is_encoded_ahead_is_what_prompts_look_for(llm):
+    engine = llm.llm_engine
+    prefix, ids = engine.identify_chunks(PREFIX, CHUNKS)
+    kvs = llm.encode_chunks(PREFIX, CHUNKS)
+    assert [kv.num_tokens for kv in kvs] == [len(chunk.token_ids) for chunk in ids]
+    assert prefix is not None and prefix.token_ids[0] == llm.get_tokenizer().bos_token_id
+    assert {prefix.key, *(chunk.key for chunk in ids)} == set(engine.chunk_store._chunks)
+    encoded = engine.composer.num_encoded
+    [output] = llm.generate(prompt(CHUNKS[::-1]), GREEDY, use_tqdm=False)
+    assert output.blend is not None and engine.composer.num_encoded == encoded
+
+
+def test_it_is_what_a_prompt_would_have_stored(llm):
+    ahead = llm.encode_chunks(PREFIX, CHUNKS)
+    llm.llm_engine.chunk_store.clear()
+    llm.generate(prompt(CHUNKS), GREEDY, use_tqdm=False)
+    _, ids = llm.llm_engine.identify_chunks(PREFIX, CHUNKS)
+    for chunk, kv in zip(ids, ahead, strict=True):
+        stored = llm.llm_engine.chunk_store.get(chunk.key)
+        assert stored is not None
+        torch.testing.assert_close(stored.k, kv.k, atol=1e-5, rtol=0)
+        torch.testing.assert_close(stored.v, kv.v, atol=1e-5, rtol=0)
+
+
+def test_a_prefix_is_a_chunk_with_nothing_before_it(llm):
+    prefix, _ = llm.llm_engine.identify_chunks(PREFIX, CHUNKS)
+    assert prefix is not None
+    nothing, [alone] = llm.llm_engine.identify_chunks([], [prefix.token_ids])
+    assert nothing is None and alone == prefix
+    assert llm.encode_chunks([], [prefix.token_ids])[0].num_tokens == len(prefix.token_ids)
+    assert llm.llm_engine.identify_chunks(PREFIX, []) == (prefix, []) and llm.encode_chunks(PREFIX, []) == []
+
+
+def test_equal_chunks_are_encoded_once(llm):
+    before = llm.llm_engine.composer.num_encoded
+    first, second, third = llm.encode_chunks(PREFIX, [CHUNKS[0], CHUNKS[1], CHUNKS[0]])
+    assert first is third and first is not second
+    assert llm.llm_engine.composer.num_encoded - before == 3  # the prefix and two chunks
+
+
+def test_chunks_are_given_back_even_where_the_store_has_no_room_for_them(llm, monkeypatch):
+    monkeypatch.setattr(llm.llm_engine.chunk_store, "budget_bytes", 1)
+    assert len(llm.encode_chunks(PREFIX, CHUNKS)) == 2 and len(llm.llm_engine.chunk_store) == 0
+
+
+def test_loaded_kv_is_used(llm):
+    engine = llm.llm_engine
+    _, ids = engine.identify_chunks(PREFIX, CHUNKS)
+    kvs = llm.encode_chunks(PREFIX, CHUNKS)
+    engine.chunk_store.clear()
+    for chunk, kv in zip(ids, kvs, strict=True):
+        llm.load_chunk(chunk, kv)
+    encoded = engine.composer.num_encoded
+    llm.generate(prompt(CHUNKS), GREEDY, use_tqdm=False)
+    assert engine.composer.num_encoded == encoded + 1  # the prefix only
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda k: k[:, 1:],
+        lambda k: k[1:],
+        lambda k: k.to(torch.bfloat16),
+        lambda k: k[..., :-1],
+    ],
+)
+def test_kv_that_does_not_fit_is_refused(llm, change):
+    _, [chunk] = llm.llm_engine.identify_chunks(PREFIX, CHUNKS[:1])
+    [kv] = llm.encode_chunks(PREFIX, CHUNKS[:1])
+    llm.llm_engine.chunk_store.clear()
+    with pytest.raises(ValueError, match=f"chunk {chunk.key} is .* but this model's is float32"):
+        llm.load_chunk(chunk, ChunkKV(change(kv.k), change(kv.v)))
+    assert len(llm.llm_engine.chunk_store) == 0
+
+
+def test_mistakes_are_named(llm):
+    with pytest.raises(ValueError, match=r"chunks\[1\] has \d+ tokens with its prefix, more than max_model_len=1024"):
+        llm.encode_chunks(PREFIX, [CHUNKS[0], "city " * 1100])
+    with pytest.raises(ValueError, match=r"chunks\[0\] is empty"):
+        llm.encode_chunks(PREFIX, [""])
+    with pytest.raises(TypeError, match="chunks must be a list"):
+        llm.encode_chunks(PREFIX, "one text")
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_running_requests_are_not_swallowed(llm):
+    llm.llm_engine.add_request("r", "Where?", GREEDY)
+    with pytest.raises(RuntimeError, match="finish or abort the running requests first"):
+        llm.encode_chunks(PREFIX, CHUNKS)
+    llm.llm_engine.abort_request("r")
+    assert len(llm.encode_chunks(PREFIX, CHUNKS)) == 2
+
+
+def test_an_interruption_leaves_the_engine_idle_and_usable(llm, monkeypatch):
+    engine = llm.llm_engine
+    free = engine.blocks.num_free_blocks
+    step = engine.step
+
+    def interrupted() -> Any:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.encode_chunks(PREFIX, CHUNKS)
+    monkeypatch.undo()
+    assert not engine.has_unfinished_requests() and engine.blocks.num_free_blocks == free
+    assert len(llm.encode_chunks(PREFIX, CHUNKS)) == 2
