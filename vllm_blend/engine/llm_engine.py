@@ -19,7 +19,7 @@ from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
-from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric
+from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
@@ -60,6 +60,7 @@ class LLMEngine:
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
+        self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
         self._groups: dict[str, RequestGroup] = {}
         self._last_collected: list[int] = []
 
@@ -180,6 +181,8 @@ class LLMEngine:
         self.scheduler.advance(scheduled)
         touched = self._process(scheduled, result)
         self.metrics.num_steps += 1
+        if self._stat_logger is not None:
+            self._stat_logger.step(len(self.scheduler.running), len(self.scheduler.waiting), self.cache_usage)
         outputs = []
         for group in touched:
             if group.finished or not group.final_only:
@@ -188,13 +191,17 @@ class LLMEngine:
                 self._forget(group)
         return outputs
 
+    @property
+    def cache_usage(self) -> float:
+        """The share of the KV cache's blocks that requests hold, 0..1."""
+        return 1 - self.blocks.num_free_blocks / self.blocks.num_usable_blocks
+
     def get_metrics(self) -> list[Metric]:
-        usable = self.blocks.num_usable_blocks
         return [
             *self.metrics.counters(),
             Gauge("vllm:num_requests_running", len(self.scheduler.running)),
             Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
-            Gauge("vllm:kv_cache_usage_perc", 1 - self.blocks.num_free_blocks / usable),
+            Gauge("vllm:kv_cache_usage_perc", self.cache_usage),
             Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
             Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
             Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),

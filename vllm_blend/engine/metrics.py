@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,32 @@ class EngineMetrics:
         }
         named |= {f"vllm:request_success_{reason}": count for reason, count in self.finished.items()}
         return [Counter(name, value) for name, value in named.items()]
+
+
+class StatLogger:
+    """Logs throughput every `interval` seconds while the engine steps, as `disable_log_stats=False` asks for."""
+
+    def __init__(self, metrics: EngineMetrics, interval: float = 10.0) -> None:
+        self.metrics, self.interval = metrics, interval
+        self._mark()
+
+    def step(self, num_running: int, num_waiting: int, cache_usage: float) -> None:
+        """Call after each step. Rates are means since the last line."""
+        elapsed = time.monotonic() - self._time
+        if elapsed < self.interval:
+            return
+        logger.info(
+            "prompt throughput %.1f tokens/s, generation throughput %.1f tokens/s, running %d, waiting %d, "
+            "KV cache usage %.1f%%, tokens reused by blending so far %d",
+            (self.metrics.prompt_tokens - self._prompt_tokens) / elapsed,
+            (self.metrics.generation_tokens - self._generation_tokens) / elapsed,
+            num_running,
+            num_waiting,
+            100 * cache_usage,
+            self.metrics.blend_reused_tokens,
+        )
+        self._mark()
+
+    def _mark(self) -> None:
+        self._time = time.monotonic()
+        self._prompt_tokens, self._generation_tokens = self.metrics.prompt_tokens, self.metrics.generation_tokens
