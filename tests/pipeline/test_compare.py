@@ -64,6 +64,21 @@ def test_long_prompts_are_as_long_as_asked(output):
     assert 600 < tokens <= 700 and all(row["prompts"] == 1 and "f1" not in row for row in output["long_rows"])
 
 
+def test_a_sample_that_is_too_long_is_left_out_and_said_so(tmp_path, capsys):
+    samples = demo_samples(2)
+    samples[0]["ctxs"][0]["text"] = "A lens. " * 600
+    stages = Stages.over(tmp_path, samples)
+    flags = ["--dataset", str(tmp_path / "musique_t.json"), "--model-id", MODEL, "--long-prompts", "0"]
+    flags += ["--load-cache-dir", str(stages.chunks), "--output", str(tmp_path / "c.json")]
+    module.main(flags)
+    assert "1 questions" in (out := capsys.readouterr().out) and "1 left out as too long" in out
+    output = read_json(tmp_path / "c.json", "comparison")
+    assert output["left_out"] == ["musique_s-000"] and [row["prompts"] for row in output["rows"]] == [1] * 4
+    with pytest.raises(SystemExit):
+        module.main([*flags, "--max-samples", "1"])
+    assert "none of the 1 samples fits the model's 1024 tokens" in capsys.readouterr().err
+
+
 def test_rows_say_what_was_measured():
     methods = module.make_methods(0.15)[:2]
     methods[0].ttft, methods[1].ttft = [0.2, 0.1, 0.9], [0.05, 0.04, 0.06]

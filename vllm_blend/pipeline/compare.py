@@ -12,6 +12,7 @@ place, choose and recompute within the measured time. The methods take turns on 
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,8 @@ from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.prompts import prompt_for
 from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, read_stage_input, with_dataset
 from vllm_blend.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_ROUNDS = 3
 
@@ -97,6 +100,14 @@ class Bench:
         self.cache.load(chunks)
         self.blending.encode_chunks(self.stage.style.instruction, [chunk.text for chunk in chunks])
 
+    def check_length(self, pieces: ChunkedPrompt) -> None:
+        """Raise ValueError if the model cannot hold the prompt and a token more."""
+        chunks = [*pieces["chunks"], pieces["suffix"]]
+        prefix, ids = self.blending.identify_chunks(pieces["prefix"], chunks)
+        length = sum(len(piece.token_ids) for piece in [*ids, *([prefix] if prefix is not None else [])])
+        if length >= self.blending.max_model_len:
+            raise ValueError(f"its prompt has {length} tokens, max_model_len is {self.blending.max_model_len}")
+
     def ask(self, method: Method, pieces: ChunkedPrompt, max_tokens: int) -> RequestOutput:
         engine = self.plain if method.selector is None else self.blending
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=["\n"])
@@ -124,20 +135,31 @@ class Bench:
         return chosen
 
 
-def compare_answers(bench: Bench, methods: Sequence[Method]) -> None:
-    """Every method answers every sample over all of its passages."""
-    style = bench.stage.style
+def compare_answers(bench: Bench, methods: Sequence[Method]) -> list[str]:
+    """Every method answers every sample over all of its passages. Returns the samples no prompt can hold: left out."""
+    left_out: list[str] = []
+    warm = False
     for index, sample in enumerate(tqdm(bench.stage.samples, desc="compare", unit="sample")):
+        name, pieces = sample.sample.sample_id, bench.pieces(sample.chunks, sample.sample.question)
+        try:
+            bench.check_length(pieces)
+        except ValueError as error:
+            logger.warning("%s is left out: %s", name, error)
+            left_out.append(name)
+            continue
         bench.ready(sample.chunks)
-        pieces = bench.pieces(sample.chunks, sample.sample.question)
-        if index == 0:
+        if not warm:
             _warm_up(bench, methods, pieces)
+            warm = True
         for method in _rotated(methods, index):
-            output = bench.ask(method, pieces, style.max_tokens)
+            output = bench.ask(method, pieces, bench.stage.style.max_tokens)
             method.record(output)
             text = output.outputs[0].text
             scores = asdict(score_prediction(text, list(sample.sample.answers)))
-            method.answers.append({"id": sample.sample.sample_id, "prediction": text, **scores})
+            method.answers.append({"id": name, "prediction": text, **scores})
+    if not warm:
+        raise ValueError(f"none of the {len(left_out)} samples fits the model's {bench.plain.max_model_len} tokens")
+    return left_out
 
 
 def compare_long(bench: Bench, methods: Sequence[Method], count: int, tokens: int) -> None:
@@ -196,7 +218,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     stage = read_stage_input(retrieval, args.dataset, args.max_samples)
     bench = Bench(stage, args.model_id, args.dtype, args.device, Path(args.load_cache_dir))
     answers, long = make_methods(args.blend_recompute_ratio), make_methods(args.blend_recompute_ratio)
-    compare_answers(bench, answers)
+    left_out = compare_answers(bench, answers)
     if args.long_prompts:
         compare_long(bench, long, args.long_prompts, args.long_tokens)
     output = {
@@ -205,6 +227,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "chunks": dict(bench.cache.counts),
+        "left_out": left_out,
         "rows": rows_of(answers),
         "long_rows": rows_of(long) if args.long_prompts else [],
         "answers": {method.name: method.answers for method in answers},
@@ -217,7 +240,8 @@ def report(output: dict[str, Any], metric: str) -> str:
     """Both tables, for people."""
     rows, long = output["rows"], output["long_rows"]
     mean = rows[0]["prompt_tokens"] / rows[0]["prompts"]
-    text = f"{output['dataset_name']}: {rows[0]['prompts']} questions, {mean:.0f} prompt tokens on average\n\n"
+    text = f"{output['dataset_name']}: {rows[0]['prompts']} questions, {mean:.0f} prompt tokens on average"
+    text += f"; {len(output['left_out'])} left out as too long\n\n" if output["left_out"] else "\n\n"
     text += table_of(rows, metric)
     if long:
         mean = long[0]["prompt_tokens"] / long[0]["prompts"]
