@@ -29,7 +29,10 @@ def resolve_device(device: str) -> torch.device:
     """'auto' is the first CUDA device where there is one, the CPU otherwise."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:  # a name that torch does not know
+        raise ValueError(f"device={device!r} is unknown: use 'auto', 'cpu' or 'cuda'") from error
     require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
     require(
         resolved.type == "cpu" or torch.cuda.is_available(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
@@ -151,8 +152,13 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, special: bool,
 def _check_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
     if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
         raise TypeError(f"{name} must be a list of token ids, not {type(ids).__name__}")
-    checked = [int(i) for i in ids]
-    for position, token in enumerate(checked):
+    checked = []
+    for position, entry in enumerate(ids):
+        try:
+            token = operator.index(entry)
+        except TypeError:
+            raise TypeError(f"{name}[{position}] is {entry!r}, which is no token id: give integers") from None
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name}[{position}] is {token}, outside the vocabulary of {vocab_size} tokens")
+        checked.append(token)
     return checked
