@@ -1,0 +1,212 @@
+"""Which tokens a plan allows, and what the narrowing keeps: never the future, always the suffix, in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.engine.engines import assert_logprobs_match, engine, greedy, hf_model, tiny_model
+from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
+from vllm_blend.blend.selectors import LooksAt, make_selector
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.worker.hooks import NarrowingHook
+
+CPU = torch.device("cpu")
+LAYERS = 4
+RULES = ["value_deviation", "key_deviation", "gradual"]
+
+
+@st.composite
+def plans(draw: st.DrawFn, rules: list[str]) -> BlendPlan:
+    """Segments with holes between them, the first ones exact; a suffix of at least one token."""
+    segments, position = [], draw(st.integers(0, 2))
+    exact_left = draw(st.integers(0, 2))
+    for _ in range(draw(st.integers(0, 4))):
+        length = draw(st.integers(1, 8))
+        kv = torch.randn(LAYERS, length, 2, 4, generator=torch.Generator().manual_seed(position))
+        segments.append(Segment(position, ChunkKV(kv, -kv), exact=exact_left > 0))
+        exact_left -= 1
+        position += length + draw(st.integers(0, 3))
+    suffix = draw(st.integers(1, 4))
+    tokens = draw(st.lists(st.integers(0, 9), min_size=position + suffix, max_size=position + suffix))
+    selector = make_selector(draw(st.sampled_from(rules)))
+    check_layers = draw(st.sampled_from([[1], [2], [1, 2], [1, 2, 3]]))
+    ratio = draw(st.floats(0, 1))
+    ratios = None
+    if selector.looks_at is LooksAt.LAYERS and draw(st.booleans()):
+        ratios = sorted(draw(st.lists(st.floats(0, 1), min_size=len(check_layers), max_size=len(check_layers))))[::-1]
+    return make_plan(segments, tokens, position, selector, ratio, check_layers, ratios, LAYERS)
+
+
+@given(plan=plans([*RULES, "question_attention", "first_tokens", "random"]))
+def test_positions_are_exact_candidates_holes_or_suffix(plan: BlendPlan) -> None:
+    covered = {p for segment in plan.segments for p in range(segment.start, segment.stop)}
+    exact = {p for segment in plan.segments if segment.exact for p in range(segment.start, segment.stop)}
+    candidates, holes = set(plan.candidates.tolist()), set(plan.holes.tolist())
+    context = set(range(plan.suffix_start))
+    assert candidates == covered & context - exact
+    assert holes == context - covered
+    assert plan.num_exact == len(exact & context)
+    assert plan.candidates.tolist() == sorted(candidates)
+    for segment in plan.segments:
+        assert plan.chunk_offsets[segment.start : segment.stop].tolist() == list(range(segment.kv.num_tokens))
+    assert 0 <= plan.final_budget <= len(candidates)
+    assert plan.final_budget <= plan.ratio * plan.suffix_start + 1e-6
+    budgets = [plan.budget(share) for share in plan.shares]
+    assert budgets == sorted(budgets, reverse=True)
+    suffix = plan.num_prompt_tokens - plan.suffix_start
+    assert len(holes) + suffix <= plan.num_scheduled_tokens <= len(candidates) + len(holes) + suffix
+    if plan.final_budget in (0, len(candidates)):
+        assert plan.looks_at is LooksAt.POSITIONS, "nothing to choose, so nothing to look at"
+
+
+@given(plan=plans(["random"]), other=plans(["random"]))
+def test_the_random_choice_depends_on_the_prompt_alone(plan: BlendPlan, other: BlendPlan) -> None:
+    assert plan.content_seed == replace(plan, ratio=0.5, segments=()).content_seed
+    assert (plan.content_seed == other.content_seed) == (plan.prompt_token_ids == other.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("ratio", "context", "budget"), [(0.29, 100, 29), (0.15, 20, 3), (0.15, 19, 2), (1 / 3, 3, 1)])
+def test_a_budget_is_rounded_down_but_not_by_floating_point(ratio: float, context: int, budget: int) -> None:
+    kv = torch.zeros(LAYERS, context, 1, 1)
+    tokens = [0] * (context + 1)
+    selector = make_selector("value_deviation")
+    plan = make_plan([Segment(0, ChunkKV(kv, kv))], tokens, context, selector, ratio, [1], None, LAYERS)
+    assert plan.final_budget == budget
+
+
+def test_a_suffix_is_needed() -> None:
+    with pytest.raises(ValueError, match="suffix must hold at least the last"):
+        make_plan([], [1, 2], 2, make_selector("full"), None, [1], None, LAYERS)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A request of a step: blended or plain, with some generated tokens, and its K and V per layer."""
+
+    plan: BlendPlan | None
+    positions: torch.Tensor
+    fresh: torch.Tensor  # [layers, 2, tokens, 2, 4]
+    stored: torch.Tensor  # [layers, 2, tokens, 2, 4], what the cache holds for these rows
+
+
+@st.composite
+def members(draw: st.DrawFn) -> Member:
+    plan = draw(st.one_of(st.none(), plans(RULES)))
+    if plan is not None and plan.looks_at is not LooksAt.LAYERS:
+        plan = None  # the narrowing has nothing to do with it
+    if plan is None:
+        positions = torch.arange(draw(st.integers(0, 6)), 7)
+    else:
+        end = plan.num_prompt_tokens + draw(st.integers(0, 3))
+        rest = torch.arange(plan.suffix_start, end)
+        positions = torch.cat([plan.candidates, plan.holes, rest]).sort().values
+    random = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    values = torch.randint(-3, 4, (2, LAYERS, 2, len(positions), 2, 4), generator=random).float()  # ties are common
+    return Member(plan, positions, values[0], values[1])
+
+
+def narrowed(step: list[Member]) -> list[list[list[int]]]:
+    """The positions that each request keeps, layer by layer."""
+    offsets = [0]
+    for member in step:
+        offsets.append(offsets[-1] + len(member.positions))
+    metadata = AttentionMetadata(
+        torch.cat([member.positions for member in step]),
+        torch.arange(offsets[-1]),
+        torch.zeros(len(step), 1, dtype=torch.int32),
+        offsets,
+        [99] * len(step),
+    )
+    blended = {i: (member.plan, member.positions) for i, member in enumerate(step) if member.plan is not None}
+    hook = NarrowingHook(blended, CPU)
+    kept: list[list[list[int]]] = [[] for _ in step]
+    for layer in range(LAYERS):
+        rows = metadata.slot_mapping  # a row's slot is the row it had in the first layer
+        fresh, stored = (torch.cat([getattr(m, name)[layer] for m in step], 1) for name in ("fresh", "stored"))
+        cache = LayerCache(stored[0].unsqueeze(1), stored[1].unsqueeze(1))
+        before = metadata
+        result = hook.on_kv(layer, fresh[0][rows], fresh[0][rows], fresh[1][rows], cache, metadata)
+        if result is not None:
+            assert result.query_start_loc is not None
+            assert result.rows.tolist() == sorted(set(result.rows.tolist()))
+            metadata = metadata.narrow(result.rows, result.query_start_loc)
+            assert metadata.num_tokens == len(result.rows)
+        for request, history in enumerate(kept):
+            history.append(metadata.positions[metadata.rows(request)].tolist())
+            assert set(history[-1]) <= set(before.positions[before.rows(request)].tolist())
+    assert hook.errors == {}
+    return kept
+
+
+@settings(max_examples=80, deadline=None)
+@given(step=st.lists(members(), min_size=1, max_size=4).filter(lambda step: any(member.plan for member in step)))
+def test_narrowing(step: list[Member]) -> None:
+    for member, history in zip(step, narrowed(step), strict=True):
+        if member.plan is None:
+            assert all(each == member.positions.tolist() for each in history)
+            continue
+        plan = member.plan
+        needed = set(member.positions.tolist()) - set(plan.candidates.tolist())
+        for layer, positions in enumerate(history):
+            passed = [plan.shares[i] for i, check in enumerate(plan.check_layers) if check <= layer]
+            budget = plan.budget(passed[-1]) if passed else len(plan.candidates)
+            assert needed <= set(positions), "suffix, holes and generated tokens stay"
+            assert set(positions) - needed <= set(plan.candidates.tolist()), "and nothing else but reused context"
+            assert len(positions) == len(needed) + budget
+        assert narrowed([member]) == [history], "whoever else is in the step"
+
+
+def with_holes(llm: Any, prompt: dict[str, Any], keep: Any, max_tokens: int = 8) -> Any:
+    """Run a chunked prompt some of whose stored segments are lost just before it runs."""
+    inner = llm.llm_engine
+    llm.generate(prompt, greedy(1), use_tqdm=False)  # the chunks are known from here on
+    inner.add_request("holes", prompt, greedy(max_tokens, logprobs=2, ignore_eos=True))
+    [request] = inner.scheduler.waiting
+    request.blend = replace(
+        request.blend, segments=tuple(s for i, s in enumerate(request.blend.segments) if keep(i, s))
+    )
+    while inner.has_unfinished_requests():
+        [output] = inner.step()
+    return output, request.blend
+
+
+TINY = {name: tiny_model(name) for name in ("llama", "qwen3")}
+
+
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("rule", [*RULES, "question_attention", "none"])
+def test_a_context_of_exact_pieces_and_holes_is_full_prefill(rule: str, model: str) -> None:
+    with engine(TINY[model], enable_blending=True) as llm:
+        output, plan = with_holes(llm, tiny_prompt(blend_selector=rule), lambda _, segment: segment.exact)
+        assert len(plan.holes) > 0
+        assert_logprobs_match(output, hf_model(TINY[model]))
+        assert_counts_add_up(output)
+        assert llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist() == plan.holes.tolist()
+
+
+@pytest.mark.parametrize("rule", [*RULES, "question_attention", "first_tokens"])
+def test_holes_are_computed_beside_what_is_chosen(rule: str) -> None:
+    with engine(TINY["llama"], enable_blending=True) as llm:
+        prompt = tiny_prompt(blend_selector=rule, blend_recompute_ratio=0.2)
+        output, plan = with_holes(llm, prompt, lambda index, _: index % 2 == 0)
+        computed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        assert set(plan.holes.tolist()) <= set(computed)
+        assert len(computed) == len(plan.holes) + int(0.2 * plan.suffix_start)
+        assert set(computed) <= set(plan.holes.tolist()) | set(plan.candidates.tolist())
+        assert_counts_add_up(output)
+
+
+def test_ratio_1_with_holes_is_full_prefill() -> None:
+    with engine(TINY["llama"], enable_blending=True) as llm:
+        prompt = tiny_prompt(blend_selector="value_deviation", blend_recompute_ratio=1.0)
+        output, plan = with_holes(llm, prompt, lambda index, _: index % 2 == 0)
+        assert len(plan.holes) > 0
+        assert_logprobs_match(output, hf_model(TINY["llama"]))

@@ -1,0 +1,104 @@
+"""`LLM` as people call it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.engines import engine, greedy, run, tiny_model
+from vllm_blend import LLM, RequestOutput, SamplingParams
+
+TINY = tiny_model("llama")
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    """Although the later ones finish first."""
+    prompts = ["The quick brown fox", "jumps", "over"]
+    params = [greedy(20, ignore_eos=True), greedy(9, ignore_eos=True), greedy(1, ignore_eos=True)]
+    with engine(TINY, max_num_seqs=2) as llm:
+        outputs = run(llm, prompts, params)
+        assert [output.prompt for output in outputs] == prompts
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [20, 9, 1]
+        assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+        tokenizer = llm.get_tokenizer()
+        for output in outputs:
+            assert output.prompt_token_ids == tokenizer.encode(str(output.prompt))
+            assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_a_prompt_may_be_text_a_dict_or_ids() -> None:
+    with engine(TINY) as llm:
+        text = "over the lazy dog"
+        ids = llm.get_tokenizer().encode(text)
+        kinds = [text, {"prompt": text}, {"prompt_token_ids": ids}]
+        one_by_one = [run(llm, kind, greedy(4))[0] for kind in kinds]
+        assert len({tuple(output.outputs[0].token_ids) for output in one_by_one + run(llm, kinds, greedy(4))}) == 1
+
+
+def test_vllms_defaults() -> None:
+    with engine(TINY) as llm:
+        [output] = llm.generate("The quick", use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 16
+        assert output.outputs[0].logprobs is None
+        assert output.outputs[0].cumulative_logprob is None
+
+
+def test_chat_renders_the_template() -> None:
+    with engine(TINY) as llm:
+        conversation = [{"role": "user", "content": "Where did the dog go?"}]
+        rendered = "<s>user: Where did the dog go?\nA:"
+        for messages in (conversation, [conversation]):
+            [output] = llm.chat(messages, greedy(4), use_tqdm=False, chat_template=TEMPLATE)
+            assert output.prompt == rendered
+            assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered, add_special_tokens=False)
+        two = llm.chat([conversation, conversation * 2], greedy(4), use_tqdm=False, chat_template=TEMPLATE)
+        assert len(two) == 2
+        assert len(two[1].prompt_token_ids) > len(two[0].prompt_token_ids)
+
+
+def test_steps_stream_what_is_known() -> None:
+    """`add_request` and `step`: one more token in every output, the last one finished."""
+    with engine(TINY) as llm:
+        expected = run(llm, "The quick brown fox", greedy(6, ignore_eos=True))[0].outputs[0]
+        inner = llm.llm_engine
+        inner.add_request("a", "The quick brown fox", greedy(6, ignore_eos=True))
+        seen: list[RequestOutput] = []
+        while inner.has_unfinished_requests():
+            assert inner.get_num_unfinished_requests() == 1
+            seen += inner.step()
+        assert [len(output.outputs[0].token_ids) for output in seen] == [1, 2, 3, 4, 5, 6]
+        assert [output.finished for output in seen] == [False] * 5 + [True]
+        assert all(expected.text.startswith(output.outputs[0].text) for output in seen)
+        assert seen[-1].outputs[0].text == expected.text
+
+
+def test_stop_strings_end_a_request() -> None:
+    with engine(TINY) as llm:
+        whole = run(llm, "The quick", greedy(12, ignore_eos=True))[0].outputs[0].text
+        stop = whole[4:6]
+        [output] = run(llm, "The quick", greedy(12, ignore_eos=True, stop=[stop]))
+        completion = output.outputs[0]
+        assert completion.text == whole[: whole.index(stop)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_the_model_is_where_scripts_look_for_it() -> None:
+    with engine(TINY) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+        assert llm.apply_model(lambda each: each) == [model]
+        assert llm.apply_model(lambda each: sum(p.numel() for p in each.parameters()))[0] > 0
+
+
+def test_metrics_count_tokens() -> None:
+    llm = LLM(TINY, max_num_seqs=4, dtype="float32")
+    run(llm, [{"prompt_token_ids": [1] * 40}], SamplingParams(max_tokens=5, ignore_eos=True))
+    run(llm, [{"prompt_token_ids": [1] * 40}], SamplingParams(max_tokens=5, ignore_eos=True))
+    values = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert values["vllm:prompt_tokens"] == values["vllm:prefix_cache_queries"] == 80
+    assert values["vllm:prefix_cache_hits"] == 32
+    assert values["vllm:generation_tokens"] == 10
+    assert values["vllm:request_success_length"] == 2
+    assert values["vllm_blend:num_steps"] == 10
+    assert values["vllm:kv_cache_usage_perc"] == pytest.approx(0.0)
