@@ -45,8 +45,9 @@ def test_rotates_pairs_as_complex_numbers(partial: float) -> None:
     q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
     rotated_q, rotated_k = rotary(positions, q, k)
     dim = int(16 * partial)
-    torch.testing.assert_close(rotated_q, rotated_by_definition(q, positions, 500.0, dim), atol=2e-5, rtol=0)
-    torch.testing.assert_close(rotated_k, rotated_by_definition(k, positions, 500.0, dim), atol=2e-5, rtol=0)
+    # Angles up to 299 in float32 are off by up to 299 * 2**-24, which a pair of normal values multiplies.
+    torch.testing.assert_close(rotated_q, rotated_by_definition(q, positions, 500.0, dim), atol=1e-4, rtol=0)
+    torch.testing.assert_close(rotated_k, rotated_by_definition(k, positions, 500.0, dim), atol=1e-4, rtol=0)
 
 
 def test_cos_sin_are_the_tables_rows() -> None:
