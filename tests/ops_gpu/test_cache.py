@@ -6,7 +6,7 @@ import torch
 from tests.ops_gpu.reference import TOLERANCE, assert_close
 from vllm_blend.ops import cuda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or kernels")]
+pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16]
 

@@ -6,7 +6,7 @@ import torch
 from tests.ops_gpu.reference import TOLERANCE, Problem, assert_close, attention, make_problem
 from vllm_blend.ops import cuda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or kernels")]
+pytestmark = pytest.mark.gpu
 
 VARIANTS = ["mma", "wgmma"]
 

@@ -17,7 +17,7 @@ from vllm_blend.layers.logprobs import prompt_logprobs
 from vllm_blend.layers.sampler import Sampler, SamplerOutput
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import Span, build_batch
+from vllm_blend.worker.batch import Span, build_batch, to_device
 from vllm_blend.worker.blend_runner import first_positions, place_segments
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
@@ -120,7 +120,7 @@ class ModelRunner:
                 result.sampled.append(item.request)
         if rows:
             if len(rows) < hidden.shape[0]:
-                hidden = hidden[torch.tensor(rows, device=hidden.device)]
+                hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
             result.tokens = self.sampler(self.model.compute_logits(hidden), states)  # type: ignore[operator]
 
 

@@ -1,0 +1,117 @@
+"""The engine on a GPU: the same answers as a full prefill, as the CPU, as no graphs; and no waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_blend import LLM, RequestOutput, SamplingParams
+from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
+
+pytestmark = pytest.mark.gpu
+
+MODEL = "inputs/demo-model"
+# Logits of the demo model reach 20: bf16 has 8 bits, and a blend multiplies in other shapes than a full prefill.
+TOLERANCE = {"bfloat16": 0.5, "float32": 2e-3}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=5)
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 16, "blend_chunk_cache_gib": 0.5}
+
+
+def prompts(count: int, **options: Any) -> list[dict[str, Any]]:
+    samples = load_dataset("inputs/musique_s.json")[:count]
+    return [build_qa_prompt(normalize_sample(s, i), "musique") | options for i, s in enumerate(samples)]
+
+
+def first_difference(a: RequestOutput, b: RequestOutput) -> float:
+    """Largest difference of the first token's log-probabilities, over tokens both report."""
+    assert a.error is None and b.error is None
+    left, right = a.outputs[0].logprobs, b.outputs[0].logprobs
+    assert left is not None and right is not None
+    shared = left[0].keys() & right[0].keys()
+    assert shared
+    return max(abs(left[0][token].logprob - right[0][token].logprob) for token in shared)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def blending(dtype: str) -> Iterator[LLM]:
+    yield LLM(MODEL, device="cuda", dtype=dtype, enable_blending=True, **SMALL)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def full(dtype: str) -> list[RequestOutput]:
+    llm = LLM(MODEL, device="cuda", dtype=dtype, enable_prefix_caching=False, **SMALL)
+    return llm.generate(prompts(6), GREEDY, use_tqdm=False)
+
+
+def test_full_prefill_agrees_with_the_cpu(full: list[RequestOutput], dtype: str) -> None:
+    cpu = LLM(MODEL, device="cpu", dtype="float32", max_num_seqs=16)
+    for ours, expected in zip(full, cpu.generate(prompts(6), GREEDY, use_tqdm=False), strict=True):
+        assert first_difference(ours, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"none"}))
+def test_ratio_one_is_full_prefill(selector: str, blending: LLM, full: list[RequestOutput], dtype: str) -> None:
+    asked = prompts(6, blend_selector=selector, blend_recompute_ratio=1.0)
+    for ours, expected in zip(blending.generate(asked, GREEDY, use_tqdm=False), full, strict=True):
+        assert first_difference(ours, expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("selector", ["question_attention", "value_deviation", "first_tokens"])
+def test_a_partial_blend_agrees_with_the_cpu(selector: str, blending: LLM, dtype: str) -> None:
+    """The same number of tokens is recomputed. In bf16, near-ties choose others of equal worth, so texts may differ."""
+    cpu = LLM(MODEL, device="cpu", dtype="float32", enable_blending=True, max_num_seqs=16)
+    asked = prompts(6, blend_selector=selector, blend_recompute_ratio=0.3)
+    pairs = list(
+        zip(blending.generate(asked, GREEDY, use_tqdm=False), cpu.generate(asked, GREEDY, use_tqdm=False), strict=True)
+    )
+    assert [a.blend for a, _ in pairs] == [b.blend for _, b in pairs]
+    if dtype == "float32":
+        assert [a.outputs[0].text for a, _ in pairs] == [b.outputs[0].text for _, b in pairs]
+
+
+def test_graphs_change_nothing() -> None:
+    """Greedy decoding with and without CUDA graphs, batch sizes between buckets included."""
+    texts = []
+    for eager in (True, False):
+        llm = LLM(MODEL, device="cuda", dtype="bfloat16", enforce_eager=eager, **SMALL)
+        assert (llm.llm_engine.model_executor.driver_worker.model_runner.decode_graphs is None) is eager
+        texts.append([o.outputs[0].text for o in llm.generate(prompts(11), GREEDY, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("selector", ["question_attention", "value_deviation"])
+def test_a_blend_waits_for_the_device_only_to_read_its_token(selector: str) -> None:
+    llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, **SMALL)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    asked = prompts(2, blend_selector=selector, blend_recompute_ratio=0.15)
+    llm.generate(asked, params, use_tqdm=False)  # the chunks are stored, everything lazy is done
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    sampler = runner.sampler.forward
+    calls = 0
+
+    def reading(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return sampler(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    runner.sampler.forward = reading  # type: ignore[method-assign]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = llm.generate(asked, params, use_tqdm=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert calls > 0 and all(output.error is None for output in outputs)
