@@ -1,11 +1,12 @@
 // The C ABI of the CPU kernels. No torch, no C++ types: pointers, int64 sizes and strides (in elements), a dtype code.
 //
-// Every kernel is compiled once per instruction set, under the name vb_<isa>_<kernel>; vb_cpu_isas() lists the sets that are
-// both in this binary and runnable on this machine, best first. The Python side (vllm_blend/ops/bindings.py) takes the first.
+// Every kernel is compiled once per instruction set, under the name vb_<isa>_<kernel>; vb_cpu_isas() lists the sets
+// that are both in this binary and runnable on this machine, best first. The Python side (vllm_blend/ops/bindings.py)
+// takes the first.
 //
 // Shapes use: T tokens, R requests, H query heads, K KV heads, D head size, S = num_blocks * block_size cache slots.
-// A cache is [num_blocks, block_size, K, D], contiguous. `*_stride` is the distance between two tokens' rows; what is inside
-// a row is contiguous. All arithmetic is float32, whatever the storage. `threads` is an upper bound for OpenMP.
+// A cache is [num_blocks, block_size, K, D], contiguous. `*_stride` is the distance between two tokens' rows; what is
+// inside a row is contiguous. All arithmetic is float32, whatever the storage. `threads` is an upper bound for OpenMP.
 // Every kernel returns a vb_status; anything but VB_OK means that no promise is made about the outputs.
 #ifndef VLLM_BLEND_CPU_H
 #define VLLM_BLEND_CPU_H
@@ -42,17 +43,17 @@ VB_EXPORT int64_t vb_cpu_abi_version(void);
 #define VB_JOIN(a, b, c) VB_JOIN_(a, b, c)
 #define VB_FN(name) VB_JOIN(vb_, VB_ISA, name)
 
-// out [rows, n] = rms_norm(x + residual) * weight; residual and sum may both be null, else sum [rows, n] = x + residual.
-// out, sum and residual are contiguous.
-VB_EXPORT int VB_FN(rms_norm)(void* out, void* sum, const void* x, const void* residual, const void* weight, int64_t rows,
-                              int64_t n, int64_t x_stride, float eps, int32_t dtype, int32_t threads);
+// out [rows, n] = rms_norm(x + residual) * weight; residual and sum may both be null, else sum [rows, n] = x +
+// residual. out, sum and residual are contiguous.
+VB_EXPORT int VB_FN(rms_norm)(void* out, void* sum, const void* x, const void* residual, const void* weight,
+                              int64_t rows, int64_t n, int64_t x_stride, float eps, int32_t dtype, int32_t threads);
 
 // out [rows, n] = silu(gate) * up for gate_up rows of [gate n | up n].
-VB_EXPORT int VB_FN(silu_and_mul)(void* out, const void* gate_up, int64_t rows, int64_t n, int64_t stride, int32_t dtype,
-                                  int32_t threads);
+VB_EXPORT int VB_FN(silu_and_mul)(void* out, const void* gate_up, int64_t rows, int64_t n, int64_t stride,
+                                  int32_t dtype, int32_t threads);
 
-// Rotate q [T, H, D] and k [T, K, D] by cos, sin [T, half] float32; write q_out, k_out (contiguous; k_out may be null) and,
-// where key_cache is not null, the rotated k and v [T, K, D] to the cache slots [T]. H or K may be 0.
+// Rotate q [T, H, D] and k [T, K, D] by cos, sin [T, half] float32; write q_out, k_out (contiguous; k_out may be null)
+// and, where key_cache is not null, the rotated k and v [T, K, D] to the cache slots [T]. H or K may be 0.
 VB_EXPORT int VB_FN(rope)(void* q_out, void* k_out, const void* q, const void* k, const void* v, const float* cos,
                           const float* sin, void* key_cache, void* value_cache, const int64_t* slots, int64_t tokens,
                           int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t half, int64_t q_stride,
@@ -63,13 +64,14 @@ VB_EXPORT int VB_FN(reshape_and_cache)(const void* k, const void* v, void* key_c
                                        const int64_t* slots, int64_t tokens, int64_t row, int64_t k_stride,
                                        int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t threads);
 
-// Every layer of a stored chunk: k (before RoPE) and v [layers, T, K, D] of dtype `source`, K rotated, both written to the
-// slots [T] of the layers' caches of dtype `target`. Layers lie *_layer elements apart; within a layer all is contiguous.
+// Every layer of a stored chunk: k (before RoPE) and v [layers, T, K, D] of dtype `source`, K rotated, both written to
+// the slots [T] of the layers' caches of dtype `target`. Layers lie *_layer elements apart; within a layer all is
+// contiguous.
 VB_EXPORT int VB_FN(place_chunk)(const void* k, const void* v, const float* cos, const float* sin, void* key_cache,
-                                 void* value_cache, const int64_t* slots, int64_t layers, int64_t tokens, int64_t kv_heads,
-                                 int64_t head_dim, int64_t half, int64_t k_layer, int64_t v_layer, int64_t key_cache_layer,
-                                 int64_t value_cache_layer, int64_t num_slots, int32_t source, int32_t target,
-                                 int32_t threads);
+                                 void* value_cache, const int64_t* slots, int64_t layers, int64_t tokens,
+                                 int64_t kv_heads, int64_t head_dim, int64_t half, int64_t k_layer, int64_t v_layer,
+                                 int64_t key_cache_layer, int64_t value_cache_layer, int64_t num_slots, int32_t source,
+                                 int32_t target, int32_t threads);
 
 // out [T, H, D] = attention of q [T, H, D] over the paged cache. Rows starts[r]:starts[r+1] are request r's queries at
 // `positions`; a key at position p is seen from position t iff p <= t and (window == 0 or p > t - window).
@@ -77,8 +79,9 @@ VB_EXPORT int VB_FN(place_chunk)(const void* k, const void* v, const float* cos,
 VB_EXPORT int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
                                      const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
                                      const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
-                                     int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                     int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads);
+                                     int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
+                                     int64_t head_dim, int64_t q_stride, int64_t window, float scale, int32_t dtype,
+                                     int32_t threads);
 
 // mass[offsets[r] + p] = probability that key p of request r receives, summed over the rows first[r]:last[r] of q and
 // averaged over heads. Every element of mass [offsets[R]] is written.
@@ -88,6 +91,11 @@ VB_EXPORT int VB_FN(attention_mass)(float* mass, const void* q, const void* key_
                                     int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
                                     int32_t dtype, int32_t threads);
+
+// out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null). bf16 only, in a multiple of
+// 32, features a multiple of 16. Exists for the "amx" set alone: elsewhere torch's own product is what there is.
+VB_EXPORT int VB_FN(linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t in,
+                            int64_t features, int64_t x_stride, int32_t dtype, int32_t threads);
 
 #endif  // VB_ISA
 #endif

@@ -1,4 +1,5 @@
 // Paged attention with explicit query positions: cuts a step into prefill tiles and decode chunks and shares them out.
+#include "amx.h"
 #include "prefill.h"
 
 namespace VB_NAMESPACE {
@@ -45,16 +46,33 @@ static void list_units(const Paged& a, Tile* tiles, Chunk* chunks, int64_t* chun
   chunk_starts[a.requests] = chunk;
 }
 
+template <typename T>
+VB_INLINE void decode(const Paged& a, const Chunk& chunk, float* partial, void* scratch, bool on_tiles, Ahead& ahead) {
+  if constexpr (kTiles<T>) {
+    if (on_tiles) return decode_chunk_amx(a, chunk, partial, scratch, ahead);
+  }
+  decode_chunk<T>(a, chunk, partial, scratch, ahead);
+}
+
+template <typename T>
+VB_INLINE void prefill(const Paged& a, const Tile& tile, void* scratch, bool on_tiles) {
+  if constexpr (kTiles<T>) {
+    if (on_tiles) return prefill_tile_amx(a, tile, scratch);
+  }
+  prefill_tile<T>(a, tile, scratch);
+}
+
 static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <typename T>
 static int run(const Paged& a, int32_t threads) {
   const Plan plan = plan_step(a);
   const size_t partial_size = size_t(a.heads * (a.head_dim + 2));
-  const size_t tile_bytes = aligned(size_t(plan.tiles) * sizeof(Tile)), chunk_bytes = aligned(size_t(plan.chunks) * sizeof(Chunk));
+  const size_t tile_bytes = aligned(size_t(plan.tiles) * sizeof(Tile)),
+               chunk_bytes = aligned(size_t(plan.chunks) * sizeof(Chunk));
   const size_t start_bytes = aligned(size_t(a.requests + 1) * sizeof(int64_t));
-  char* shared = (char*)vb_scratch(VB_SCRATCH_SHARED,
-                                   tile_bytes + chunk_bytes + start_bytes + size_t(plan.chunks) * partial_size * sizeof(float));
+  char* shared = (char*)vb_scratch(
+      VB_SCRATCH_SHARED, tile_bytes + chunk_bytes + start_bytes + size_t(plan.chunks) * partial_size * sizeof(float));
   if (!shared) return VB_NO_MEMORY;
   Tile* tiles = (Tile*)shared;
   Chunk* chunks = (Chunk*)(shared + tile_bytes);
@@ -62,9 +80,17 @@ static int run(const Paged& a, int32_t threads) {
   float* partials = (float*)(shared + tile_bytes + chunk_bytes + start_bytes);
   list_units(a, tiles, chunks, chunk_starts);
 
-  const size_t tile_scratch = plan.tiles ? prefill_scratch_bytes<T>() : 0, chunk_scratch = decode_scratch_bytes(a);
+  const bool on_tiles = takes_tiles<T>(a);
+  size_t tile_scratch = plan.tiles ? prefill_scratch_bytes() : 0, chunk_scratch = decode_scratch_bytes(a);
+  if constexpr (kTiles<T>) {
+    if (on_tiles) {
+      tile_scratch = plan.tiles ? prefill_amx_scratch_bytes() : 0;
+      chunk_scratch = decode_amx_scratch_bytes(a);
+    }
+  }
   const size_t scratch_bytes = tile_scratch > chunk_scratch ? tile_scratch : chunk_scratch;
   int status = VB_OK;
+  const int64_t run_length = max64(1, min64(8, plan.chunks / (4 * max64(1, threads))));
   const int64_t units = plan.tiles + plan.chunks;
   const int team = plan.work > VB_SERIAL_ELEMENTS ? int(min64(threads, units)) : 1;
 #pragma omp parallel num_threads(team) if (team > 1)
@@ -74,12 +100,24 @@ static int run(const Paged& a, int32_t threads) {
 #pragma omp atomic write
       status = VB_NO_MEMORY;
     }
+    if (on_tiles) tiles_begin();
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < plan.tiles; ++i)
-      if (scratch) prefill_tile<T>(a, tiles[i], scratch);
+      if (scratch) prefill<T>(a, tiles[i], scratch, on_tiles);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.chunks; ++i)
-      if (scratch) decode_chunk<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch);
+    for (int64_t run = 0; run < plan.chunks; run += run_length) {
+      const int64_t last = min64(run + run_length, plan.chunks) - 1;
+      Ahead ahead;
+      if (scratch) ahead.aim(a, chunks[run], sizeof(T));
+      Ahead::touch(ahead, ahead.share(1));
+      for (int64_t i = run; scratch && i <= last; ++i) {
+        if (i < last)
+          ahead.aim(a, chunks[i + 1], sizeof(T));
+        else
+          ahead.rest();
+        decode<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch, on_tiles, ahead);
+      }
+    }
     if (plan.chunks) {
 #pragma omp for schedule(static) nowait
       for (int64_t r = 0; r < a.requests; ++r) {
@@ -87,6 +125,7 @@ static int run(const Paged& a, int32_t threads) {
         if (count) merge_chunks<T>(a, r, partials + size_t(chunk_starts[r]) * partial_size, count);
       }
     }
+    if (on_tiles) tiles_end();
   }
   return status;
 }
@@ -95,21 +134,26 @@ static int run(const Paged& a, int32_t threads) {
 
 using namespace VB_NAMESPACE;
 
-int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache, const int64_t* positions,
-                           const int32_t* block_tables, const int64_t* starts, const int64_t* seq_lens, int64_t tokens,
-                           int64_t requests, int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
-                           int64_t head_dim, int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
-  const Paged a = {out,      q,          key_cache, value_cache, positions, block_tables, starts, seq_lens, requests, table_stride,
-                   num_blocks, block_size, heads,     kv_heads,    head_dim,  q_stride,     window, scale};
+int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
+                           const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
+                           const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
+                           int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                           int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+  const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
+                   starts, seq_lens, requests,  table_stride, num_blocks, block_size,
+                   heads,  kv_heads, head_dim,  q_stride,     window,     scale};
   if (starts[0] != 0 || starts[requests] != tokens) return VB_BAD_START;
   for (int64_t r = 0; r < requests; ++r)
     if (starts[r] > starts[r + 1]) return VB_BAD_START;
   const int status = a.check(starts, starts + 1);
   if (status != VB_OK) return status;
   switch (dtype) {
-    case VB_F32: return run<float>(a, threads);
-    case VB_BF16: return run<bf16>(a, threads);
-    case VB_F16: return run<f16>(a, threads);
+    case VB_F32:
+      return run<float>(a, threads);
+    case VB_BF16:
+      return run<bf16>(a, threads);
+    case VB_F16:
+      return run<f16>(a, threads);
   }
   return VB_BAD_DTYPE;
 }

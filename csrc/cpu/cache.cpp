@@ -34,9 +34,9 @@ VB_INLINE void copy_row(T* to, const T* from, int64_t n) {
 }
 
 template <typename T>
-static int rope(T* q_out, T* k_out, const T* q, const T* k, const T* v, const float* cos, const float* sin, T* key_cache,
-                T* value_cache, const int64_t* slots, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                int64_t half, int64_t q_stride, int64_t k_stride, int64_t v_stride, int32_t threads) {
+static int rope(T* q_out, T* k_out, const T* q, const T* k, const T* v, const float* cos, const float* sin,
+                T* key_cache, T* value_cache, const int64_t* slots, int64_t tokens, int64_t heads, int64_t kv_heads,
+                int64_t head_dim, int64_t half, int64_t q_stride, int64_t k_stride, int64_t v_stride, int32_t threads) {
   const int64_t row = kv_heads * head_dim;
   VB_PARALLEL_FOR(tokens * (heads + kv_heads) * head_dim)
   for (int64_t t = 0; t < tokens; ++t) {
@@ -45,7 +45,8 @@ static int rope(T* q_out, T* k_out, const T* q, const T* k, const T* v, const fl
     for (int64_t h = 0; h < heads; ++h)
       rotate_head(q_out + (t * heads + h) * head_dim, q + t * q_stride + h * head_dim, c, s, half, head_dim);
     T* key = key_cache ? key_cache + slots[t] * row : k_out + t * row;
-    for (int64_t h = 0; h < kv_heads; ++h) rotate_head(key + h * head_dim, k + t * k_stride + h * head_dim, c, s, half, head_dim);
+    for (int64_t h = 0; h < kv_heads; ++h)
+      rotate_head(key + h * head_dim, k + t * k_stride + h * head_dim, c, s, half, head_dim);
     if (key_cache) {
       copy_row(value_cache + slots[t] * row, v + t * v_stride, row);
       if (k_out) copy_row(k_out + t * row, key, row);
@@ -85,8 +86,8 @@ static int place_chunk(const Placement& p) {
     D* key = (D*)p.key_cache + layer * p.key_cache_layer + p.slots[t] * row;
     for (int64_t h = 0; h < p.kv_heads; ++h)
       rotate_head(key + h * p.head_dim, k + h * p.head_dim, p.cos + t * p.half, p.sin + t * p.half, p.half, p.head_dim);
-    copy_row((D*)p.value_cache + layer * p.value_cache_layer + p.slots[t] * row, (const S*)p.v + layer * p.v_layer + t * row,
-             row);
+    copy_row((D*)p.value_cache + layer * p.value_cache_layer + p.slots[t] * row,
+             (const S*)p.v + layer * p.v_layer + t * row, row);
   }
   return VB_OK;
 }
@@ -94,26 +95,30 @@ static int place_chunk(const Placement& p) {
 template <typename S>
 static int place_chunk_to(const Placement& p, int32_t target) {
   switch (target) {
-    case VB_F32: return place_chunk<S, float>(p);
-    case VB_BF16: return place_chunk<S, bf16>(p);
-    case VB_F16: return place_chunk<S, f16>(p);
+    case VB_F32:
+      return place_chunk<S, float>(p);
+    case VB_BF16:
+      return place_chunk<S, bf16>(p);
+    case VB_F16:
+      return place_chunk<S, f16>(p);
   }
   return VB_BAD_DTYPE;
 }
 
-}  // namespace
+}  // namespace VB_NAMESPACE
 
 using namespace VB_NAMESPACE;
 
-int VB_FN(rope)(void* q_out, void* k_out, const void* q, const void* k, const void* v, const float* cos, const float* sin,
-                void* key_cache, void* value_cache, const int64_t* slots, int64_t tokens, int64_t heads, int64_t kv_heads,
-                int64_t head_dim, int64_t half, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t num_slots,
-                int32_t dtype, int32_t threads) {
+int VB_FN(rope)(void* q_out, void* k_out, const void* q, const void* k, const void* v, const float* cos,
+                const float* sin, void* key_cache, void* value_cache, const int64_t* slots, int64_t tokens,
+                int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t half, int64_t q_stride, int64_t k_stride,
+                int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t threads) {
   if (key_cache && !slots_ok(slots, tokens, num_slots)) return VB_BAD_SLOT;
-#define VB_CASE(code, T)                                                                                                    \
-  case code:                                                                                                                \
-    return rope<T>((T*)q_out, (T*)k_out, (const T*)q, (const T*)k, (const T*)v, cos, sin, (T*)key_cache, (T*)value_cache,    \
-                   slots, tokens, heads, kv_heads, head_dim, half, q_stride, k_stride, v_stride, threads);
+#define VB_CASE(code, T)                                                                                          \
+  case code:                                                                                                      \
+    return rope<T>((T*)q_out, (T*)k_out, (const T*)q, (const T*)k, (const T*)v, cos, sin, (T*)key_cache,          \
+                   (T*)value_cache, slots, tokens, heads, kv_heads, head_dim, half, q_stride, k_stride, v_stride, \
+                   threads);
   switch (dtype) { VB_CASE(VB_F32, float) VB_CASE(VB_BF16, bf16) VB_CASE(VB_F16, f16) }
 #undef VB_CASE
   return VB_BAD_DTYPE;
@@ -123,26 +128,30 @@ int VB_FN(reshape_and_cache)(const void* k, const void* v, void* key_cache, void
                              int64_t tokens, int64_t row, int64_t k_stride, int64_t v_stride, int64_t num_slots,
                              int32_t dtype, int32_t threads) {
   if (!slots_ok(slots, tokens, num_slots)) return VB_BAD_SLOT;
-#define VB_CASE(code, T)                                                                                                   \
-  case code:                                                                                                               \
-    return reshape_and_cache<T>((const T*)k, (const T*)v, (T*)key_cache, (T*)value_cache, slots, tokens, row, k_stride,     \
-                                v_stride, threads);
+#define VB_CASE(code, T)                                                                                      \
+  case code:                                                                                                  \
+    return reshape_and_cache<T>((const T*)k, (const T*)v, (T*)key_cache, (T*)value_cache, slots, tokens, row, \
+                                k_stride, v_stride, threads);
   switch (dtype) { VB_CASE(VB_F32, float) VB_CASE(VB_BF16, bf16) VB_CASE(VB_F16, f16) }
 #undef VB_CASE
   return VB_BAD_DTYPE;
 }
 
-int VB_FN(place_chunk)(const void* k, const void* v, const float* cos, const float* sin, void* key_cache, void* value_cache,
-                       const int64_t* slots, int64_t layers, int64_t tokens, int64_t kv_heads, int64_t head_dim,
-                       int64_t half, int64_t k_layer, int64_t v_layer, int64_t key_cache_layer, int64_t value_cache_layer,
-                       int64_t num_slots, int32_t source, int32_t target, int32_t threads) {
+int VB_FN(place_chunk)(const void* k, const void* v, const float* cos, const float* sin, void* key_cache,
+                       void* value_cache, const int64_t* slots, int64_t layers, int64_t tokens, int64_t kv_heads,
+                       int64_t head_dim, int64_t half, int64_t k_layer, int64_t v_layer, int64_t key_cache_layer,
+                       int64_t value_cache_layer, int64_t num_slots, int32_t source, int32_t target, int32_t threads) {
   if (!slots_ok(slots, tokens, num_slots)) return VB_BAD_SLOT;
-  const Placement p = {k,        v,    cos,     sin,     key_cache,       value_cache,       slots,  layers, tokens, kv_heads,
-                       head_dim, half, k_layer, v_layer, key_cache_layer, value_cache_layer, threads};
+  const Placement p = {k,      v,        cos,      sin,  key_cache, value_cache, slots,           layers,
+                       tokens, kv_heads, head_dim, half, k_layer,   v_layer,     key_cache_layer, value_cache_layer,
+                       threads};
   switch (source) {
-    case VB_F32: return place_chunk_to<float>(p, target);
-    case VB_BF16: return place_chunk_to<bf16>(p, target);
-    case VB_F16: return place_chunk_to<f16>(p, target);
+    case VB_F32:
+      return place_chunk_to<float>(p, target);
+    case VB_BF16:
+      return place_chunk_to<bf16>(p, target);
+    case VB_F16:
+      return place_chunk_to<f16>(p, target);
   }
   return VB_BAD_DTYPE;
 }

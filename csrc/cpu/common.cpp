@@ -1,8 +1,8 @@
 // What exists once: which instruction sets can run here, and scratch memory.
+#include <stdlib.h>
+
 #include "../vllm_blend_cpu.h"
 #include "parallel.h"
-
-#include <stdlib.h>
 
 #if defined(__x86_64__) && defined(VB_HAVE_AMX)
 #include <cpuid.h>

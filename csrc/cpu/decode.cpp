@@ -1,20 +1,15 @@
-// Attention of requests with one query. The cache is read once, in place and block by block: every head is served before the
-// next block is touched, so that memory sees one sequential stream per block.
+// Attention of requests with one query. The cache is read once, in place and block by block: every head is served
+// before the next block is touched, so that memory sees one sequential stream per block.
 #include "attention.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 namespace VB_NAMESPACE {
 
-constexpr int64_t KEY_STRIDE = MAX_HEAD_DIM + 16;   // not a power of two: rows must not share cache sets
+constexpr int64_t KEY_STRIDE = MAX_HEAD_DIM + 16;  // not a power of two: rows must not share cache sets
 constexpr int64_t SCORE_STRIDE = DECODE_CHUNK + VL;
-constexpr int OUTPUT_VECTORS = VL == 16 ? 4 : 2;    // times 4 heads: accumulators that fit the registers
-constexpr int64_t PREFETCH_AHEAD = 32;              // keys
-constexpr int64_t VALUE_KEYS = 16;                  // keys of the value pass served before accumulators go back to memory
+constexpr int OUTPUT_VECTORS = VL == 16 ? 4 : 2;  // times 4 heads: accumulators that fit the registers
+constexpr int64_t VALUE_KEYS = 16;                // keys of the value pass served before accumulators go back to memory
 
-struct Scratch {
+struct DecodeScratch {
   alignas(64) float keys[VL][KEY_STRIDE];  // VL keys of a 16-bit cache, as float32
   int64_t offsets[SCORE_STRIDE];
   float *q, *scores;  // [heads, head_dim] scaled to log2 units, [heads, SCORE_STRIDE]
@@ -39,34 +34,11 @@ VB_INLINE vf dot_keys(const float* q, const float (*k)[KEY_STRIDE], int64_t head
   return sum_each(sums);
 }
 
-// Scores straight from 16-bit storage, by products of pairs summed in float32; the scale is left to the caller.
-template <typename T>
-struct Pairs {
-  static constexpr bool available = false;
-  VB_INLINE vf dot_keys(const T*, const T* const*, int64_t) { return vf{}; }
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Pairs<bf16> {
-  static constexpr bool available = true;
-  VB_INLINE vf dot_keys(const bf16* q, const bf16* const* k, int64_t head_dim) {
-    vf sums[VL] = {};
-    for (int64_t d = 0; d < head_dim; d += 2 * VL) {
-      const __m512bh x = (__m512bh)_mm512_loadu_si512(q + d);
-      for (int i = 0; i < VL; ++i)
-        sums[i] = bit_cast<vf>(_mm512_dpbf16_ps(bit_cast<__m512>(sums[i]), x, (__m512bh)_mm512_loadu_si512(k[i] + d)));
-    }
-    return sum_each(sums);
-  }
-};
-#endif
-
 // Scores of the keys i:i + VL of a chunk, every head.
 template <typename T>
-VB_INLINE void score_keys(const Paged& a, Scratch& s, const T* q, int64_t i) {
+VB_INLINE void score_keys(const Paged& a, DecodeScratch& s, int64_t i) {
   const int64_t head_dim = a.head_dim, group = a.group();
-  const bool pairs = Pairs<T>::available && head_dim % (2 * VL) == 0;
-  const bool convert = !pairs && sizeof(T) == 2 && group > 1;  // once per key, not once per head
+  const bool convert = sizeof(T) == 2 && group > 1;  // once per key, not once per head
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
     const T* k[VL];
     for (int j = 0; j < VL; ++j) k[j] = (const T*)a.keys + s.offsets[i + j] + kv_head * head_dim;
@@ -74,14 +46,8 @@ VB_INLINE void score_keys(const Paged& a, Scratch& s, const T* q, int64_t i) {
       for (int j = 0; j < VL; ++j)
         for (int64_t d = 0; d < head_dim; d += VL) store(&s.keys[j][d], load(k[j] + d));
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      vf score;
-      if (pairs)
-        score = Pairs<T>::dot_keys(q + head * head_dim, k, head_dim) * (a.scale * kLog2e);
-      else if (convert)
-        score = dot_keys(s.q + head * head_dim, s.keys, head_dim);
-      else
-        score = dot_keys<T>(s.q + head * head_dim, k, head_dim);
-      store(s.scores + head * SCORE_STRIDE + i, score);
+      const float* q = s.q + head * head_dim;
+      store(s.scores + head * SCORE_STRIDE + i, convert ? dot_keys(q, s.keys, head_dim) : dot_keys<T>(q, k, head_dim));
     }
   }
 }
@@ -103,8 +69,8 @@ VB_INLINE void weigh(float* scores, int64_t count, float* maximum, float* sum) {
 
 // out[g][0:V*VL] += sum over keys of weight * value, for G heads of one KV head.
 template <typename T, int G, int V>
-VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weights, const T* values, const int64_t* offsets,
-                               int64_t count) {
+VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weights, const T* values,
+                               const int64_t* offsets, int64_t count) {
   vf sums[G][V];
   for (int g = 0; g < G; ++g)
     for (int v = 0; v < V; ++v) sums[g][v] = load(out + g * head_dim + v * VL);
@@ -120,8 +86,8 @@ VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weight
 }
 
 template <typename T, int G>
-VB_INLINE void values_of_heads(float* out, int64_t head_dim, const float* weights, const T* values, const int64_t* offsets,
-                               int64_t count) {
+VB_INLINE void values_of_heads(float* out, int64_t head_dim, const float* weights, const T* values,
+                               const int64_t* offsets, int64_t count) {
   int64_t d = 0;
   for (; d + OUTPUT_VECTORS * VL <= head_dim; d += OUTPUT_VECTORS * VL)
     weighted_values<T, G, OUTPUT_VECTORS>(out + d, head_dim, weights, values + d, offsets, count);
@@ -130,7 +96,7 @@ VB_INLINE void values_of_heads(float* out, int64_t head_dim, const float* weight
 
 // The values of the keys i:i + count of a chunk, every head.
 template <typename T>
-VB_INLINE void add_values(const Paged& a, const Scratch& s, float* out, int64_t i, int64_t count) {
+VB_INLINE void add_values(const Paged& a, const DecodeScratch& s, float* out, int64_t i, int64_t count) {
   const int64_t head_dim = a.head_dim, group = a.group();
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
     const T* values = (const T*)a.values + kv_head * head_dim;
@@ -140,25 +106,25 @@ VB_INLINE void add_values(const Paged& a, const Scratch& s, float* out, int64_t 
       const float* weights = s.scores + head * SCORE_STRIDE + i;
       const int64_t* offsets = s.offsets + i;
       switch (min64(4, end - head)) {
-        case 1: values_of_heads<T, 1>(to, head_dim, weights, values, offsets, count); break;
-        case 2: values_of_heads<T, 2>(to, head_dim, weights, values, offsets, count); break;
-        case 3: values_of_heads<T, 3>(to, head_dim, weights, values, offsets, count); break;
-        default: values_of_heads<T, 4>(to, head_dim, weights, values, offsets, count);
+        case 1:
+          values_of_heads<T, 1>(to, head_dim, weights, values, offsets, count);
+          break;
+        case 2:
+          values_of_heads<T, 2>(to, head_dim, weights, values, offsets, count);
+          break;
+        case 3:
+          values_of_heads<T, 3>(to, head_dim, weights, values, offsets, count);
+          break;
+        default:
+          values_of_heads<T, 4>(to, head_dim, weights, values, offsets, count);
       }
     }
   }
 }
 
-// Blocks lie anywhere and the hardware prefetcher stops at page ends. One row is enough to start it on the next page; asking
-// for every row is slower, because demand loads then queue behind the requests (measured: 506 us against 443 for 16 x 750 keys).
 template <typename T>
-VB_INLINE void prefetch_row(const T* row, int64_t n) {
-  for (int64_t byte = 0; byte < n * int64_t(sizeof(T)); byte += 64) __builtin_prefetch((const char*)row + byte, 0, 2);
-}
-
-template <typename T>
-void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scratch) {
-  Scratch& s = *(Scratch*)scratch;
+void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scratch, Ahead& ahead) {
+  DecodeScratch& s = *(DecodeScratch*)scratch;
   const int64_t head_dim = a.head_dim;
   s.q = (float*)(&s + 1);
   s.scores = s.q + a.heads * head_dim;
@@ -167,16 +133,19 @@ void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scra
   a.offsets(s.offsets, chunk.request, chunk.first, chunk.count);
   for (int64_t i = chunk.count; i < chunk.count + VL; ++i) s.offsets[i] = s.offsets[chunk.count - 1];
 
+  const int64_t lines = ahead.share((chunk.count + VL - 1) / VL + (chunk.count + VALUE_KEYS - 1) / VALUE_KEYS);
   for (int64_t i = 0; i < chunk.count; i += VL) {
-    prefetch_row((const T*)a.keys + s.offsets[min64(i + PREFETCH_AHEAD, chunk.count - 1)], a.row());
-    prefetch_row((const T*)a.values + s.offsets[i], a.row());
-    score_keys<T>(a, s, q, i);
+    Ahead::touch(ahead, lines);
+    score_keys<T>(a, s, i);
   }
   float* maxima = partial + a.heads * head_dim;
   for (int64_t head = 0; head < a.heads; ++head)
     weigh(s.scores + head * SCORE_STRIDE, chunk.count, maxima + head, maxima + a.heads + head);
   for (int64_t i = 0; i < a.heads * head_dim; i += VL) store(partial + i, vf{});
-  for (int64_t i = 0; i < chunk.count; i += VALUE_KEYS) add_values<T>(a, s, partial, i, min64(VALUE_KEYS, chunk.count - i));
+  for (int64_t i = 0; i < chunk.count; i += VALUE_KEYS) {
+    Ahead::touch(ahead, lines);
+    add_values<T>(a, s, partial, i, min64(VALUE_KEYS, chunk.count - i));
+  }
 }
 
 template <typename T>
@@ -202,12 +171,12 @@ void merge_chunks(const Paged& a, int64_t request, const float* partials, int64_
 }
 
 size_t decode_scratch_bytes(const Paged& a) {
-  return sizeof(Scratch) + size_t(a.heads * (a.head_dim + SCORE_STRIDE)) * sizeof(float);
+  return sizeof(DecodeScratch) + size_t(a.heads * (a.head_dim + SCORE_STRIDE)) * sizeof(float);
 }
 
-template void decode_chunk<float>(const Paged&, const Chunk&, float*, void*);
-template void decode_chunk<bf16>(const Paged&, const Chunk&, float*, void*);
-template void decode_chunk<f16>(const Paged&, const Chunk&, float*, void*);
+template void decode_chunk<float>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<bf16>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<f16>(const Paged&, const Chunk&, float*, void*, Ahead&);
 template void merge_chunks<float>(const Paged&, int64_t, const float*, int64_t);
 template void merge_chunks<bf16>(const Paged&, int64_t, const float*, int64_t);
 template void merge_chunks<f16>(const Paged&, int64_t, const float*, int64_t);

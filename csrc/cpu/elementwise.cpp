@@ -31,8 +31,8 @@ VB_INLINE void norm_row(T* out, T* sum, const T* x, const T* residual, const T* 
 }
 
 template <typename T>
-static int rms_norm(void* out, void* sum, const void* x, const void* residual, const void* weight, int64_t rows, int64_t n,
-                    int64_t x_stride, float eps, int32_t threads) {
+static int rms_norm(void* out, void* sum, const void* x, const void* residual, const void* weight, int64_t rows,
+                    int64_t n, int64_t x_stride, float eps, int32_t threads) {
   VB_PARALLEL_FOR(rows * n)
   for (int64_t r = 0; r < rows; ++r)
     norm_row<T>((T*)out + r * n, residual ? (T*)sum + r * n : nullptr, (const T*)x + r * x_stride,
@@ -57,16 +57,19 @@ static int silu_and_mul(void* out, const void* gate_up, int64_t rows, int64_t n,
   return VB_OK;
 }
 
-}  // namespace
+}  // namespace VB_NAMESPACE
 
 using namespace VB_NAMESPACE;
 
-int VB_FN(rms_norm)(void* out, void* sum, const void* x, const void* residual, const void* weight, int64_t rows, int64_t n,
-                    int64_t x_stride, float eps, int32_t dtype, int32_t threads) {
+int VB_FN(rms_norm)(void* out, void* sum, const void* x, const void* residual, const void* weight, int64_t rows,
+                    int64_t n, int64_t x_stride, float eps, int32_t dtype, int32_t threads) {
   switch (dtype) {
-    case VB_F32: return rms_norm<float>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
-    case VB_BF16: return rms_norm<bf16>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
-    case VB_F16: return rms_norm<f16>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
+    case VB_F32:
+      return rms_norm<float>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
+    case VB_BF16:
+      return rms_norm<bf16>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
+    case VB_F16:
+      return rms_norm<f16>(out, sum, x, residual, weight, rows, n, x_stride, eps, threads);
   }
   return VB_BAD_DTYPE;
 }
@@ -74,9 +77,12 @@ int VB_FN(rms_norm)(void* out, void* sum, const void* x, const void* residual, c
 int VB_FN(silu_and_mul)(void* out, const void* gate_up, int64_t rows, int64_t n, int64_t stride, int32_t dtype,
                         int32_t threads) {
   switch (dtype) {
-    case VB_F32: return silu_and_mul<float>(out, gate_up, rows, n, stride, threads);
-    case VB_BF16: return silu_and_mul<bf16>(out, gate_up, rows, n, stride, threads);
-    case VB_F16: return silu_and_mul<f16>(out, gate_up, rows, n, stride, threads);
+    case VB_F32:
+      return silu_and_mul<float>(out, gate_up, rows, n, stride, threads);
+    case VB_BF16:
+      return silu_and_mul<bf16>(out, gate_up, rows, n, stride, threads);
+    case VB_F16:
+      return silu_and_mul<f16>(out, gate_up, rows, n, stride, threads);
   }
   return VB_BAD_DTYPE;
 }

@@ -1,58 +1,66 @@
-// How much attention each key receives from a few queries, without a matrix of probabilities: one pass over the keys finds
-// each row's maximum and sum, a second adds up the normalised weights. Each unit owns the keys it writes, so the sums come out
-// the same for any number of threads.
-#include "tile.h"
+// How much attention each key receives from a few queries, without a matrix of probabilities: one pass over the keys
+// finds each row's maximum and sum, a second adds up the normalised weights. Each unit owns the keys it writes, so the
+// sums come out the same for any number of threads.
+#include "products.h"
 
 namespace VB_NAMESPACE {
 
 constexpr int64_t MASS_KEYS = 4 * TILE_KEYS;  // keys of a unit
 
-struct Scratch {
-  Queries q;
-  alignas(64) float scores[(TILE_KEYS + ROWS) * TILE_ROWS + VL];  // [keys, rows]
+struct MassScratch {
+  Rows rows;
+  alignas(64) float q[MAX_HEAD_DIM * TILE_ROWS];  // [head_dim, rows], in log2 units
+  alignas(64) float scores[SCORES];
   alignas(64) float keys[TILE_KEYS * MAX_HEAD_DIM];
-  const float* key[TILE_KEYS + ROWS];
+  const float* key[TILE_KEYS + BLOCK_ROWS];
   int64_t offsets[TILE_KEYS];
 };
 
 // What the passes share for one request. Row statistics are [kv_heads, padded rows], padded rows a multiple of VL.
 struct Job {
-  int64_t request, first_query, rows, padded, end, chunks;  // rows (queries x group) of a KV head; keys below `end` are seen
-  float *maxima, *sums;                                     // [chunks, kv_heads * padded], merged into chunk 0
+  int64_t request, first_query, rows, padded, end,
+      chunks;            // rows (queries x group) of a KV head; keys below `end` are seen
+  float *maxima, *sums;  // [chunks, kv_heads * padded], merged into chunk 0
   float* mass;
 };
 
 template <typename T>
-VB_INLINE void scores_of(Scratch& s, const Paged& a, const Tile& tile, int64_t first, int64_t count) {
+VB_INLINE void scores_of(MassScratch& s, const Paged& a, const Tile& tile, int64_t first, int64_t count) {
   a.offsets(s.offsets, tile.request, first, count);
   rows_of(s.key, s.keys, (const T*)a.keys + tile.kv_head * a.head_dim, s.offsets, count, a.head_dim);
-  score_tile(s.scores, s.key, s.q, count, a.head_dim);
-  if (needs_mask(s.q, first, count, a.window))
-    for (int64_t v = 0; v < s.q.vectors; ++v)
-      mask_scores(s.scores + v * VL, s.q.positions + v * VL, first, count, a.window);
+  score_tile(s.scores, s.key, s.q, s.rows.vectors, count, a.head_dim);
+  if (s.rows.needs_mask(first, count, a.window))
+    for (int64_t v = 0; v < s.rows.vectors; ++v)
+      Rows::mask(s.scores + v * COLUMN, s.rows.positions + v * VL, first, count, a.window);
+}
+
+template <typename T>
+VB_INLINE void begin_tile(MassScratch& s, const Paged& a, const Tile& tile) {
+  s.rows.begin(a, tile, VL);
+  pack_queries<T>(s.q, a, s.rows, a.scale * kLog2e);
 }
 
 // First pass: maximum and sum of each row over one chunk of keys, one KV head.
 template <typename T>
-static void chunk_statistics(const Paged& a, const Job& job, int64_t chunk, int64_t kv_head, Scratch& s) {
+static void chunk_statistics(const Paged& a, const Job& job, int64_t chunk, int64_t kv_head, MassScratch& s) {
   const int64_t begin = chunk * MASS_KEYS, end = min64(begin + MASS_KEYS, job.end);
   for (int64_t row = 0; row < job.rows; row += TILE_ROWS) {
     const Tile tile = {job.request, kv_head, job.first_query, row, min64(TILE_ROWS, job.rows - row)};
-    Queries::pack<T>(s.q, a, tile);
+    begin_tile<T>(s, a, tile);
     float* maxima = job.maxima + (chunk * a.kv_heads + kv_head) * job.padded + row;
     float* sums = job.sums + (chunk * a.kv_heads + kv_head) * job.padded + row;
-    for (int64_t v = 0; v < s.q.vectors; ++v) store(maxima + v * VL, splat(-kInfinity));
-    for (int64_t v = 0; v < s.q.vectors; ++v) store(sums + v * VL, vf{});
+    for (int64_t v = 0; v < s.rows.vectors; ++v) store(maxima + v * VL, splat(-kInfinity));
+    for (int64_t v = 0; v < s.rows.vectors; ++v) store(sums + v * VL, vf{});
     for (int64_t first = begin; first < end; first += TILE_KEYS) {
       const int64_t count = min64(TILE_KEYS, end - first);
       scores_of<T>(s, a, tile, first, count);
-      for (int64_t v = 0; v < s.q.vectors; ++v) {
+      for (int64_t v = 0; v < s.rows.vectors; ++v) {
         const vf before = load(maxima + v * VL);
         vf top = before;
-        for (int64_t k = 0; k < count; ++k) top = vmax(top, load(s.scores + k * TILE_ROWS + v * VL));
+        for (int64_t k = 0; k < count; ++k) top = vmax(top, load(s.scores + v * COLUMN + k * VL));
         const vf safe = top == splat(-kInfinity) ? vf{} : top;
         vf sum = load(sums + v * VL) * exp2_(before - safe);
-        for (int64_t k = 0; k < count; ++k) sum += exp2_(load(s.scores + k * TILE_ROWS + v * VL) - safe);
+        for (int64_t k = 0; k < count; ++k) sum += exp2_(load(s.scores + v * COLUMN + k * VL) - safe);
         store(maxima + v * VL, top);
         store(sums + v * VL, sum);
       }
@@ -77,13 +85,13 @@ static void merge_statistics(const Paged& a, const Job& job) {
 
 // Second pass: the mass of one chunk of keys.
 template <typename T>
-static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, Scratch& s) {
+static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, MassScratch& s) {
   const int64_t begin = chunk * MASS_KEYS, end = min64(begin + MASS_KEYS, job.end);
   for (int64_t k = begin; k < end; ++k) job.mass[k] = 0.0f;
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head)
     for (int64_t row = 0; row < job.rows; row += TILE_ROWS) {
       const Tile tile = {job.request, kv_head, job.first_query, row, min64(TILE_ROWS, job.rows - row)};
-      Queries::pack<T>(s.q, a, tile);
+      begin_tile<T>(s, a, tile);
       const float* maxima = job.maxima + kv_head * job.padded + row;
       const float* inverse = job.sums + kv_head * job.padded + row;
       for (int64_t first = begin; first < end; first += TILE_KEYS) {
@@ -91,8 +99,8 @@ static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, Scratch& s
         scores_of<T>(s, a, tile, first, count);
         for (int64_t k = 0; k < count; ++k) {
           vf sum = {};
-          for (int64_t v = 0; v < s.q.vectors; ++v)
-            sum += exp2_(load(s.scores + k * TILE_ROWS + v * VL) - load(maxima + v * VL)) * load(inverse + v * VL);
+          for (int64_t v = 0; v < s.rows.vectors; ++v)
+            sum += exp2_(load(s.scores + v * COLUMN + k * VL) - load(maxima + v * VL)) * load(inverse + v * VL);
           job.mass[first + k] += sum_lanes(sum);
         }
       }
@@ -125,7 +133,7 @@ static int mass_of(const Paged& a, float* mass, const int64_t* first, const int6
     const int team = int(min64(threads, job.chunks * a.kv_heads));
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-      Scratch* s = (Scratch*)vb_scratch(VB_SCRATCH_PRIVATE, sizeof(Scratch));
+      MassScratch* s = (MassScratch*)vb_scratch(VB_SCRATCH_PRIVATE, sizeof(MassScratch));
       if (!s) {
 #pragma omp atomic write
         status = VB_NO_MEMORY;
@@ -149,18 +157,21 @@ static int mass_of(const Paged& a, float* mass, const int64_t* first, const int6
 using namespace VB_NAMESPACE;
 
 int VB_FN(attention_mass)(float* mass, const void* q, const void* key_cache, const int64_t* positions,
-                          const int32_t* block_tables, const int64_t* first, const int64_t* last, const int64_t* seq_lens,
-                          const int64_t* offsets, int64_t requests, int64_t table_stride, int64_t num_blocks,
-                          int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_stride,
-                          int64_t window, float scale, int32_t dtype, int32_t threads) {
-  const Paged a = {nullptr,  q,        key_cache,    nullptr,    positions,  block_tables, nullptr,  seq_lens, requests,
-                   table_stride, num_blocks, block_size, heads, kv_heads, head_dim, q_stride, window, scale};
+                          const int32_t* block_tables, const int64_t* first, const int64_t* last,
+                          const int64_t* seq_lens, const int64_t* offsets, int64_t requests, int64_t table_stride,
+                          int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                          int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+  const Paged a = {nullptr,      q,          key_cache,  nullptr, positions, block_tables, nullptr,  seq_lens, requests,
+                   table_stride, num_blocks, block_size, heads,   kv_heads,  head_dim,     q_stride, window,   scale};
   const int status = a.check(first, last);
   if (status != VB_OK) return status;
   switch (dtype) {
-    case VB_F32: return mass_of<float>(a, mass, first, last, offsets, threads);
-    case VB_BF16: return mass_of<bf16>(a, mass, first, last, offsets, threads);
-    case VB_F16: return mass_of<f16>(a, mass, first, last, offsets, threads);
+    case VB_F32:
+      return mass_of<float>(a, mass, first, last, offsets, threads);
+    case VB_BF16:
+      return mass_of<bf16>(a, mass, first, last, offsets, threads);
+    case VB_F16:
+      return mass_of<f16>(a, mass, first, last, offsets, threads);
   }
   return VB_BAD_DTYPE;
 }

@@ -2,14 +2,16 @@
 #ifndef VLLM_BLEND_PREFILL_H
 #define VLLM_BLEND_PREFILL_H
 
-#include "tile.h"
+#include "rows.h"
 
 namespace VB_NAMESPACE {
 
-template <typename T>
 size_t prefill_scratch_bytes();
 template <typename T>
 void prefill_tile(const Paged& a, const Tile& tile, void* scratch);
+
+size_t prefill_amx_scratch_bytes();
+void prefill_tile_amx(const Paged& a, const Tile& tile, void* scratch);  // bf16, tiles_begin() called
 
 }  // namespace VB_NAMESPACE
 #endif

@@ -1,7 +1,7 @@
-// Vectors of float32 in the compiler's own vector types, so that one source serves every instruction set, and the conversions
-// between them and the storage types. Included by kernels only: all names live in a namespace of the instruction set, and
-// nothing from the standard library's templates is used, or the linker could hand an AVX-512 copy of a shared inline function
-// to the generic build.
+// Vectors of float32 in the compiler's own vector types, so that one source serves every instruction set, and the
+// conversions between them and the storage types. Included by kernels only: all names live in a namespace of the
+// instruction set, and nothing from the standard library's templates is used, or the linker could hand an AVX-512 copy
+// of a shared inline function to the generic build.
 #ifndef VLLM_BLEND_SIMD_H
 #define VLLM_BLEND_SIMD_H
 
@@ -129,7 +129,8 @@ VB_INLINE void store(f16* p, vf v) {
   vu u = bit_cast<vu>(v);
   vu sign = (u >> 16) & 0x8000u;
   vu magnitude = u & 0x7fffffffu;
-  // Below the smallest normal half: add a number whose last mantissa bit is worth one half subnormal, and read that mantissa.
+  // Below the smallest normal half: add a number whose last mantissa bit is worth one half subnormal, and read that
+  // mantissa.
   vu tiny = bit_cast<vu>(bit_cast<vf>(magnitude) + 0.5f) - 0x3f000000u;
   vu normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   vu large = (vu)(magnitude > 0x7f800000u) & (vu)(vi{} + 0x7e00);
@@ -168,35 +169,52 @@ VB_INLINE void store_n(T* p, vf v, int64_t n) {
 }
 
 VB_INLINE float sum_lanes(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(bit_cast<__m512>(v));
+#else
   float lanes[VL], total = 0.0f;
   store(lanes, v);
   for (int i = 0; i < VL; ++i) total += lanes[i];
   return total;
+#endif
 }
 VB_INLINE float max_lanes(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(bit_cast<__m512>(v));
+#else
   float lanes[VL];
   store(lanes, v);
   float best = lanes[0];
   for (int i = 1; i < VL; ++i) best = lanes[i] > best ? lanes[i] : best;
   return best;
+#endif
 }
 
-// 2^x for x <= 127, and an infinity for 128. Below -126 the result is 0, so 2^-infinity is an exact 0.
-VB_INLINE vf exp2_(vf x) {
-  const vf magic = splat(0x1.8p23f);  // adding it rounds to an integer, which the low mantissa bits then hold
-  vf clamped = vmax(x, splat(-127.0f));
-  vf shifted = clamped + magic;
-  vf whole = shifted - magic;
-  vf f = clamped - whole;  // -0.5 .. 0.5
-  vf p = splat(1.326472709e-3f);  // our own minimax fit of degree 5 to the relative error: 9e-8 before rounding
+// 2^f for -0.5 <= f <= 0.5, by our own minimax fit of degree 5 to the relative error: 9e-8 before rounding.
+VB_INLINE vf exp2_fraction(vf f) {
+  vf p = splat(1.326472709e-3f);
   p = p * f + 9.671512682e-3f;
   p = p * f + 5.550733744e-2f;
   p = p * f + 2.402224208e-1f;
   p = p * f + 6.931469776e-1f;
-  p = p * f + 1.0f;
+  return p * f + 1.0f;
+}
+// 2^x for x <= 127, and an infinity for 128. Below -126 the result is subnormal or 0; 2^-infinity is an exact 0.
+VB_INLINE vf exp2_(vf x) {
+#if defined(__AVX512F__)
+  // f is x minus its nearest integer (0 for an infinity), so x - f is that integer, exactly.
+  const vf f = bit_cast<vf>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return bit_cast<vf>(_mm512_scalef_ps(bit_cast<__m512>(exp2_fraction(f)), bit_cast<__m512>(x - f)));
+#else
+  const vf magic = splat(0x1.8p23f);  // adding it rounds to an integer, which the low mantissa bits then hold
+  vf clamped = vmax(x, splat(-127.0f));
+  vf shifted = clamped + magic;
+  vf whole = shifted - magic;
+  vf p = exp2_fraction(clamped - whole);
   vi exponent = (bit_cast<vi>(shifted) - bit_cast<vi>(magic) + 127) << 23;
   vf result = p * bit_cast<vf>(exponent);
   return x < splat(-126.0f) ? vf{} : result;
+#endif
 }
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -206,9 +224,9 @@ constexpr float kInfinity = __builtin_inff();
 
 // Two-source shuffle with compile-time lanes: GCC and Clang spell it differently.
 #if VB_LANES == 16
-#define VB_EACH(M, s) \
-  M(0, s), M(1, s), M(2, s), M(3, s), M(4, s), M(5, s), M(6, s), M(7, s), M(8, s), M(9, s), M(10, s), M(11, s), M(12, s), \
-      M(13, s), M(14, s), M(15, s)
+#define VB_EACH(M, s)                                                                                           \
+  M(0, s), M(1, s), M(2, s), M(3, s), M(4, s), M(5, s), M(6, s), M(7, s), M(8, s), M(9, s), M(10, s), M(11, s), \
+      M(12, s), M(13, s), M(14, s), M(15, s)
 #elif VB_LANES == 8
 #define VB_EACH(M, s) M(0, s), M(1, s), M(2, s), M(3, s), M(4, s), M(5, s), M(6, s), M(7, s)
 #else
@@ -229,8 +247,9 @@ namespace VB_NAMESPACE {
 
 // Lane i of the result is the sum of the lanes of v[i], for VL vectors; v is used up.
 VB_INLINE vf sum_each(vf* v) {
-#define VB_STAGE(s)                                                                                   \
-  for (int i = 0; i < (s); ++i) v[i] = VB_SHUFFLE(v[i], v[i + (s)], VB_OWN, s) + VB_SHUFFLE(v[i], v[i + (s)], VB_PARTNER, s);
+#define VB_STAGE(s)             \
+  for (int i = 0; i < (s); ++i) \
+    v[i] = VB_SHUFFLE(v[i], v[i + (s)], VB_OWN, s) + VB_SHUFFLE(v[i], v[i + (s)], VB_PARTNER, s);
 #if VB_LANES >= 16
   VB_STAGE(8)
 #endif
@@ -245,12 +264,12 @@ VB_INLINE vf sum_each(vf* v) {
 
 // Lane j of v[i] and lane i of v[j] change places, for VL vectors.
 VB_INLINE void transpose(vf* v) {
-#define VB_STAGE(s)                                    \
-  for (int i = 0; i < VL; ++i)                         \
-    if (!(i & (s))) {                                  \
+#define VB_STAGE(s)                                           \
+  for (int i = 0; i < VL; ++i)                                \
+    if (!(i & (s))) {                                         \
       const vf low = VB_SHUFFLE(v[i], v[i + (s)], VB_LOW, s); \
       v[i + (s)] = VB_SHUFFLE(v[i], v[i + (s)], VB_HIGH, s);  \
-      v[i] = low;                                      \
+      v[i] = low;                                             \
     }
 #if VB_LANES >= 16
   VB_STAGE(8)

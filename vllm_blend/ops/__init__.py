@@ -7,11 +7,13 @@ from vllm_blend.ops.activation import silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
 from vllm_blend.ops.cache import place_chunk, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
+from vllm_blend.ops.linear import linear
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 
 __all__ = [
     "attention_mass",
     "fused_add_rms_norm",
+    "linear",
     "paged_attention",
     "place_chunk",
     "reshape_and_cache",

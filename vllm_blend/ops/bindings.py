@@ -39,6 +39,9 @@ _SIGNATURES = {
     "attention_mass": "ppppppppp qqqqqqqqq f ii",
 }
 
+# Kernels that only some instruction sets have.
+_EXTRA_SIGNATURES = {"linear": "pppp qqqq ii"}
+
 _STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (TypeError, "the kernel was not built for this dtype or head size"),
     2: (IndexError, "slot_mapping holds a slot outside the cache"),
@@ -63,11 +66,18 @@ class CPUKernels:
     place_chunk: Callable[..., int]
     paged_attention: Callable[..., int]
     attention_mass: Callable[..., int]
+    linear: Callable[..., int] | None
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
-        for name, signature in _SIGNATURES.items():
-            function = getattr(library, f"vb_{isa}_{name}")
+        for name, signature in (_SIGNATURES | _EXTRA_SIGNATURES).items():
+            try:
+                function = getattr(library, f"vb_{isa}_{name}")
+            except AttributeError:
+                if name not in _EXTRA_SIGNATURES:
+                    raise
+                setattr(self, name, None)
+                continue
             function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
             function.restype = ctypes.c_int
             setattr(self, name, function)

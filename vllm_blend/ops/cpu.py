@@ -7,6 +7,8 @@ no helper objects, and sizes read once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
@@ -222,3 +224,33 @@ def attention_mass(
     if status:
         raise_status(status, "attention_mass")
     return list(mass.split(seq_lens))
+
+
+def takes_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the linear kernel can multiply x [rows, in] with this weight [out, in]."""
+    features, size = weight.shape
+    return (
+        weight.dtype == x.dtype
+        and size == x.shape[1]
+        and size % 32 == 0
+        and features % 16 == 0
+        and weight.is_contiguous()
+        and x.stride(1) == 1
+        and not weight.requires_grad
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
+
+
+def linear(
+    kernel: Callable[..., int], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    rows, size = x.shape
+    features = weight.shape[0]
+    out = torch.empty((rows, features), dtype=x.dtype)
+    status = kernel(
+        out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, size,
+        features, x.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "linear")
+    return out
