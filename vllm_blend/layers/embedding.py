@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_blend import ops
+
 
 class Embedding(nn.Module):
     """Token ids [T] int64 -> vectors [T, hidden_size]; its memory is not initialised until the loader fills it."""
@@ -31,4 +33,4 @@ class LMHead(nn.Module):
             self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight).float()
+        return ops.linear(hidden, self.weight).float()

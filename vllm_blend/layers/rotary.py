@@ -41,7 +41,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, heads, head_dim] and k [T, kv_heads, head_dim] rotated to positions [T] int64."""
         cos, sin = self.at(positions)
-        return ops.rotary_embedding(q, cos, sin), ops.rotary_embedding(k, cos, sin)
+        return ops.rotary_qk(q, k, cos, sin)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`cos_sin`, looked up once for all layers of a step (see `one_step`)."""
