@@ -49,7 +49,8 @@ class Request:
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
     collect_from: int | None = None
-    collected: list[torch.Tensor] = field(default_factory=list)  # pieces [2, layers, tokens, kv_heads, head_dim]
+    # First position -> [2, layers, tokens, kv_heads, head_dim]. A step that runs again replaces its own.
+    collected: dict[int, torch.Tensor] = field(default_factory=dict)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, where asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -86,6 +87,18 @@ class Request:
         if stop <= n:
             return self._prompt_array[:stop]
         return np.concatenate([self._prompt_array, np.asarray(self.output_token_ids[: stop - n], np.int64)])
+
+    def collected_kv(self) -> torch.Tensor:
+        """K before RoPE and V from `collect_from` to the end of the prompt: [2, layers, tokens, kv_heads, head_dim].
+
+        Raises RuntimeError when pieces are missing or overlap: KV of the wrong length must not be stored.
+        """
+        assert self.collect_from is not None
+        kv = torch.cat([self.collected[start] for start in sorted(self.collected)], 2)
+        expected = self.num_prompt_tokens - self.collect_from
+        if kv.shape[2] != expected:
+            raise RuntimeError(f"request {self.request_id}: KV of {kv.shape[2]} tokens collected, not of {expected}")
+        return kv
 
     @property
     def exact(self) -> bool:

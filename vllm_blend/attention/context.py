@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -76,23 +77,23 @@ class ForwardContext:
         self.metadata = self.metadata.narrow(kept.rows, offsets)
 
 
-_current: ForwardContext | None = None
+_current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)  # engines may have threads
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make `context` visible to the attention layers for the duration of one forward pass."""
-    global _current
-    previous, _current = _current, context
+    token = _current.set(context)
     try:
         yield context
     finally:
-        _current = previous
+        _current.reset(token)
 
 
 def current_context() -> ForwardContext:
-    if _current is None:
+    context = _current.get()
+    if context is None:
         raise RuntimeError(
             "a model's forward needs a forward_context(...) around it: attention has no cache to write to"
         )
-    return _current
+    return context

@@ -61,8 +61,9 @@ def plan_from_old_kvs(
     first `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
     """
     n = len(prompt_token_ids)
-    if len(old_kvs) != num_layers:
-        raise ValueError(f"old_kvs has {len(old_kvs)} layers, the model has {num_layers}: give [K, V] for every layer")
+    if not isinstance(old_kvs, Sequence) or len(old_kvs) != num_layers:
+        given = len(old_kvs) if isinstance(old_kvs, Sequence) else type(old_kvs).__name__
+        raise ValueError(f"old_kvs has {given} layers, the model has {num_layers}: give [K, V] for every layer")
     pairs = [_checked_pair(pair, layer) for layer, pair in enumerate(old_kvs)]
     covered = len(pairs[0][0])
     layers = [_checked_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(pairs)]

@@ -93,14 +93,17 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            # A blend whose step failed is still to be done, and as a blend: whole, whatever the budget.
+            is_blend = request.blend is not None and request.num_computed_tokens == 0
+            remaining = request.num_tokens - request.num_computed_tokens
+            count = remaining if is_blend else min(remaining, budget)
             while not self._grow(request, request.num_computed_tokens + count):
                 victim = self.running[-1]
                 self._preempt(victim, output)
                 if victim is request:
                     return budget
-            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
-            budget -= count
+            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count, is_blend))
+            budget -= _blend_cost(request) if is_blend else count
             index += 1
         return budget
 

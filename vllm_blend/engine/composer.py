@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
@@ -64,19 +62,20 @@ class ChunkComposer:
             ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
             make_plan((), (0,), 0, selector, *ratios, num_layers)
 
+    def blends(self, parsed: ParsedPrompt) -> bool:
+        """Whether a prompt is blended: without chunks, or with a context below `min_tokens`, it stays a plain one."""
+        bounds = parsed.chunk_bounds
+        return self.config.enable_blending and bool(bounds) and bounds[-1][1] >= self.config.min_tokens
+
     def check(self, parsed: ParsedPrompt) -> None:
         """Raise ValueError if the prompt asks for a blend that cannot be."""
         self._plan(parsed, ())
 
     def compose(self, parsed: ParsedPrompt, requests: Sequence[Request]) -> list[Request]:
-        """Give `requests` (the completions of one prompt) a plan, now or when their chunks are encoded.
+        """Give `requests` (the completions of one prompt that `blends`) a plan, now or when their chunks are encoded.
 
-        Returns new requests to schedule first; `requests` are blocked until those are done. A prompt without chunks, or
-        with a context below `min_tokens`, stays a plain one.
+        Returns new requests to schedule first; `requests` are blocked until those are done.
         """
-        bounds = parsed.chunk_bounds
-        if not bounds or bounds[-1][1] < self.config.min_tokens:
-            return []
         composition = _Composition(parsed, list(requests), self._pieces(parsed))
         for piece in composition.pieces:
             piece.kv = self.store.get(piece.id.key)
@@ -103,9 +102,21 @@ class ChunkComposer:
 
         def chunks() -> list[ChunkKV]:
             own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
-            return [piece.kv for piece in own if piece.kv is not None]
+            return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
 
         return self._encode_missing(composition) if composition.missing else [], chunks
+
+    def forget(self, requests: Sequence[Request]) -> list[Request]:
+        """`requests` are gone. Returns the encodings that nobody waits for any more, which need not run."""
+        gone = set(requests)
+        orphans = []
+        for key, waiting in list(self._waiting.items()):
+            # A composition without requests is an encoding ahead of any question: its caller waits.
+            waiting[:] = [c for c in waiting if not c.requests or not gone.issuperset(c.requests)]
+            if not waiting:
+                orphans.append(self._encoding[key])
+                self.abandon(self._encoding[key])
+        return orphans
 
     def abandon(self, encode: Request) -> None:
         """An encoding will not finish: the next prompt that needs its chunk starts another."""
@@ -114,7 +125,7 @@ class ChunkComposer:
 
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed; returns encodings that could only start now."""
-        k, v = torch.cat(encode.collected, 2).unbind(0)
+        k, v = encode.collected_kv().unbind(0)
         kv = ChunkKV(k.contiguous(), v.contiguous())
         key = encode.request_id
         self.store.put(key, kv)

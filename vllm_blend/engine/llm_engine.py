@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.metadata import plan_from_old_kvs
@@ -96,12 +95,12 @@ class LLMEngine:
         parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         self._check_length(parsed)
-        blending = self.config.blend.enable_blending and bool(parsed.chunk_bounds)
+        blending = self.composer.blends(parsed)
         hooks = self.decoder.cache_fuse_metadata
         plan = None
-        if blending:
-            self.composer.check(parsed)
-        elif hooks.get("check"):
+        if self.config.blend.enable_blending and parsed.chunk_bounds:
+            self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend
+        if not blending and hooks.get("check"):
             plan = self._plan_from_hooks(parsed)
         if (blending or plan is not None) and params.prompt_logprobs is not None:
             raise ValueError(
@@ -143,6 +142,8 @@ class LLMEngine:
                     self._finish(request, "abort")
             if group is not None:
                 self._forget(group)
+                for encoding in self.composer.forget(group.requests):
+                    self.scheduler.finish(encoding)
 
     def identify_chunks(
         self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]
@@ -163,7 +164,7 @@ class LLMEngine:
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""
         check_chunk(self.fingerprint, chunk, kv)
-        self.chunk_store.put(chunk.key, kv)
+        self.chunk_store.put(chunk.key, kv.copy())  # the caller may go on to change his
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_requests
@@ -254,7 +255,7 @@ class LLMEngine:
             return
         if request.output_token_ids:
             return
-        kv = torch.cat(request.collected, 2).flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
+        kv = request.collected_kv().flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
         for layer, (k, v) in zip(self.decoder.layers, zip(*kv, strict=True), strict=True):
             layer.self_attn.hack_kv = [k, v]
         self._last_collected = list(request.prompt_token_ids)

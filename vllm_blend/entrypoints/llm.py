@@ -31,8 +31,8 @@ class LLM:
     `enable_blending=True` and prompts of the form {"prefix", "chunks", "suffix"} reuse the KV cache of the chunks.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+    def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, tokenizer=tokenizer, **engine_args))
         self._ids = itertools.count()
 
     def generate(
@@ -46,6 +46,8 @@ class LLM:
         A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error`
         set and no text; if every prompt is bad, the first error is raised.
         """
+        if not isinstance(prompts, (str, dict, Sequence)):
+            raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
         batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         if not batch:
             return []
@@ -56,20 +58,20 @@ class LLM:
             raise ValueError(
                 f"{len(each)} sampling_params for {len(batch)} prompts: give one for all, or one per prompt"
             )
-        ids: list[str] = []
-        failed: dict[str, Exception] = {}
-        for prompt, params in zip(batch, each, strict=True):
-            request_id = str(next(self._ids))
-            ids.append(request_id)
-            try:
-                self.llm_engine.add_request(request_id, prompt, params, final_only=True)
-            except (ValueError, TypeError) as error:
-                failed[request_id] = error
-        if len(failed) == len(batch):
-            raise next(iter(failed.values()))
-        finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
-        for output in self._run(ids, len(failed), use_tqdm):
-            finished[output.request_id] = output
+        for index, params in enumerate(each):
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"sampling_params[{index}] is a {type(params).__name__}: give SamplingParams")
+        ids = [str(next(self._ids)) for _ in batch]
+        try:
+            failed = self._add(ids, batch, each)
+            if len(failed) == len(batch):
+                raise next(iter(failed.values()))
+            finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
+            for output in self._run(len(ids), len(failed), use_tqdm):
+                finished[output.request_id] = output
+        except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
+            self.llm_engine.abort_request(ids)
+            raise
         return [finished[request_id] for request_id in ids]
 
     def chat(
@@ -129,17 +131,25 @@ class LLM:
         """Forget cached prefixes, for example between measurements. Stored chunks stay."""
         self.llm_engine.blocks.reset_prefix_cache()
 
-    def _run(self, ids: Sequence[str], num_failed: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _add(
+        self, ids: Sequence[str], prompts: Sequence[PromptType], params: Sequence[SamplingParams]
+    ) -> dict[str, Exception]:
+        """Queue prompts; the errors of those that were refused."""
+        failed: dict[str, Exception] = {}
+        for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+            try:
+                self.llm_engine.add_request(request_id, prompt, own, final_only=True)
+            except (ValueError, TypeError) as error:
+                failed[request_id] = error
+        return failed
+
+    def _run(self, total: int, num_failed: int, use_tqdm: bool) -> list[RequestOutput]:
         outputs = []
-        try:
-            with tqdm(total=len(ids), initial=num_failed, desc="Processed prompts", disable=not use_tqdm) as bar:
-                while self.llm_engine.has_unfinished_requests():
-                    for output in self.llm_engine.step():
-                        outputs.append(output)
-                        bar.update()
-        except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
-            self.llm_engine.abort_request(ids)
-            raise
+        with tqdm(total=total, initial=num_failed, desc="Processed prompts", disable=not use_tqdm) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    outputs.append(output)
+                    bar.update()
         return outputs
 
 

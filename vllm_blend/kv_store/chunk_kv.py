@@ -25,6 +25,10 @@ class ChunkKV:
     def num_tokens(self) -> int:
         return self.k.shape[1]
 
+    def copy(self) -> ChunkKV:
+        """The same KV in memory of its own."""
+        return ChunkKV(self.k.clone(), self.v.clone())
+
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes

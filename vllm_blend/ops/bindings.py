@@ -23,7 +23,7 @@ ABI_VERSION = 1  # VB_ABI_VERSION of the header that the signatures below were w
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
-BUILD_HINT = "build them with `pip install .` or `python setup.py build_ext --inplace`"
+BUILD_HINT = "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum vb_dtype
 

@@ -56,7 +56,7 @@ def prompt_for(dataset: str | Path) -> PromptStyle:
     if len(found) != 1:
         raise ValueError(
             f"cannot tell how to ask data set {str(dataset)!r}: its name must contain one of "
-            f"{', '.join(PROMPT_STYLES)}; rename the file or name the style"
+            f"{', '.join(PROMPT_STYLES)}; rename the file, or give --dataset-name where there is one"
         )
     return found[0]
 

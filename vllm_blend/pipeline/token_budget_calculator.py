@@ -188,6 +188,19 @@ def _report(footprint: ModelFootprint, budget: TokenBudget, chunk_tokens: int) -
     )
 
 
+def parse_share(text: str) -> Fraction:
+    """--gpu-memory-utilization as an exact share. Raises ValueError naming the flag."""
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"--gpu-memory-utilization {text}: give a share of the memory above 0 and up to 1, such as 0.9"
+        )
+    return share
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="How many chunks of KV cache fit, and what context they make.")
     add: Any = parser.add_argument
@@ -220,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.chunk_tokens,
             args.reserve_tokens,
             args.block_size,
-            Fraction(args.gpu_memory_utilization),
+            parse_share(args.gpu_memory_utilization),
         )
     except (ValueError, ZeroDivisionError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")

@@ -104,7 +104,7 @@ def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
     device = torch.device("cpu") if mass is None else mass.device
     candidates = plan.candidates.to(device, non_blocking=True)
     evidence = Evidence(
-        positions=candidates,
+        positions=candidates.clone(),  # the plan keeps its own: a selector may do with this what it wants
         chunk_offsets=plan.chunk_offsets.to(device, non_blocking=True)[candidates],
         seed=plan.content_seed,
         question_mass=None if mass is None else mass[candidates],

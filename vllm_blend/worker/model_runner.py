@@ -86,7 +86,7 @@ class ModelRunner:
             request = item.request
             if capture is not None and index in capture.first_positions:
                 first = request.blend.suffix_start if item.is_blend and request.blend else item.start
-                request.collected.append(capture.captured(index, first))
+                request.collected[first] = capture.captured(index, first)
             if item.is_blend:
                 result.blends[request] = _blend_result(request, batch.metadata, final, index)
         if narrowing is not None:

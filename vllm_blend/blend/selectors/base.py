@@ -71,4 +71,6 @@ def choose(selector: Selector, evidence: Evidence, count: int) -> torch.Tensor:
         raise TypeError(f"score() must return a tensor [{n}], not {type(scores).__name__}")
     if scores.shape != (n,):
         raise ValueError(f"score() must return one score for each of the {n} candidates, not {list(scores.shape)}")
+    if scores.device != evidence.positions.device:
+        raise ValueError(f"score() must return scores on {evidence.positions.device}, not on {scores.device}")
     return best(scores, count)

@@ -1,0 +1,165 @@
+"""What a failure in the middle of the work leaves behind: nothing that changes a later answer."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_blend import LLM, RequestOutput, SamplingParams
+from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
+
+MODEL = "inputs/demo-model"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+class Interrupted(BaseException):
+    """Like a Ctrl-C."""
+
+
+def make(**options: Any) -> LLM:
+    return LLM(MODEL, max_num_seqs=8, **{"enable_blending": True, **options})
+
+
+def prompts(count: int = 2, **options: Any) -> list[Any]:
+    samples = load_dataset("inputs/musique_s.json")[:count]
+    return [build_qa_prompt(normalize_sample(s, i), "musique") | options for i, s in enumerate(samples)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_idle(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert not engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 0
+    assert engine.blocks.num_free_blocks == engine.blocks.num_usable_blocks
+
+
+@pytest.mark.parametrize("failing_step", range(4))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_step_changes_no_later_answer(
+    failing_step: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(make().generate(prompts(), GREEDY, use_tqdm=False))
+    llm = make()
+    execute, calls = llm.llm_engine.model_executor.execute_model, iter(range(1000))
+
+    def failing(scheduled: Any) -> Any:
+        fails = next(calls) == failing_step
+        if fails and when == "before":
+            raise Interrupted
+        result = execute(scheduled)
+        if fails:
+            raise Interrupted
+        return result
+
+    monkeypatch.setattr(llm.llm_engine.model_executor, "execute_model", failing)
+    with pytest.raises(Interrupted):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert_idle(llm)
+    assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+    assert_idle(llm)
+
+
+def test_a_failed_step_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are collected once and blends stay blends, whichever step has to run twice."""
+    [expected] = make().generate(prompts(1), GREEDY, use_tqdm=False)
+    llm = make()
+    engine = llm.llm_engine
+    execute = engine.model_executor.execute_model
+    failures = 0
+
+    def every_step_fails_once(scheduled: Any) -> Any:
+        nonlocal failures
+        result = execute(scheduled)
+        failures += 1
+        if failures % 2:
+            raise Interrupted
+        return result
+
+    monkeypatch.setattr(engine.model_executor, "execute_model", every_step_fails_once)
+    engine.add_request("again", prompts(1)[0], GREEDY, final_only=True)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        try:
+            outputs += engine.step()
+        except Interrupted:
+            continue
+    [output] = outputs
+    assert output.blend == expected.blend
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_aborting_the_last_request_that_needs_a_chunk_stops_its_encoding() -> None:
+    llm = make(max_num_batched_tokens=16)
+    engine = llm.llm_engine
+    for name in ("a", "b"):
+        engine.add_request(name, prompts(1)[0], GREEDY)
+    engine.step()
+    engine.abort_request("a")
+    assert engine.has_unfinished_requests()
+    engine.abort_request("b")
+    assert_idle(llm)
+    assert len(llm.encode_chunks("Passages:\n", ["One."])) == 1
+
+
+@pytest.mark.parametrize("bad", [{"prompt_token_ids": [float("inf")]}, {"prompt_token_ids": [None]}, 7, None])
+def test_what_cannot_be_queued_leaves_nothing_queued(bad: Any) -> None:
+    llm = make()
+    good, refused = llm.generate([prompts(1)[0], bad], GREEDY, use_tqdm=False)
+    assert good.error is None and refused.error
+    with pytest.raises(TypeError, match=r"sampling_params\[1\]"):
+        llm.generate(prompts(2), [GREEDY, None], use_tqdm=False)  # type: ignore[list-item]
+    assert_idle(llm)
+
+
+def test_users_copies_of_chunk_kv_are_their_own() -> None:
+    expected = tokens(make().generate(prompts(1), GREEDY, use_tqdm=False))
+    llm = make()
+    prompt = prompts(1)[0]
+    with torch.inference_mode():
+        for chunk in llm.encode_chunks(prompt["prefix"], prompt["chunks"]):
+            chunk.v.zero_()
+    assert tokens(llm.generate([prompt], GREEDY, use_tqdm=False)) == expected
+
+
+def test_retrained_weights_make_other_chunks(tmp_path: Path) -> None:
+    """A single matrix in the middle of the file is enough."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.layers.5.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    other = LLM(str(tmp_path / "model"), enable_blending=True, max_num_seqs=8).llm_engine
+    ours = make().llm_engine
+    assert ours.identify_chunks("Passages:\n", ["One."]) != other.identify_chunks("Passages:\n", ["One."])
+
+
+def test_engines_in_threads_do_not_meet() -> None:
+    engines = [make(enable_blending=False) for _ in range(2)]
+    ids = [{"prompt_token_ids": list(range(10 + i, 60 + i))} for i in range(2)]
+    expected = [tokens(llm.generate([p], GREEDY, use_tqdm=False)) for llm, p in zip(engines, ids, strict=True)]
+    found: list[list[Any]] = [[], []]
+
+    def work(index: int) -> None:
+        for _ in range(15):
+            found[index].append(tokens(engines[index].generate([ids[index]], GREEDY, use_tqdm=False)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[expected[0]] * 15, [expected[1]] * 15]
