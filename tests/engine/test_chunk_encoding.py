@@ -66,7 +66,8 @@ def test_a_prefix_is_a_chunk_with_nothing_before_it(llm):
 def test_equal_chunks_are_encoded_once(llm):
     before = llm.llm_engine.composer.num_encoded
     first, second, third = llm.encode_chunks(PREFIX, [CHUNKS[0], CHUNKS[1], CHUNKS[0]])
-    assert first is third and first is not second
+    assert torch.equal(first.k, third.k) and torch.equal(first.v, third.v)
+    assert first.k.shape != second.k.shape or not torch.equal(first.k, second.k)
     assert llm.llm_engine.composer.num_encoded - before == 3  # the prefix and two chunks
 
 
