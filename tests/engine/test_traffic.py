@@ -1,4 +1,4 @@
-"""Random traffic through whole engines: whatever arrives when, and however little room there is, answers stay the same."""
+"""Random traffic through whole engines: whatever arrives when, in however little room, answers stay the same."""
 
 from __future__ import annotations
 
