@@ -18,6 +18,7 @@ from tests.engine.engines import (
     hf_model,
     ids_of,
     run,
+    threads,
     tiny_model,
     tokens_of,
 )
@@ -93,9 +94,10 @@ def test_every_way_through_the_engine(name: str, way: str) -> None:
         assert (llm.llm_engine.scheduler.num_preemptions > 0) == ("pages for one request" in way)
 
 
-def test_the_demo_model() -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_demo_model(num_threads: int) -> None:
     reference = hf_model(DEMO)
-    with engine(max_num_batched_tokens=256) as llm:
+    with engine(max_num_batched_tokens=256) as llm, threads(num_threads):
         prompts = [{"prompt_token_ids": ids_of(llm, demo_prompt(index))} for index in range(3)]
         outputs = run(llm, prompts, greedy(10, logprobs=3, prompt_logprobs=0))
         for prompt, output in zip(prompts, outputs, strict=True):
