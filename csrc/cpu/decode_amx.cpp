@@ -99,12 +99,6 @@ VB_INLINE void score_groups(const Paged& a, const Layout& layout, DecodeTiles& s
   }
 }
 
-// Weights are finite, not negative and rarely subnormal: the conversion that flushes those is good enough.
-VB_INLINE void store_weights(bf16* to, vf weights) {
-  const __m256bh rounded = _mm512_cvtneps_pbh(bit_cast<__m512>(weights));
-  __builtin_memcpy(to, &rounded, sizeof(rounded));
-}
-
 // Scores [0, padded) -> bf16 weights, zero outside [begin, end); their maximum (log2) and sum.
 VB_INLINE void weigh(const float* scores, bf16* weights, float to_log2, int64_t begin, int64_t end, int64_t padded,
                      float* maximum, float* sum) {
@@ -121,7 +115,7 @@ VB_INLINE void weigh(const float* scores, bf16* weights, float to_log2, int64_t 
   vf total = {};
   for (int64_t i = 0; i < padded; i += VL) {
     const vf weight = exp2_(masked(i) - *maximum);
-    store_weights(weights + i, weight);
+    store(weights + i, weight);
     total += weight;
   }
   *sum = sum_lanes(total);

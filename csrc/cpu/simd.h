@@ -112,11 +112,16 @@ VB_INLINE vf load(const f16* p) {
 
 VB_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof(v)); }
 VB_INLINE void store(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(bit_cast<__m512>(v));  // subnormals become 0
+  __builtin_memcpy(p, &rounded, sizeof(rounded));
+#else
   vu u = bit_cast<vu>(v);
   vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   vu nan = (u >> 16) | 0x40u;
   vh bits = narrow((v != v) ? nan : rounded);
   __builtin_memcpy(p, &bits, sizeof(bits));
+#endif
 }
 VB_INLINE void store(f16* p, vf v) {
 #if defined(__AVX512F__)

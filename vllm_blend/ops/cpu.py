@@ -13,6 +13,7 @@ import torch
 
 from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
 
+CONTIGUOUS = torch.contiguous_format  # outputs are allocated by empty_like: torch.empty(shape) costs 2 us more a call
 MAX_HEAD_DIM = 256  # of the attention kernels, in steps of 16: MAX_HEAD_DIM of csrc/cpu/attention.h
 
 
@@ -25,12 +26,12 @@ def rms_norm(
         stride = x.stride(0)
     else:
         x, stride = x.contiguous(), n
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=CONTIGUOUS)
     total = None
     total_pointer = residual_pointer = None
     if residual is not None:
         residual = residual.contiguous()
-        total = torch.empty(x.shape, dtype=x.dtype)
+        total = torch.empty_like(x, memory_format=CONTIGUOUS)
         total_pointer, residual_pointer = total.data_ptr(), residual.data_ptr()
     status = kernels.rms_norm(
         out.data_ptr(), total_pointer, x.data_ptr(), residual_pointer, weight.data_ptr(), x.numel() // n if n else 0,
@@ -47,7 +48,7 @@ def silu_and_mul(kernels: CPUKernels, gate_up: torch.Tensor) -> torch.Tensor:
         stride = gate_up.stride(0)
     else:
         gate_up, stride = gate_up.contiguous(), 2 * n
-    out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype)
+    out = gate_up.new_empty(*gate_up.shape[:-1], n)
     status = kernels.silu_and_mul(
         out.data_ptr(), gate_up.data_ptr(), out.numel() // n if n else 0, n, stride, DTYPE_CODES[gate_up.dtype],
         torch.get_num_threads(),
@@ -72,12 +73,12 @@ def rotary(
     """q [tokens, heads, head_dim] and, unless None, k [tokens, kv_heads, head_dim], rotated."""
     q, q_stride = _token_rows(q)
     tokens, heads, head_dim = q.shape
-    q_out = torch.empty(q.shape, dtype=q.dtype)
+    q_out = torch.empty_like(q, memory_format=CONTIGUOUS)
     k_out = k_out_pointer = k_pointer = None
     kv_heads = k_stride = 0
     if k is not None:
         k, k_stride = _token_rows(k)
-        k_out = torch.empty(k.shape, dtype=k.dtype)
+        k_out = torch.empty_like(k, memory_format=CONTIGUOUS)
         kv_heads, k_pointer, k_out_pointer = k.shape[1], k.data_ptr(), k_out.data_ptr()
     status = kernels.rope(
         q_out.data_ptr(), k_out_pointer, q.data_ptr(), k_pointer, None, cos.data_ptr(), sin.data_ptr(), None, None,
@@ -104,7 +105,7 @@ def rotary_and_cache(
     k, k_stride = _token_rows(k)
     v, v_stride = _token_rows(v)
     tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=CONTIGUOUS)
     status = kernels.rope(
         out.data_ptr(), None, q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), tokens, heads, k.shape[1], head_dim,
@@ -183,7 +184,7 @@ def paged_attention(
     q, q_stride = _token_rows(q)
     tokens, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=CONTIGUOUS)
     status = kernels.paged_attention(
         out.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), positions.data_ptr(),
         block_tables.data_ptr(), query_start_loc.data_ptr(), seq_lens.data_ptr(), tokens, seq_lens.shape[0],
@@ -246,7 +247,7 @@ def linear(
 ) -> torch.Tensor:
     rows, size = x.shape
     features = weight.shape[0]
-    out = torch.empty((rows, features), dtype=x.dtype)
+    out = x.new_empty(rows, features)
     status = kernel(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, size,
         features, x.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),

@@ -11,7 +11,7 @@ from vllm_blend.ops.bindings import kernels_for
 # Up to here the kernel beats torch's product, beyond it torch wins. Measured on 2 Sapphire Rapids cores, bf16, the four
 # matrices of 12 layers of hidden size 384 (31 MB), milliseconds for kernel / torch: 1 row 0.8 / 1.9, 16 rows 0.9 / 2.1,
 # 64 rows 1.9 / 2.8, 135 rows 3.5 / 3.6, 300 rows 6.8 / 6.7, 900 rows 20 / 12.
-MAX_KERNEL_ROWS = 144
+MAX_KERNEL_ROWS = 128
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
