@@ -9,7 +9,7 @@
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__)
+#if defined(VB_AMX)
 #include <immintrin.h>
 
 namespace VB_NAMESPACE {

@@ -56,10 +56,10 @@ struct Paged {
 
 // Whether this build has bf16 tile registers for T, and whether they fit a call: its heads, channels and blocks.
 template <typename T>
-constexpr bool kTiles = false;
-#if defined(__AMX_BF16__)
+inline constexpr bool kTiles = false;
+#if defined(VB_AMX)
 template <>
-constexpr bool kTiles<bf16> = true;
+inline constexpr bool kTiles<bf16> = true;
 #endif
 template <typename T>
 VB_INLINE bool takes_tiles(const Paged& a) {

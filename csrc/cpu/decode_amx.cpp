@@ -3,7 +3,7 @@
 #include "amx.h"
 #include "attention.h"
 
-#if defined(__AMX_BF16__)
+#if defined(VB_AMX)
 
 namespace VB_NAMESPACE {
 

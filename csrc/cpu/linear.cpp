@@ -4,7 +4,7 @@
 #include "amx.h"
 #include "parallel.h"
 
-#if defined(__AMX_BF16__)
+#if defined(VB_AMX)
 
 namespace VB_NAMESPACE {
 

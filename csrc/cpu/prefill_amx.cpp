@@ -5,7 +5,7 @@
 #include "prefill.h"
 #include "softmax.h"
 
-#if defined(__AMX_BF16__)
+#if defined(VB_AMX)
 
 namespace VB_NAMESPACE {
 

@@ -16,6 +16,10 @@
 #define VB_NS(isa) VB_NS_(isa)
 #define VB_NAMESPACE VB_NS(VB_ISA)
 
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)  // the second is what Clang said before version 16
+#define VB_AMX 1
+#endif
+
 #if defined(__AVX512F__)
 #define VB_LANES 16
 #elif defined(__AVX2__)
