@@ -163,3 +163,10 @@ def test_engines_in_threads_do_not_meet() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert found == [[expected[0]] * 15, [expected[1]] * 15]
+
+
+def test_blend_settings_need_an_engine_that_blends() -> None:
+    llm = make(enable_blending=False)
+    with pytest.raises(ValueError, match="enable_blending=True"):
+        llm.generate(prompts(1, blend_selector="full"), GREEDY, use_tqdm=False)
+    tokens(llm.generate(prompts(1), GREEDY, use_tqdm=False))

@@ -98,6 +98,12 @@ class LLMEngine:
         blending = self.composer.blends(parsed)
         hooks = self.decoder.cache_fuse_metadata
         plan = None
+        own_settings = parsed.blend_selector is not None or parsed.blend_recompute_ratio is not None
+        if own_settings and not self.config.blend.enable_blending:
+            raise ValueError(
+                "the prompt has blend_selector or blend_recompute_ratio, but the engine does not blend: give "
+                "enable_blending=True to the engine, or leave them out"
+            )
         if self.config.blend.enable_blending and parsed.chunk_bounds:
             self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend
         if not blending and hooks.get("check"):
