@@ -91,8 +91,8 @@ static int run(const Paged& a, int32_t threads) {
   const size_t scratch_bytes = tile_scratch > chunk_scratch ? tile_scratch : chunk_scratch;
   int status = VB_OK;
   const int64_t run_length = max64(1, min64(8, plan.chunks / (4 * max64(1, threads))));
-  const int64_t units = plan.tiles + plan.chunks;
-  const int team = plan.work > VB_SERIAL_ELEMENTS ? int(min64(threads, units)) : 1;
+  // All threads or one: a team of another size than the last makes libgomp end threads and start new ones.
+  const int team = plan.work > VB_SERIAL_ELEMENTS && plan.tiles + plan.chunks > 1 ? threads : 1;
 #pragma omp parallel num_threads(team) if (team > 1)
   {
     void* scratch = vb_scratch(VB_SCRATCH_PRIVATE, scratch_bytes);

@@ -130,7 +130,7 @@ static int mass_of(const Paged& a, float* mass, const int64_t* first, const int6
     job.sums = job.maxima + statistics;
 
     int status = VB_OK;
-    const int team = int(min64(threads, job.chunks * a.kv_heads));
+    const int team = job.chunks * a.kv_heads > 1 ? threads : 1;  // all or one, as in attention.cpp
 #pragma omp parallel num_threads(team) if (team > 1)
     {
       MassScratch* s = (MassScratch*)vb_scratch(VB_SCRATCH_PRIVATE, sizeof(MassScratch));
