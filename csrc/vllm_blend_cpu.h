@@ -92,8 +92,8 @@ VB_EXPORT int VB_FN(attention_mass)(float* mass, const void* q, const void* key_
                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
                                     int32_t dtype, int32_t threads);
 
-// out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null). bf16 only, in a multiple of
-// 32, features a multiple of 16. Exists for the "amx" set alone: elsewhere torch's own product is what there is.
+// out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null), for few rows. float32 in
+// every set, bf16 in the "amx" set only; in a multiple of 32, features a multiple of 16.
 VB_EXPORT int VB_FN(linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t in,
                             int64_t features, int64_t x_stride, int32_t dtype, int32_t threads);
 

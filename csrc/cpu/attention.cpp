@@ -90,7 +90,6 @@ static int run(const Paged& a, int32_t threads) {
   }
   const size_t scratch_bytes = tile_scratch > chunk_scratch ? tile_scratch : chunk_scratch;
   int status = VB_OK;
-  const int64_t run_length = max64(1, min64(8, plan.chunks / (4 * max64(1, threads))));
   // All threads or one: a team of another size than the last makes libgomp end threads and start new ones.
   const int team = plan.work > VB_SERIAL_ELEMENTS && plan.tiles + plan.chunks > 1 ? threads : 1;
 #pragma omp parallel num_threads(team) if (team > 1)
@@ -104,19 +103,22 @@ static int run(const Paged& a, int32_t threads) {
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < plan.tiles; ++i)
       if (scratch) prefill<T>(a, tiles[i], scratch, on_tiles);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t run = 0; run < plan.chunks; run += run_length) {
-      const int64_t last = min64(run + run_length, plan.chunks) - 1;
-      Ahead ahead;
-      if (scratch) ahead.aim(a, chunks[run], sizeof(T));
-      Ahead::touch(ahead, ahead.share(1));
-      for (int64_t i = run; scratch && i <= last; ++i) {
-        if (i < last)
-          ahead.aim(a, chunks[i + 1], sizeof(T));
-        else
-          ahead.rest();
-        decode<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch, on_tiles, ahead);
+    // Equal shares of adjacent chunks, so that each thread knows which chunk to fetch ahead.
+    Ahead ahead;
+    int64_t fetched = -1;  // the chunk that is on its way
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < plan.chunks; ++i) {
+      if (!scratch) continue;
+      if (fetched != i) {
+        ahead.aim(a, chunks[i], sizeof(T));
+        Ahead::touch(ahead, ahead.share(1));
       }
+      fetched = i + 1;
+      if (fetched < plan.chunks)
+        ahead.aim(a, chunks[fetched], sizeof(T));
+      else
+        ahead.rest();
+      decode<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch, on_tiles, ahead);
     }
     if (plan.chunks) {
 #pragma omp for schedule(static) nowait

@@ -1,54 +1,77 @@
-// bf16 matrix products of few or many rows with a weight matrix as checkpoints store it, without repacking the weights:
-// they are the left operand, the activations the right one, and the result comes out transposed.
-#include "../vllm_blend_cpu.h"
-#include "amx.h"
-#include "parallel.h"
-
-#if defined(VB_AMX)
+// linear.h in float32, and the choice between the kernels.
+#include "linear.h"
 
 namespace VB_NAMESPACE {
 
-constexpr int64_t GROUPS = 4;  // of 16 rows of x that share one pass over 16 rows of the weights
-
-// out[m][n : n + 16] = tile[0:16][m] + bias, for `count` rows m.
-VB_INLINE void store_columns(bf16* out, int64_t stride, const float* tile, const bf16* bias, int64_t count) {
-  vf block[VL];
-  for (int i = 0; i < TILE; ++i) block[i] = load(tile + i * TILE);
-  transpose(block);
-  const vf shift = bias ? load(bias) : vf{};
-  for (int64_t m = 0; m < count; ++m) store(out + m * stride, block[m] + shift);
-}
-
-// One block of 16 weight rows against up to GROUPS groups of packed x.
-template <int G>
-VB_INLINE void multiply(float* to, const bf16* weight, const uint32_t* x, int64_t in) {
-  const int64_t group = in / 2 * TILE;  // 32-bit words of one packed group
-  _tile_zero(0);
-  if (G > 1) _tile_zero(1);
-  if (G > 2) _tile_zero(2);
-  if (G > 3) _tile_zero(3);
-  for (int64_t k = 0; k < in; k += TILE_PAIRS) {
-    const uint32_t* column = x + k / 2 * TILE;
-    _tile_loadd(4, weight + k, in * 2);
-    _tile_loadd(5, column, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    if (G > 1) {
-      _tile_loadd(6, column + group, 64);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    if (G > 2) {
-      _tile_loadd(7, column + 2 * group, 64);
-      _tile_dpbf16ps(2, 4, 7);
-    }
-    if (G > 3) {
-      _tile_loadd(5, column + 3 * group, 64);
-      _tile_dpbf16ps(3, 4, 5);
+// While a block is multiplied, the one after it is on its way: each line of it is asked for once.
+// R weight rows against C groups of packed x [in, VL] (a group is `in` * VL floats): block[c][r] are VL results.
+template <int R, int C>
+VB_INLINE void multiply(float* block, const float* weight, const float* x, int64_t in) {
+  vf sums[R][C] = {};
+  for (int64_t line = 0; line < in; line += 16) {
+    for (int r = 0; r < R; ++r) __builtin_prefetch(weight + (WEIGHT_ROWS + r) * in + line, 0, 2);
+    for (int64_t k = line; k < line + 16; ++k) {
+      vf column[C];
+      for (int c = 0; c < C; ++c) column[c] = load(x + (c * in + k) * VL);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] += column[c] * weight[r * in + k];
     }
   }
-  _tile_stored(0, to, 64);
-  if (G > 1) _tile_stored(1, to + TILE * TILE, 64);
-  if (G > 2) _tile_stored(2, to + 2 * TILE * TILE, 64);
-  if (G > 3) _tile_stored(3, to + 3 * TILE * TILE, 64);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(block + (c * WEIGHT_ROWS + r) * VL, sums[r][c]);
+}
+template <int C>
+VB_INLINE void multiply_block(float* block, const float* weight, const float* x, int64_t in) {
+  constexpr int R = (VL == 16 ? 16 : 8) / C;  // accumulators that fit the registers
+  for (int64_t r = 0; r < WEIGHT_ROWS; r += R) multiply<R, C>(block + r * VL, weight + r * in, x, in);
+}
+
+static void pack_group(float* to, const Linear& job, int64_t group) {
+  const int64_t count = min64(VL, job.rows - group * VL);
+  const float* x = (const float*)job.x + group * VL * job.x_stride;
+  for (int64_t k = 0; k < job.in; k += VL, to += VL * VL) {
+    vf block[VL];
+    for (int64_t i = 0; i < VL; ++i) block[i] = i < count ? load(x + i * job.x_stride + k) : vf{};
+    transpose(block);
+    for (int i = 0; i < VL; ++i) store(to + i * VL, block[i]);
+  }
+}
+
+static int linear_f32(const Linear& job, int32_t threads) {
+  const int64_t groups = (job.rows + VL - 1) / VL, size = job.in * VL;
+  float* packed = (float*)vb_scratch(VB_SCRATCH_SHARED, size_t(groups * size) * sizeof(float));
+  if (!packed) return VB_NO_MEMORY;
+  for (int64_t g = 0; g < groups; ++g) pack_group(packed + g * size, job, g);
+  const int team = job.in * job.features > VB_SERIAL_ELEMENTS ? threads : 1;
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+  for (int64_t n = 0; n < job.features; n += WEIGHT_ROWS) {
+    alignas(64) float block[LINEAR_GROUPS * WEIGHT_ROWS * VL];
+    const float* weight = (const float*)job.weight + n * job.in;
+    const float* bias = job.bias ? (const float*)job.bias + n : nullptr;
+    for (int64_t g = 0; g < groups; g += LINEAR_GROUPS) {
+      const int64_t count = min64(LINEAR_GROUPS, groups - g);
+      switch (count) {
+        case 1:
+          multiply_block<1>(block, weight, packed + g * size, job.in);
+          break;
+        case 2:
+          multiply_block<2>(block, weight, packed + g * size, job.in);
+          break;
+        case 3:  // three do not divide a block's rows evenly
+          multiply_block<2>(block, weight, packed + g * size, job.in);
+          multiply_block<1>(block + 2 * WEIGHT_ROWS * VL, weight, packed + (g + 2) * size, job.in);
+          break;
+        default:
+          multiply_block<4>(block, weight, packed + g * size, job.in);
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t m = (g + i) * VL;
+        store_columns((float*)job.out + m * job.features + n, job.features, block + i * WEIGHT_ROWS * VL, bias,
+                      min64(VL, job.rows - m));
+      }
+    }
+  }
+  return VB_OK;
 }
 
 }  // namespace VB_NAMESPACE
@@ -57,52 +80,11 @@ using namespace VB_NAMESPACE;
 
 int VB_FN(linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t in,
                   int64_t features, int64_t x_stride, int32_t dtype, int32_t threads) {
-  if (dtype != VB_BF16 || in % TILE_PAIRS || features % TILE) return VB_BAD_DTYPE;
-  const int64_t groups = (rows + TILE - 1) / TILE, group = in / 2 * TILE;
-  uint32_t* packed = (uint32_t*)vb_scratch(VB_SCRATCH_SHARED, size_t(groups * group) * sizeof(uint32_t));
-  if (!packed) return VB_NO_MEMORY;
-  const int team = in * features > VB_SERIAL_ELEMENTS ? threads : 1;
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-#pragma omp for schedule(static)
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t count = rows - g * TILE < TILE ? rows - g * TILE : TILE;
-      for (int64_t k = 0; k < in; k += TILE_PAIRS) {
-        const bf16* row[TILE];
-        for (int i = 0; i < TILE; ++i) row[i] = (const bf16*)x + (g * TILE + i) * x_stride + k;
-        pack_columns(packed + g * group + k / 2 * TILE, row, count);
-      }
-    }
-    tiles_begin();
-    alignas(64) float tile[GROUPS * TILE * TILE];
-#pragma omp for schedule(static) nowait
-    for (int64_t n = 0; n < features; n += TILE) {
-      const bf16* w = (const bf16*)weight + n * in;
-      for (int64_t g = 0; g < groups; g += GROUPS) {
-        const int64_t count = min64(GROUPS, groups - g);
-        switch (count) {
-          case 1:
-            multiply<1>(tile, w, packed + g * group, in);
-            break;
-          case 2:
-            multiply<2>(tile, w, packed + g * group, in);
-            break;
-          case 3:
-            multiply<3>(tile, w, packed + g * group, in);
-            break;
-          default:
-            multiply<4>(tile, w, packed + g * group, in);
-        }
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t m = (g + i) * TILE;
-          store_columns((bf16*)out + m * features + n, features, tile + i * TILE * TILE,
-                        bias ? (const bf16*)bias + n : nullptr, min64(TILE, rows - m));
-        }
-      }
-    }
-    tiles_end();
-  }
-  return VB_OK;
-}
-
+  const Linear job = {out, x, weight, bias, rows, in, features, x_stride};
+  if (in % 32 || features % WEIGHT_ROWS) return VB_BAD_DTYPE;
+  if (dtype == VB_F32) return linear_f32(job, threads);
+#if defined(VB_AMX)
+  if (dtype == VB_BF16) return linear_amx(job, threads);
 #endif
+  return VB_BAD_DTYPE;
+}

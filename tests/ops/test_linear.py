@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from tests.ops.paged import DTYPES, ISAS, assert_near, kernels, threads
 from vllm_blend import ops
-from vllm_blend.ops import bindings
-from vllm_blend.ops.linear import MAX_KERNEL_ROWS
+from vllm_blend.ops import bindings, cpu
+from vllm_blend.ops.linear import KERNEL_ROWS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(0, MAX_KERNEL_ROWS + 20),
+    rows=st.integers(0, 150),
     size=st.sampled_from([1, 32, 33, 64, 96, 384]),
     features=st.sampled_from([1, 16, 17, 48, 640]),
     with_bias=st.booleans(),
@@ -34,18 +34,25 @@ def test_linear(
     assert_near(actual, expected, dtype)
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="the kernel exists for AMX only")
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, MAX_KERNEL_ROWS])
-def test_the_kernel_on_several_threads(rows: int) -> None:
-    x, weight = torch.randn(rows, 384).bfloat16(), (torch.randn(1536, 384) / 20).bfloat16()
-    expected = torch.nn.functional.linear(x.double(), weight.double())
-    with kernels("amx"):
-        assert bindings.cpu_kernels().linear is not None
-        with threads(1):
-            alone = ops.linear(x, weight)
-        with threads(3):
-            assert torch.equal(ops.linear(x, weight), alone)
-    assert_near(alone, expected, torch.bfloat16)
+@pytest.mark.parametrize("dtype", KERNEL_ROWS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_kernel_itself(isa: str, dtype: torch.dtype) -> None:
+    """Every number of rows up to where several passes over the weights begin, whether or not the op would take it."""
+    weight, bias = (torch.randn(80, 384) / 20).to(dtype), torch.randn(80).to(dtype)
+    with kernels(isa):
+        found = bindings.cpu_kernels()
+        if dtype not in found.linear_dtypes:
+            with pytest.raises(TypeError, match="dtype"):
+                cpu.linear(found, torch.randn(3, 384).to(dtype), weight, bias)
+            return
+        for rows in [*range(1, 70), 128, 129]:
+            x = torch.randn(rows, 384).to(dtype)
+            expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+            with threads(1):
+                alone = cpu.linear(found, x, weight, bias)
+            with threads(3):
+                assert torch.equal(cpu.linear(found, x, weight, bias), alone)
+            assert_near(alone, expected, dtype)
 
 
 def test_shapes_that_do_not_fit_are_torchs_errors() -> None:

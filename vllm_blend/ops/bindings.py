@@ -37,10 +37,8 @@ _SIGNATURES = {
     "place_chunk": "ppppppp qqqqqqqqqq iii",
     "paged_attention": "pppppppp qqqqqqqqqq f ii",
     "attention_mass": "ppppppppp qqqqqqqqq f ii",
+    "linear": "pppp qqqq ii",
 }
-
-# Kernels that only some instruction sets have.
-_EXTRA_SIGNATURES = {"linear": "pppp qqqq ii"}
 
 _STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (TypeError, "the kernel was not built for this dtype or head size"),
@@ -66,18 +64,13 @@ class CPUKernels:
     place_chunk: Callable[..., int]
     paged_attention: Callable[..., int]
     attention_mass: Callable[..., int]
-    linear: Callable[..., int] | None
+    linear: Callable[..., int]
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
-        for name, signature in (_SIGNATURES | _EXTRA_SIGNATURES).items():
-            try:
-                function = getattr(library, f"vb_{isa}_{name}")
-            except AttributeError:
-                if name not in _EXTRA_SIGNATURES:
-                    raise
-                setattr(self, name, None)
-                continue
+        self.linear_dtypes = {torch.float32, torch.bfloat16} if isa == "amx" else {torch.float32}
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, f"vb_{isa}_{name}")
             function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
             function.restype = ctypes.c_int
             setattr(self, name, function)

@@ -7,8 +7,6 @@ no helper objects, and sizes read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
@@ -227,11 +225,12 @@ def attention_mass(
     return list(mass.split(seq_lens))
 
 
-def takes_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def takes_linear(kernels: CPUKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the linear kernel can multiply x [rows, in] with this weight [out, in]."""
     features, size = weight.shape
     return (
-        weight.dtype == x.dtype
+        x.dtype in kernels.linear_dtypes
+        and weight.dtype == x.dtype
         and size == x.shape[1]
         and size % 32 == 0
         and features % 16 == 0
@@ -242,13 +241,11 @@ def takes_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     )
 
 
-def linear(
-    kernel: Callable[..., int], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def linear(kernels: CPUKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows, size = x.shape
     features = weight.shape[0]
     out = x.new_empty(rows, features)
-    status = kernel(
+    status = kernels.linear(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, size,
         features, x.stride(0), DTYPE_CODES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
