@@ -18,7 +18,8 @@ from vllm_blend.layers.sampler import Sampler, SamplerOutput
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch, to_device
-from vllm_blend.worker.blend_runner import first_positions, place_segments
+from vllm_blend.worker.blend_runner import first_positions
+from vllm_blend.worker.chunk_placement import place_segments
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
