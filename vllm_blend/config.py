@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 LoadFormat = Literal["auto", "dummy"]
+QUANTIZATIONS = ("fp8",)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -72,6 +73,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     seed: int = 0
     enforce_eager: bool = False
+    quantization: str | None = None  # of QUANTIZATIONS; "fp8": e4m3 weights and activations in the linear layers
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model is empty: give a model directory or a Hugging Face model id")
@@ -80,6 +82,11 @@ class ModelConfig:
         )
         require(
             self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"
+        )
+        known = ", ".join(repr(name) for name in QUANTIZATIONS)
+        require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"quantization={self.quantization!r} is unknown: use {known}, or None for the weights as they are",
         )
 
 
@@ -111,6 +118,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None  # default: 2048 on a CPU, 8192 on a GPU
+    async_scheduling: bool | None = None  # queue a step before the last one is read; default: on a GPU
 
     def __post_init__(self) -> None:
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
@@ -120,6 +128,10 @@ class SchedulerConfig:
             f"max_num_batched_tokens={tokens} is below max_num_seqs={self.max_num_seqs}: a step could not hold one "
             "token of every running request; raise the first or lower the second",
         )
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        """`async_scheduling`, or what is best for a device: on a CPU there is nothing to wait for meanwhile."""
+        return device.type != "cpu" if self.async_scheduling is None else self.async_scheduling
 
 
 @dataclass

@@ -36,10 +36,12 @@ class Request:
     params: SamplingParams | None  # None: compute the prompt's KV only
     metrics: RequestMetrics
     index: int = 0  # which of the n completions this is
+    max_num_tokens: int | None = None  # prompt and output together end here at the latest
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the cache
+    num_in_flight: int = 0  # tokens drawn on the device that the host has not read yet: the last ones
     num_cached_tokens: int = 0  # of those, how many were found there
     block_digests: list[bytes] = field(default_factory=list)  # chained, one per full block known so far
     sampling: SamplingState | None = None
@@ -61,8 +63,14 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens whose ids the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those in flight."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
@@ -61,12 +63,21 @@ class LayerHook:
 
 @dataclass
 class ForwardContext:
-    """State of the forward pass in flight; `metadata` is replaced when the active token set shrinks."""
+    """State of the forward pass in flight; `metadata` is replaced when the active token set shrinks.
+
+    `num_outputs` says of how many rows per request the hidden states are wanted, the last so many (None: of all). The
+    last layer computes K and V of every row and the rest for these: in a prefill, one row instead of thousands.
+    """
 
     metadata: AttentionMetadata
     caches: Sequence[LayerCache]
     backend: AttentionBackend
     hooks: Sequence[LayerHook] = field(default_factory=tuple)
+    num_outputs: Sequence[int] | None = None
+    computed: AttentionMetadata = field(init=False)  # of the rows whose K and V the last layer computed
+
+    def __post_init__(self) -> None:
+        self.computed = self.metadata
 
     def narrow(self, kept: Kept) -> None:
         """Go on with the kept rows only."""
@@ -74,7 +85,19 @@ class ForwardContext:
         if offsets is None:
             bounds = torch.tensor(self.metadata.query_start_loc, device=kept.rows.device)
             offsets = torch.searchsorted(kept.rows, bounds).tolist()
-        self.metadata = self.metadata.narrow(kept.rows, offsets)
+        self.metadata = self.computed = self.metadata.narrow(kept.rows, offsets)
+
+    def narrow_to_outputs(self, layer_idx: int) -> torch.Tensor | None:
+        """In the last layer, go on with the rows that are wanted: which ones ([n] int64), None for all."""
+        bounds = self.metadata.query_start_loc
+        if self.num_outputs is None or layer_idx < len(self.caches) - 1 or sum(self.num_outputs) == bounds[-1]:
+            return None
+        pieces = [np.arange(stop - n, stop) for stop, n in zip(bounds[1:], self.num_outputs, strict=True)]
+        rows = torch.from_numpy(np.concatenate(pieces))
+        device = self.metadata.positions.device
+        rows = rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+        self.metadata = self.metadata.narrow(rows, [0, *accumulate(self.num_outputs)])
+        return rows
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)  # engines may have threads

@@ -32,7 +32,8 @@ class ScheduledRequest:
     @property
     def is_decode(self) -> bool:
         """Whether this is the next token of a request that has begun to answer."""
-        return self.num_tokens == 1 and self.samples and bool(self.request.output_token_ids)
+        request = self.request
+        return self.num_tokens == 1 and self.samples and bool(request.output_token_ids or request.num_in_flight)
 
     @property
     def samples(self) -> bool:
@@ -67,37 +68,57 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, ahead: bool = False) -> SchedulerOutput:
+        """The next step's tokens. `ahead`: while the step before it still runs, so that some requests will turn out to
+        have ended. Nothing is preempted then, as they may be about to give pages back: the output is empty instead.
+        """
         output = SchedulerOutput()
-        budget = self._schedule_running(output, self.max_num_batched_tokens)
+        budget = self._schedule_running(output, self.max_num_batched_tokens, ahead)
+        if budget is None:
+            return SchedulerOutput()
         if not output.preempted:
             self._schedule_waiting(output, budget)
         return output
 
     def finish(self, request: Request) -> None:
         """Remove a request from the queues, finished or aborted, and give its pages back."""
-        if request.status is RequestStatus.RUNNING or request in self.running:
+        if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
         self._release(request)
 
     def advance(self, output: SchedulerOutput) -> None:
-        """Record that the scheduled tokens are in the cache, and publish the blocks that exact prefill has filled."""
+        """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
+        that exact prefill fills."""
         for item in output.scheduled:
             item.request.num_computed_tokens = item.stop
-            if item.request.exact and self.blocks.enable_prefix_caching:
-                self._publish(item.request, item.start)
+            if item.stop <= item.request.num_known_tokens:
+                self._publish(item)
 
-    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+    def settle(self, output: SchedulerOutput) -> None:
+        """The step has been read, and so have all before it: publish blocks that ended in a token then unknown."""
+        if self.blocks.enable_prefix_caching:
+            for item in output.scheduled:
+                if item.num_tokens == 1 and item.stop <= item.request.num_computed_tokens:
+                    self._publish(item)
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int, ahead: bool) -> int | None:
+        """What is left of the budget, None where running ahead would preempt."""
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
+            if ahead and _is_complete(request):
+                index += 1
+                continue
             # A blend whose step failed is still to be done, and as a blend: whole, whatever the budget.
             is_blend = request.blend is not None and request.num_computed_tokens == 0
             remaining = request.num_tokens - request.num_computed_tokens
             count = remaining if is_blend else min(remaining, budget)
             while not self._grow(request, request.num_computed_tokens + count):
+                if ahead:
+                    return None
                 victim = self.running[-1]
                 self._preempt(victim, output)
                 if victim is request:
@@ -164,13 +185,14 @@ class Scheduler:
             parent = request.block_digests[index - 1] if index else b""
             request.block_digests.append(chain_digest(parent, request.token_slice(index * size, (index + 1) * size)))
 
-    def _publish(self, request: Request, start: int) -> None:
-        size = self.blocks.block_size
-        full = request.num_computed_tokens // size
-        if full == start // size:
+    def _publish(self, item: ScheduledRequest) -> None:
+        """Make the blocks findable that the tokens of `item` have filled."""
+        request, size = item.request, self.blocks.block_size
+        first, full = item.start // size, item.stop // size
+        if full == first or not request.exact or not self.blocks.enable_prefix_caching:
             return
         self._extend_digests(request, full)
-        for index in range(start // size, full):
+        for index in range(first, full):
             tokens = request.token_slice(index * size, (index + 1) * size)
             self.blocks.publish(request.block_table[index], request.block_digests[index], tokens)
 
@@ -197,6 +219,12 @@ class Scheduler:
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()
+
+
+def _is_complete(request: Request) -> bool:
+    """Whether a step in flight computes all that there is to compute of a request, or draws its last token."""
+    longest = request.max_num_tokens
+    return request.num_computed_tokens == request.num_tokens or (longest is not None and request.num_tokens >= longest)
 
 
 def _blend_cost(request: Request) -> int:

@@ -21,9 +21,11 @@ class EngineArgs:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    async_scheduling: bool | None = None
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -54,6 +56,7 @@ class EngineArgs:
                 trust_remote_code=self.trust_remote_code,
                 seed=self.seed,
                 enforce_eager=self.enforce_eager,
+                quantization=self.quantization,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -61,7 +64,7 @@ class EngineArgs:
                 enable_prefix_caching=self.enable_prefix_caching,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
             ),
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling),
             blend=BlendConfig(
                 enable_blending=self.enable_blending,
                 selector=self.blend_selector,

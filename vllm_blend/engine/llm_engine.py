@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,19 @@ from vllm_blend.worker.model_runner import BlendResult, RunnerOutput
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that was queued on the device."""
+
+    scheduled: SchedulerOutput
+    result: RunnerOutput
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return all(item.request.finished for item in self.scheduled.scheduled)
+
+
 class LLMEngine:
     """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM."""
 
@@ -62,6 +76,9 @@ class LLMEngine:
         self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
         self._groups: dict[str, RequestGroup] = {}
         self._last_collected: list[int] = []
+        self.async_scheduling = config.scheduler.runs_ahead(device)
+        self._in_flight: _Step | None = None
+        self._launch_failed = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -122,7 +139,8 @@ class LLMEngine:
         requests = []
         for index in range(params.n):
             own = params.for_completion(index)
-            request = Request(request_id, list(parsed.token_ids), own, metrics, index, blend=plan)
+            longest = min(self.max_model_len, len(parsed.token_ids) + (own.max_tokens or self.max_model_len))
+            request = Request(request_id, list(parsed.token_ids), own, metrics, index, longest, blend=plan)
             request.sampling = SamplingState(
                 own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
             )
@@ -179,14 +197,43 @@ class LLMEngine:
         return len(self._groups)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list."""
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
+        """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list.
+
+        With asynchronous scheduling the step after it is queued on the device before this one is read, so that the host
+        works while the device does. What a request that turns out to have ended computes too much is thrown away.
+        """
+        if self._in_flight is None or self._in_flight.abandoned:
+            self._in_flight = self._launch(ahead=False)
+        if self._in_flight is None:
             return []
+        following = self._launch(ahead=True) if self._may_run_ahead(self._in_flight) else None
+        done, self._in_flight = self._in_flight, following
+        return self._read(done)
+
+    def _launch(self, ahead: bool) -> _Step | None:
+        """Queue a step on the device; None when there is nothing to compute."""
+        scheduled = self.scheduler.schedule(ahead)
+        if not scheduled:
+            return None
         self._count_scheduled(scheduled)
+        self._launch_failed = True
         result = self.model_executor.execute_model(scheduled)
+        self._launch_failed = False
         self.scheduler.advance(scheduled)
-        touched = self._process(scheduled, result)
+        for request in result.sampled:
+            request.num_in_flight += 1
+        return _Step(scheduled, result)
+
+    def _may_run_ahead(self, step: _Step) -> bool:
+        """Whether the next step can be chosen and computed before the tokens of this one are known."""
+        if not self.async_scheduling or self._launch_failed:  # after an error, the next step starts from what is known
+            return False
+        return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
+
+    def _read(self, step: _Step) -> list[RequestOutput]:
+        """Wait for a step's tokens and hand them on."""
+        self.scheduler.settle(step.scheduled)
+        touched = self._process(step.scheduled, step.result)
         self.metrics.num_steps += 1
         if self._stat_logger is not None:
             self._stat_logger.step(len(self.scheduler.running), len(self.scheduler.waiting), self.cache_usage)
@@ -223,20 +270,25 @@ class LLMEngine:
         for request, error in result.errors.items():
             self._fail(request, error, touched)
         for item in scheduled.scheduled:
-            if item.request in result.prompt_logprobs:
-                self.processor.add_prompt_logprobs(item.request, item.start, result.prompt_logprobs[item.request])
-            if item.request.collect_from is not None and item.stop == item.request.num_tokens:
-                self._collected(item.request)
+            request = item.request
+            if request.finished:
+                continue
+            if request in result.prompt_logprobs:
+                self.processor.add_prompt_logprobs(request, item.start, result.prompt_logprobs[request])
+            if request.collect_from is not None and item.start < request.num_prompt_tokens <= item.stop:
+                self._collected(request)
         if result.tokens is not None:
+            tokens = result.tokens.result()
             for row, request in enumerate(result.sampled):
+                request.num_in_flight -= 1
                 if request.finished:
                     continue
                 touched[self.processor.groups[request]] = None
-                if row in result.tokens.errors:
-                    self._fail(request, result.tokens.errors[row], touched)
+                if row in tokens.errors:
+                    self._fail(request, tokens.errors[row], touched)
                     continue
                 self.metrics.generation_tokens += 1
-                if self.processor.append_token(request, result.tokens.token_ids[row], result.tokens.logprobs[row]):
+                if self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row]):
                     self._finish(request, request.finish_reason or "stop")
         return list(touched)
 

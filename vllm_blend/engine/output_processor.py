@@ -48,7 +48,7 @@ class OutputProcessor:
         if logprobs is not None:
             request.logprobs.append(with_decoded_tokens(logprobs, self.tokenizer) if self.tokenizer else logprobs)
         assert request.sampling is not None and request.detokenizer is not None
-        stop = check_stop(request.sampling, token, request.num_tokens, self.max_model_len)
+        stop = check_stop(request.sampling, token, request.num_known_tokens, self.max_model_len)
         ends_by_token = stop is not None and stop[0] == "stop"
         stop_string = request.detokenizer.append(token, ends=ends_by_token)
         if stop_string is not None:

@@ -57,5 +57,10 @@ class Attention(nn.Module):
             metadata = context.metadata
         for hook in context.hooks:
             hook.on_query(self.layer_idx, q, cache, metadata, self.scale, self.sliding_window)
+        rows = kept.rows if kept is not None else None
+        wanted = context.narrow_to_outputs(self.layer_idx)
+        if wanted is not None:
+            q, metadata = q[wanted], context.metadata
+            rows = wanted if rows is None else rows[wanted]
         out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window)
-        return out.reshape(-1, self.num_heads * self.head_dim), kept.rows if kept is not None else None
+        return out.reshape(-1, self.num_heads * self.head_dim), rows

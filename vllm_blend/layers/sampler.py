@@ -33,6 +33,18 @@ class SamplerOutput:
     errors: dict[int, str]
 
 
+@dataclass(frozen=True)
+class PendingSample:
+    """Tokens that have been drawn, or will be when the device gets there."""
+
+    tokens: torch.Tensor  # [rows] int64 on the device, negative for rows without a token
+    output: SamplerOutput
+
+    def result(self) -> SamplerOutput:
+        """The tokens on the host; waits for them."""
+        return self.output
+
+
 class Sampler(nn.Module):
     """Chooses the next token of every sequence. A greedy or seeded row never depends on the rest of the batch.
 
@@ -42,6 +54,10 @@ class Sampler(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
+
+    def start(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> PendingSample:
+        output = self(logits, states)
+        return PendingSample(torch.tensor(output.token_ids, device=logits.device), output)
 
     @torch.inference_mode()
     def forward(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> SamplerOutput:

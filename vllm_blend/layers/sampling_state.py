@@ -50,6 +50,11 @@ class SamplingState:
         return self.params.greedy and not waits and not self._changes_logits_always
 
     @cached_property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on tokens before it otherwise than through the logits."""
+        return self.penalized or bool(self.bad_words) or self.params.min_tokens > 0
+
+    @cached_property
     def stopping_ids(self) -> frozenset[int]:
         """Tokens that `min_tokens` holds back: end of sequence and stop tokens."""
         return frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids or ())

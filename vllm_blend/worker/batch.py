@@ -23,20 +23,39 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """The tokens that the step before this one drew. They may still be on their way: the host need not know them."""
+
+    rows: dict[Request, int]
+    token_ids: torch.Tensor  # [rows] int64 on the device, negative where no token could be drawn
+
+    def feed(self, input_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """`input_ids` with the drawn tokens put in: `sources` [tokens] int64 names their rows, -1 for none."""
+        # A row without a token belongs to a request that is about to fail: any valid id will do.
+        drawn = self.token_ids.clamp(min=0)[sources.clamp(min=0)]
+        return torch.where(sources < 0, input_ids, drawn)
+
+
+NOTHING_DRAWN = Drawn({}, torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
 class Batch:
     input_ids: torch.Tensor  # [tokens] int64
     metadata: AttentionMetadata
 
 
-def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> Batch:
+def build_batch(
+    spans: Sequence[Span], block_size: int, device: torch.device, drawn: Drawn = NOTHING_DRAWN
+) -> Batch:
     """Rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span.
 
     Positions that are on a GPU stay there, and nothing waits for them: only their number matters on the host.
     """
     tables = _block_tables(spans)
     query_start_loc = [0]
-    host = _HostRows()
-    pieces: list[torch.Tensor] = []  # [3, rows]: ids, positions, slots
+    host = _HostRows(drawn)
+    pieces: list[torch.Tensor] = []  # [4, rows]: ids, positions, slots, rows of `drawn`
     for span, table in zip(spans, tables, strict=True):
         if span.positions is not None and span.positions.device.type != "cpu":
             pieces += [*host.flush(device), _device_rows(span, table, block_size)]
@@ -52,8 +71,18 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
         block_tables=to_device(torch.from_numpy(tables), device),
         query_start_loc=query_start_loc,
         seq_lens=[span.stop for span in spans],
+        at_end=tuple(span.positions is None for span in spans),
     )
-    return Batch(packed[0], metadata)
+    return Batch(drawn.feed(packed[0], packed[3]) if host.feeds else packed[0], metadata)
+
+
+def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int, int]:
+    """Token id, position, slot and source (see `Drawn.feed`) of a span of one position."""
+    request, position = span.request, span.start
+    slot = request.block_table[position // block_size] * block_size + position % block_size
+    if position >= request.num_known_tokens:
+        return 0, position, slot, drawn.rows[request]
+    return request.token_slice(position, position + 1)[0], position, slot, -1
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -74,22 +103,25 @@ def _block_tables(spans: Sequence[Span]) -> np.ndarray:
 class _HostRows:
     """Rows gathered on the host until they are sent, in one transfer."""
 
-    def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []  # [3, rows] int64: ids, positions, slots
-        self._singles: list[tuple[int, int, int]] = []  # decodes in a row: plain integers beat numpy
+    def __init__(self, drawn: Drawn) -> None:
+        self.feeds = False  # whether any row takes a token that was drawn
+        self._drawn = drawn
+        self._pieces: list[np.ndarray] = []  # [4, rows] int64: ids, positions, slots, rows of `drawn`
+        self._singles: list[tuple[int, int, int, int]] = []  # decodes in a row: plain integers beat numpy
 
     def add(self, span: Span, table: np.ndarray, block_size: int) -> int:
         """Append the rows of a span; how many they are."""
         request = span.request
         if span.positions is None and span.stop - span.start == 1:
-            block = request.block_table[span.start // block_size]
-            token = request.token_slice(span.start, span.stop)[0]
-            self._singles.append((token, span.start, block * block_size + span.start % block_size))
+            row = decode_row(span, block_size, self._drawn)
+            self.feeds |= row[3] >= 0
+            self._singles.append(row)
             return 1
         positions = np.arange(span.start, span.stop) if span.positions is None else span.positions.numpy()
         slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size
         self._close_singles()
-        self._pieces.append(np.stack([request.token_array(span.stop)[positions], positions, slots]))
+        ids = request.token_array(span.stop)[positions]
+        self._pieces.append(np.stack([ids, positions, slots, np.full_like(ids, -1)]))
         return len(positions)
 
     def flush(self, device: torch.device) -> list[torch.Tensor]:
@@ -112,4 +144,4 @@ def _device_rows(span: Span, table: np.ndarray, block_size: int) -> torch.Tensor
     ids = to_device(torch.from_numpy(span.request.token_array(span.stop)), positions.device)
     blocks = to_device(torch.from_numpy(table.astype(np.int64)), positions.device)
     slots = blocks[positions // block_size] * block_size + positions % block_size
-    return torch.stack([ids[positions], positions, slots])
+    return torch.stack([ids[positions], positions, slots, torch.full_like(slots, -1)])

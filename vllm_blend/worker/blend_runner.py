@@ -60,7 +60,7 @@ def question_mass(
         suffixes.append(len(suffix))
     batch = build_batch(spans, cache.block_size, cache.key.device)
     hook = QuestionMassHook(backend, suffixes)
-    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (hook,))):
+    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (hook,), [0] * len(spans))):
         model(batch.input_ids)
     return hook.masses()
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
-from vllm_blend.worker.batch import Span
+from vllm_blend.worker.batch import Drawn, Span, decode_row
 from vllm_blend.worker.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    rows: torch.Tensor  # [3, bucket] int64: ids, positions, slots
+    rows: torch.Tensor  # [4, bucket] int64: ids, positions, slots, and which drawn token is to replace the id
     block_tables: torch.Tensor  # [bucket, max_blocks] int32
     logits: torch.Tensor  # [bucket, vocab]
 
@@ -47,7 +47,7 @@ class DecodeGraphs:
             self._graphs[size] = captured
         self._sizes = sorted(self._graphs)
 
-    def run(self, spans: Sequence[Span]) -> torch.Tensor | None:
+    def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
         """Logits [len(spans), vocab] of a step in which every request computes its last token, None if none fits.
 
         The logits are valid until the next run.
@@ -57,24 +57,24 @@ class DecodeGraphs:
         if size is None:
             return None
         graph, block_size = self._graphs[size], self.cache.block_size
-        rows = np.zeros((3, size), np.int64)
+        rows = np.zeros((4, size), np.int64)
+        rows[3] = -1
         width = max(len(span.request.block_table) for span in spans)
         tables = np.zeros((size, width), np.int32)
         for index, span in enumerate(spans):
-            request, position = span.request, span.start
-            table = request.block_table
+            table = span.request.block_table
             tables[index, : len(table)] = table
-            rows[0, index] = request.token_slice(position, position + 1)[0]
-            rows[1, index] = position
-            rows[2, index] = table[position // block_size] * block_size + position % block_size
+        rows[:, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
         graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        if (rows[3] >= 0).any():
+            graph.rows[0].copy_(drawn.feed(graph.rows[0], graph.rows[3]))
         graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
         graph.graph.replay()
         return graph.logits[:count]
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         device = self.cache.key.device
-        rows = torch.zeros(3, size, dtype=torch.int64, device=device)
+        rows = torch.zeros(4, size, dtype=torch.int64, device=device)
         tables = torch.zeros(size, self.max_blocks, dtype=torch.int32, device=device)
         metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), [self.max_model_len] * size)
 

@@ -14,10 +14,10 @@ from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.layers.logprobs import prompt_logprobs
-from vllm_blend.layers.sampler import Sampler, SamplerOutput
+from vllm_blend.layers.sampler import PendingSample, Sampler
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import Span, build_batch, to_device
+from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch, to_device
 from vllm_blend.worker.blend_runner import first_positions
 from vllm_blend.worker.chunk_placement import place_segments
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
@@ -32,15 +32,15 @@ class BlendResult:
     plan: BlendPlan
     computed: torch.Tensor  # [n] int64, ascending, holes included
     all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer
-    computed_slots: torch.Tensor  # [m] int64, of the rows active in the last layer
+    computed_slots: torch.Tensor  # [m] int64, of the rows whose K and V the last layer computed
 
 
 @dataclass
 class RunnerOutput:
-    """Results of a step, by request."""
+    """Results of a step, by request. The tokens may still be on their way: reading them waits."""
 
     sampled: list[Request] = field(default_factory=list)  # rows of `tokens`
-    tokens: SamplerOutput | None = None
+    tokens: PendingSample | None = None
     prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
     blends: dict[Request, BlendResult] = field(default_factory=dict)
     errors: dict[Request, str] = field(default_factory=dict)
@@ -60,36 +60,45 @@ class ModelRunner:
         self.model, self.cache, self.backend = model, cache, backend
         self.decode_graphs = decode_graphs
         self.sampler = Sampler(seed)
+        self._drawn = NOTHING_DRAWN
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Compute the scheduled tokens. Nothing of a request is read or written but its own pages."""
+        """Compute the scheduled tokens. Nothing of a request is read or written but its own pages.
+
+        On a GPU this queues the work and returns: a token that the step before has drawn is read where it lies.
+        """
+        result = self._execute(output.scheduled)
+        if result.tokens is not None:
+            self._drawn = Drawn({request: row for row, request in enumerate(result.sampled)}, result.tokens.tokens)
+        return result
+
+    def _execute(self, items: Sequence[ScheduledRequest]) -> RunnerOutput:
         result = RunnerOutput()
-        items = output.scheduled
         if self.decode_graphs is not None and all(item.is_decode for item in items):
             spans = [Span(item.request, item.start, item.stop) for item in items]
-            logits = self.decode_graphs.run(spans)
+            logits = self.decode_graphs.run(spans, self._drawn)
             if logits is not None:
                 result.sampled = [item.request for item in items]
                 states = [request.sampling for request in result.sampled if request.sampling is not None]
-                result.tokens = self.sampler(logits, states)
+                result.tokens = self.sampler.start(logits, states)
                 return result
         spans = self._spans(items, result)
-        batch = build_batch(spans, self.cache.block_size, self.cache.key.device)
+        batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
         capture = _capture_hook(items)
         narrowing = _narrowing_hook(spans, self.cache.key.device)
         hooks: list[LayerHook] = [hook for hook in (capture, narrowing) if hook is not None]
-        with forward_context(ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks)) as context:
+        context = ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks, _num_outputs(items))
+        with forward_context(context):
             hidden = self.model(batch.input_ids)
-        final = context.metadata
-        self._sample(items, hidden, final, result)
+        self._sample(items, hidden, context.metadata, result)
         for index, item in enumerate(items):
             request = item.request
             if capture is not None and index in capture.first_positions:
                 first = request.blend.suffix_start if item.is_blend and request.blend else item.start
                 request.collected[first] = capture.captured(index, first)
             if item.is_blend:
-                result.blends[request] = _blend_result(request, batch.metadata, final, index)
+                result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return result
@@ -110,7 +119,8 @@ class ModelRunner:
         rows, states = [], []
         for index, item in enumerate(items):
             params = item.request.params
-            if params is not None and params.prompt_logprobs is not None and not item.request.output_token_ids:
+            if params is not None and _wants_prompt_logprobs(item):
+                assert params.prompt_logprobs is not None
                 wanted = item.request.token_slice(item.start + 1, item.stop + 1)  # row i predicts token i + 1
                 logits = self.model.compute_logits(hidden[final.rows(index)][: len(wanted)])  # type: ignore[operator]
                 result.prompt_logprobs[item.request] = prompt_logprobs(logits, wanted, params.prompt_logprobs)
@@ -122,7 +132,18 @@ class ModelRunner:
         if rows:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
-            result.tokens = self.sampler(self.model.compute_logits(hidden), states)  # type: ignore[operator]
+            result.tokens = self.sampler.start(self.model.compute_logits(hidden), states)  # type: ignore[operator]
+
+
+def _wants_prompt_logprobs(item: ScheduledRequest) -> bool:
+    request = item.request
+    wanted = request.params is not None and request.params.prompt_logprobs is not None
+    return wanted and item.start < request.num_prompt_tokens and not request.output_token_ids
+
+
+def _num_outputs(items: Sequence[ScheduledRequest]) -> list[int]:
+    """How many of each request's rows somebody wants the hidden states of: the last so many."""
+    return [item.num_tokens if _wants_prompt_logprobs(item) else int(item.samples) for item in items]
 
 
 def _capture_hook(items: Sequence[ScheduledRequest]) -> CaptureHook | None:

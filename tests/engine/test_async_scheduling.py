@@ -1,0 +1,114 @@
+"""A step queued before the last one is read changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.engine.compare import assert_same_logprobs
+from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, run, tiny_model, tokens_of
+from vllm_blend import LLM, SamplingParams
+
+IDS = [(17 * i * i + 5 * i + 3) % TINY_VOCABULARY for i in range(60)]
+MODEL = tiny_model("llama")
+ROOM: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8}
+
+
+def prompts() -> list[dict[str, Any]]:
+    plain = [{"prompt_token_ids": IDS[i : i + n]} for i, n in ((0, 3), (5, 20), (0, 19), (30, 8), (5, 24))]
+    chunked = {"prefix": IDS[:4], "chunks": [IDS[10:20], IDS[20:26]], "suffix": IDS[40:43]}
+    return [*plain, chunked, chunked | {"blend_selector": "value_deviation"}]
+
+
+def params(**options: Any) -> list[SamplingParams]:
+    lengths = (1, 2, 12, 30, 7, 9, 3)
+    return [
+        SamplingParams(temperature=0.8 if i % 2 else 0.0, seed=i, max_tokens=n, **options)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def launches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Counts the steps that were scheduled, by whether one before them was still unread."""
+    counted: Counter[bool] = Counter()
+    scheduler = llm.llm_engine.scheduler
+    schedule = scheduler.schedule
+
+    def counting(ahead: bool = False) -> Any:
+        output = schedule(ahead)
+        counted[ahead] += bool(output)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    return counted
+
+
+@pytest.mark.parametrize("blocks", [None, 14])  # 14: too few for all of them, so that some are preempted
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore_eos": True},
+        {"ignore_eos": True, "logprobs": 2},
+        {"stop_token_ids": list(range(0, TINY_VOCABULARY, 5))},  # ends are found out a step late
+        {"ignore_eos": True, "presence_penalty": 0.7, "repetition_penalty": 1.3},
+        {"min_tokens": 1, "stop_token_ids": list(range(0, TINY_VOCABULARY, 5))},
+    ],
+)
+def test_same_answers(options: dict[str, Any], blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ROOM if blocks is None else ROOM | {"num_gpu_blocks_override": blocks}
+    with engine(MODEL, enable_blending=True, async_scheduling=False, **room) as llm:
+        expected = run(llm, prompts(), params(**options))
+    with engine(MODEL, enable_blending=True, async_scheduling=True, **room) as llm:
+        counted = launches(llm, monkeypatch)
+        outputs = run(llm, prompts(), params(**options))
+    assert tokens_of(outputs) == tokens_of(expected)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert ours.outputs[0].finish_reason == theirs.outputs[0].finish_reason
+        assert ours.outputs[0].stop_reason == theirs.outputs[0].stop_reason
+        if "logprobs" in options:
+            assert_same_logprobs(ours, theirs)
+        assert ours.blend == theirs.blend
+    assert bool(counted[True]) != bool("presence_penalty" in options or "min_tokens" in options)
+
+
+def test_what_needs_the_last_token_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(MODEL, async_scheduling=True, **ROOM) as llm:
+        counted = launches(llm, monkeypatch)
+        run(llm, prompts()[:1], SamplingParams(temperature=0, max_tokens=8, frequency_penalty=0.5))
+        assert counted[False] == 8 and counted[True] == 0
+
+
+def test_a_known_end_costs_no_step_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(MODEL, async_scheduling=True, **ROOM) as llm:
+        counted = launches(llm, monkeypatch)
+        run(llm, prompts()[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        assert counted == {False: 1, True: 7}
+
+
+def test_pages_are_shared_by_content_as_without_it() -> None:
+    """A block whose last token was in flight when it filled is found by the next prompt."""
+    prompt, one = {"prompt_token_ids": IDS[:5]}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with engine(MODEL, async_scheduling=True, **ROOM) as llm:
+        [first] = run(llm, prompt, one)
+        longer = {"prompt_token_ids": [*IDS[:5], *first.outputs[0].token_ids]}
+        [second] = run(llm, longer, one)
+        assert second.num_cached_tokens == 16
+
+
+def test_an_abort_between_two_steps() -> None:
+    with engine(MODEL, async_scheduling=True, **ROOM) as llm:
+        inner = llm.llm_engine
+        for name in ("a", "b"):
+            inner.add_request(name, prompts()[1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        inner.step()
+        inner.abort_request("a")
+        outputs = []
+        while inner.has_unfinished_requests():
+            outputs += inner.step()
+        assert {output.request_id for output in outputs} == {"b"}
+        inner.add_request("c", prompts()[1], SamplingParams(temperature=0, max_tokens=1))
+        inner.step()
+        inner.abort_request("c")
+        assert_empty(llm)
