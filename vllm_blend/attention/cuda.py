@@ -28,6 +28,7 @@ class CUDABackend(AttentionBackend):
     """
 
     name = "cuda"
+    capturable_decode = True
 
     def __init__(self) -> None:
         if not cuda.is_available():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -27,6 +28,8 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [requests, max_blocks] int32, padded with 0
     query_start_loc: list[int]  # requests + 1 host offsets: request r has rows [r] up to [r + 1]
     seq_lens: list[int]  # host, filled slots of each request, this step's tokens included
+    # Host, per request: its rows are its last positions, with none left out. None where that is not known.
+    at_end: tuple[bool, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -38,9 +41,12 @@ class AttentionMetadata:
 
     @cached_property
     def host_positions(self) -> list[int]:
-        """`positions` on the host, read once per step (a synchronisation on a GPU: only the plain torch backend uses
-        it)."""
-        return self.positions.tolist()
+        """`positions` on the host, once per step. Read from the device, which waits for a GPU, unless `at_end` tells:
+        our own kernels never ask."""
+        if self.at_end is None or not all(self.at_end):
+            return self.positions.tolist()
+        ends = zip(self.seq_lens, pairwise(self.query_start_loc), strict=True)
+        return [position for n, (start, stop) in ends for position in range(n - stop + start, n)]
 
     def rows(self, request: int) -> slice:
         """Rows of the step's tensors that belong to a request."""
@@ -53,6 +59,7 @@ class AttentionMetadata:
             positions=self.positions[rows],
             slot_mapping=self.slot_mapping[rows],
             query_start_loc=query_start_loc,
+            at_end=None,
         )
 
 
@@ -72,6 +79,7 @@ class AttentionBackend(ABC):
     """One way to compute the contract. Implementations are registered by name in `attention/registry.py`."""
 
     name: str
+    capturable_decode: bool = False  # whether steps of one row a request may be captured into a CUDA graph
 
     @abstractmethod
     def attend(
