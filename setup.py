@@ -1,13 +1,19 @@
-"""Packaging, and the optional build of the compiled CPU kernels.
+"""Packaging, and the optional build of the compiled kernels: plain C libraries without torch or Python headers.
 
-The kernels are a plain C library without torch or Python headers: any C++17 compiler will do (CXX, else g++, clang++ or
-c++). One binary holds every instruction set and picks at run time, so it may be copied to an older CPU of the same
-architecture. Where there is no compiler, or the build fails, the package installs all the same and runs its plain torch
-twins.
+CPU kernels: any C++17 compiler will do (CXX, else g++, clang++ or c++). One binary holds every instruction set and
+picks at run time, so it may be copied to an older CPU of the same architecture. Where there is no compiler, or the
+build fails, the package installs all the same and runs its plain torch twins.
+
+CUDA kernels: compiled here, for every supported GPU, where a driver sees a GPU and nvcc is found. Elsewhere (a build
+machine, a container image) the first engine on a GPU compiles them for that GPU, from the sources that the package
+carries (vllm_blend/ops/cuda_build.py). VLLM_BLEND_BUILD_CUDA=1 compiles them here in any case and fails if that fails;
+0 never compiles them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,9 +25,11 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-CPU_SOURCES = Path("csrc/cpu")
+CPU_SOURCES, CUDA_SOURCES = Path("csrc/cpu"), Path("csrc/cuda")
+CUDA_LIBRARY = "vllm_blend.libvllm_blend_cuda"
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
 FLAGS = [
     "-std=c++17",
@@ -43,9 +51,20 @@ X86_ISAS = {
 class KernelLibrary(Extension):
     """A shared library with a C ABI, loaded by vllm_blend/ops/bindings.py; not a Python module."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name, sources=[str(path) for path in sorted(folder.glob("*.cpp"))], optional=True)
-        self.depends = [str(path) for path in [*folder.glob("*.h"), *folder.parent.glob("*.h")]]
+    def __init__(self, name: str, folder: Path, pattern: str) -> None:
+        super().__init__(name, sources=[str(path) for path in sorted(folder.glob(pattern))], optional=True)
+        self.depends = [str(path) for path in [*folder.glob("*.*h"), *folder.parent.glob("*.h")]]
+
+
+class BuildPackage(build_py):
+    """Copies the CUDA sources into the package too: an installed one builds the kernels from them at first use."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # the checkout has them
+            target = Path(self.build_lib, "vllm_blend", CUDA_SOURCES)
+            shutil.rmtree(target, ignore_errors=True)  # of an earlier build in this tree
+            shutil.copytree(CUDA_SOURCES, target)
 
 
 class BuildKernels(build_ext):
@@ -64,6 +83,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.unlink(missing_ok=True)
+        if ext.name == CUDA_LIBRARY:
+            build_cuda(target, Path(self.build_temp, "cuda"))
+            return
         try:
             compile_kernels([Path(source) for source in ext.sources], target)
         except (OSError, subprocess.SubprocessError) as error:
@@ -72,6 +94,38 @@ class BuildKernels(build_ext):
                 f"\nvllm-blend: the CPU kernels were not built, plain torch will run instead. Reason:\n{detail}\n",
                 file=sys.stderr,
             )
+
+
+def build_cuda(target: Path, work: Path) -> None:
+    """The CUDA kernels for every GPU as `target`, where they are wanted (see the module's docstring)."""
+    spec = importlib.util.spec_from_file_location("cuda_build", ROOT / "vllm_blend" / "ops" / "cuda_build.py")
+    assert spec is not None and spec.loader is not None
+    cuda_build = sys.modules["cuda_build"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cuda_build)  # by path: importing the package would need torch
+    wanted = os.environ.get(cuda_build.BUILD_VARIABLE, "")
+    if wanted == "0" or (wanted != "1" and not sees_gpu()):
+        print("vllm-blend: the CUDA kernels are left to the first use on a GPU")
+        return
+    try:
+        built = cuda_build.Build(ROOT / CUDA_SOURCES, cuda_build.find_nvcc()).run(work, os.cpu_count() or 1)
+    except cuda_build.BuildError as error:
+        if wanted == "1":
+            raise
+        print(f"\nvllm-blend: the CUDA kernels were not built. Reason:\n{error}\n", file=sys.stderr)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(built, target)
+    print(f"vllm-blend: built {target}")
+
+
+def sees_gpu() -> bool:
+    """Whether there is a CUDA driver that works and sees a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def find_compiler() -> str:
@@ -145,8 +199,11 @@ setup(
     python_requires=">=3.10",
     packages=names,
     package_dir=folders,
-    ext_modules=[KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES)],
-    cmdclass={"build_ext": BuildKernels},
+    ext_modules=[
+        KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES, "*.cpp"),
+        KernelLibrary(CUDA_LIBRARY, CUDA_SOURCES, "*.cu"),
+    ],
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     install_requires=[
         "torch>=2.8",
         "transformers>=4.55",

@@ -31,10 +31,11 @@ class CUDABackend(AttentionBackend):
     capturable_decode = True
 
     def __init__(self) -> None:
-        if not cuda.is_available():
+        reason = cuda.unavailable_reason()
+        if reason is not None:
             raise RuntimeError(
-                "attention_backend='cuda' needs a CUDA device and the compiled kernels: build them with "
-                "scripts/build_cuda.sh, or use attention_backend='torch_native'"
+                "attention_backend='cuda' needs a CUDA device and the compiled kernels, or use 'auto' or "
+                f"'torch_native': {reason}"
             )
         self._step: _Step | None = None
         self._decode_workspace: torch.Tensor | None = None

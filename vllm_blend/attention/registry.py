@@ -59,7 +59,7 @@ def _why_not_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -
     from vllm_blend.ops import cuda
 
     if not cuda.is_available():
-        return "the compiled CUDA kernels are not available (scripts/build_cuda.sh builds them)"
+        return "the compiled CUDA kernels are not available"  # why not has been logged
     return _why_not_cuda(dtype, head_dim)
 
 

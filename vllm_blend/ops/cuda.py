@@ -8,7 +8,9 @@ RuntimeError. A paged cache is a pair of tensors [num_blocks, block_size, kv_hea
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +18,11 @@ from pathlib import Path
 
 import torch
 
-LIBRARY_NAME = "libvllm_blend_cuda.so"
+from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
+
+logger = logging.getLogger(__name__)
+
+LIBRARY_VARIABLE = "VLLM_BLEND_CUDA_LIBRARY"
 HEAD_DIMS = (64, 80, 96, 128, 256)
 VARIANTS = {"auto": 0, "mma": 1, "wgmma": 2}
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
@@ -74,18 +80,29 @@ _SIGNATURES = {
     "vb_rms_norm": (_P, _P, _P, _P, _L, _I, _F, _I, _P),
     "vb_silu_and_mul": (_P, _P, _L, _I, _I, _P),
     "vb_kv_deviation": (_P, _L, _P, _P, _L, _L, _L, _P, _I, _I, _I, _I, _I, _I, _P),
+    "vb_copy_pieces": (_P, _I, _I, _I, _P, _P, _P),
     "vb_attention_mass": (_P, _L, _P, _P, _P, _P, _I, _I, _I, _I, _F, POINTER(_Cache), _P),
 }
 
 
 def library_path() -> Path | None:
-    """Where the compiled library is: `VLLM_BLEND_CUDA_LIBRARY`, beside this file, or build/cuda of the source tree."""
-    here = Path(__file__).resolve()
-    forced = os.environ.get("VLLM_BLEND_CUDA_LIBRARY")
-    places = (
-        [Path(forced)] if forced else [here.with_name(LIBRARY_NAME), here.parents[2] / "build" / "cuda" / LIBRARY_NAME]
-    )
-    return next((p for p in places if p.is_file()), None)
+    """The library that has been built ahead: `VLLM_BLEND_CUDA_LIBRARY`, else build/cuda of the source tree (what
+    scripts/build_cuda.sh makes), else the one installed with the package, if it is of these very sources.
+
+    Builds nothing. Raises FileNotFoundError where the variable names no file.
+    """
+    forced = os.environ.get(LIBRARY_VARIABLE)
+    if forced:
+        if not Path(forced).is_file():
+            raise FileNotFoundError(f"{LIBRARY_VARIABLE}={forced} is no file: name the library, or unset it")
+        return Path(forced)
+    package = Path(__file__).resolve().parents[1]
+    by_script, installed = package.parent / "build" / "cuda" / LIBRARY_NAME, package / LIBRARY_NAME
+    if by_script.is_file():
+        if not is_built_from(by_script, sources_folder()):
+            logger.warning("%s was built from other sources than these: run scripts/build_cuda.sh again", by_script)
+        return by_script
+    return installed if installed.is_file() and is_built_from(installed, sources_folder()) else None
 
 
 def takes(tensor: torch.Tensor) -> bool:
@@ -94,25 +111,53 @@ def takes(tensor: torch.Tensor) -> bool:
 
 
 @cache
+def unavailable_reason() -> str | None:
+    """Why the kernels cannot be used here, None where they can.
+
+    On a machine with a CUDA device and no library yet, the first call builds it for that device (see `cuda_build`);
+    when that fails it warns, once, and plain torch runs.
+    """
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        _library()
+    except RuntimeError as error:
+        logger.warning("plain torch runs instead of the CUDA kernels: %s", error)
+        return str(error)
+    return None
+
+
+@cache
 def is_available() -> bool:
-    """Whether the kernels can be used: a CUDA device and the compiled library."""
-    return torch.cuda.is_available() and library_path() is not None
+    """Whether the kernels can be used: a CUDA device, and the compiled library. See `unavailable_reason`."""
+    return unavailable_reason() is None
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    path = library_path()
-    if path is None:
-        raise RuntimeError(
-            f"{LIBRARY_NAME} was not found: build it with scripts/build_cuda.sh or set VLLM_BLEND_CUDA_LIBRARY"
-        )
-    lib = ctypes.CDLL(str(path))
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, c_int
-    lib.vb_prefill_workspace_bytes.argtypes, lib.vb_prefill_workspace_bytes.restype = (c_int,) * 5, c_size_t
-    lib.vb_decode_workspace_bytes.argtypes, lib.vb_decode_workspace_bytes.restype = (c_int,) * 5, c_size_t
+    """The library, loaded, built first where there is none. Raises RuntimeError saying why it cannot be used."""
+    try:
+        path = library_path() or build_for(_capabilities())
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the CUDA kernels do not load: {error}") from error
+    try:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.argtypes, function.restype = arguments, c_int
+        lib.vb_prefill_workspace_bytes.argtypes, lib.vb_prefill_workspace_bytes.restype = (c_int,) * 5, c_size_t
+        lib.vb_decode_workspace_bytes.argtypes, lib.vb_decode_workspace_bytes.restype = (c_int,) * 5, c_size_t
+    except AttributeError as error:
+        raise RuntimeError(f"{path} was built from other sources ({error}): run scripts/build_cuda.sh again") from error
+    code = lib.vb_prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
+    if code < min(_ERRORS):  # -100 - cudaError_t: the library's own CUDA runtime cannot work with the driver
+        hint = " (the driver is older than the CUDA they were built with, or not there)" if code == -100 - 35 else ""
+        raise RuntimeError(f"the CUDA kernels of {path} get CUDA error {-100 - code}{hint}: update the driver")
     return lib
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
 def _check(name: str, code: int) -> None:
@@ -352,6 +397,24 @@ def place_chunk(
         head_dim, cos.shape[-1], layer_cache.shape[1], _dtype(k, "k"), _stream(k),
     )  # fmt: skip
     _check("place_chunk", code)
+
+
+def piece_table(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """[pieces, 4] int64 on the host for `copy_pieces`: where K and V of layer 0 are, bytes from a layer to the next,
+    bytes of a layer's rows. Pieces are [layers, tokens, kv_heads, head_dim], K and V of equal strides."""
+    rows = [
+        (k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, k.shape[1] * k.shape[2] * k.shape[3] * k.itemsize)
+        for k, v in pieces
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+
+
+def copy_pieces(table: torch.Tensor, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
+    """`ops.copy_pieces`: k, v: device buffers that hold the pieces' rows, contiguous; pinned: whether all pieces are;
+    stream: a cudaStream_t other than the default one."""
+    pointers = (k.data_ptr(), v.data_ptr(), stream)
+    code = _library().vb_copy_pieces(table.data_ptr(), table.shape[0], layer, pinned, *pointers)
+    _check("copy_pieces", code)
 
 
 def reshape_and_cache(

@@ -1,0 +1,111 @@
+"""What an installation carries, and when it compiles the CUDA kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.ops.fake_nvcc import FakeNvcc
+
+pytest.importorskip("setuptools", reason="setup.py runs with the setuptools of this environment")
+
+ROOT = Path(__file__).parents[1]
+CUDA_SOURCES = {f"csrc/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
+LIBRARY = "vllm_blend/libvllm_blend_cuda.so"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what an installation reads: setup.py writes beside what it builds."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in ("csrc", "vllm_blend"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    return folder
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path) -> FakeNvcc:
+    return FakeNvcc(tmp_path)
+
+
+def setup(checkout: Path, nvcc: FakeNvcc, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py. The CPU kernels are not what is looked at: a compiler that does nothing is quick."""
+    environment = os.environ | {"CXX": "true", "CUDACXX": str(nvcc.path)} | variables
+    shutil.rmtree(checkout / "build", ignore_errors=True)
+    command = [sys.executable, "setup.py", "--quiet", *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_wheel_carries_the_sources_and_builds_from_them(checkout: Path, nvcc: FakeNvcc, tmp_path: Path) -> None:
+    done = setup(checkout, nvcc, "bdist_wheel", "--dist-dir", str(tmp_path), VLLM_BLEND_BUILD_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    assert {f"vllm_blend/{name}" for name in CUDA_SOURCES} <= names
+    assert LIBRARY not in names and nvcc.calls == []
+
+    script = tmp_path / "site" / "vllm_blend" / "ops" / "cuda_build.py"
+    command = [sys.executable, "-I", str(script), "--out", str(tmp_path / "out"), "--nvcc", str(nvcc.path)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0 and Path(built.stdout.strip()).is_file(), built.stderr
+    assert all(str(tmp_path / "site" / "vllm_blend" / "csrc") in call for call in nvcc.calls if " -c " in call)
+
+
+def test_a_source_distribution_carries_the_sources(checkout: Path, nvcc: FakeNvcc, tmp_path: Path) -> None:
+    done = setup(checkout, nvcc, "sdist", "--dist-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert CUDA_SOURCES | {"setup.py", "vllm_blend/ops/cuda_build.py", "csrc/vllm_blend_cpu.h"} <= names
+
+
+def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc: FakeNvcc) -> None:
+    done = setup(checkout, nvcc, "build_ext", "--build-lib", "build/lib", VLLM_BLEND_BUILD_CUDA="1")
+    assert done.returncode == 0, done.stderr
+    library = checkout / "build" / "lib" / LIBRARY
+    assert "vb_sources" in library.read_text()
+    assert any("sm_80" in call for call in nvcc.calls)  # for every GPU: a wheel may be carried elsewhere
+
+    done = setup(checkout, nvcc, "build_ext", VLLM_BLEND_BUILD_CUDA="1", FAKE_FAILS=".cu ")
+    assert done.returncode != 0 and "kernel.cu(7): error: this is no CUDA" in done.stderr
+    done = setup(checkout, nvcc, "build_ext", VLLM_BLEND_BUILD_CUDA="1", CUDACXX="no-such-nvcc")
+    assert done.returncode != 0 and "CUDACXX=no-such-nvcc is no program" in done.stderr
+
+
+@pytest.mark.parametrize("gpus", [None, 0, 1])
+def test_an_installation_compiles_where_a_driver_sees_a_gpu(
+    gpus: int | None, checkout: Path, nvcc: FakeNvcc, tmp_path: Path
+) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("a driver of our own needs a C++ compiler")
+    if gpus is not None:
+        source = tmp_path / "driver.cpp"
+        source.write_text(
+            'extern "C" int cuInit(unsigned) { return 0; }\n'
+            f'extern "C" int cuDeviceGetCount(int* count) {{ *count = {gpus}; return 0; }}\n'
+        )
+        subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    elif Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has a driver")
+    done = setup(checkout, nvcc, "build_ext", "--build-lib", "build/lib", LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (checkout / "build" / "lib" / LIBRARY).exists() is (gpus == 1)
+    assert bool(nvcc.calls) is (gpus == 1)
+
+    if gpus == 1:  # what cannot be compiled costs speed, not the installation
+        done = setup(checkout, nvcc, "build_ext", LD_LIBRARY_PATH=str(tmp_path), FAKE_FAILS=".cu ")
+        assert done.returncode == 0 and "the CUDA kernels were not built. Reason:" in done.stderr
