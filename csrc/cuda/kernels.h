@@ -106,6 +106,15 @@ int vb_rms_norm(const void* x, void* residual, const void* weight, void* out, in
 // out [tokens, n] = silu(gate) * up for gate_up [tokens, 2 * n].
 int vb_silu_and_mul(const void* gate_up, void* out, int64_t tokens, int n, int dtype, void* stream);
 
+// Rows of x [rows, n] to e4m3 [rows, n] and one float32 scale a row, value * scale = x: alone, of rms_norm's output, of
+// silu_and_mul's. The last two round as vb_rms_norm and vb_silu_and_mul do and then quantise. Their input may be a matrix
+// product whose scales are still to be applied, [rows] and [columns]; null where there are none.
+int vb_quantize_fp8(const void* x, int64_t row_stride, void* out, float* scales, int64_t rows, int n, int dtype, void* stream);
+int vb_rms_norm_quantize_fp8(const void* x, const float* x_row_scales, const float* x_column_scales, void* residual,
+                             const void* weight, void* out, float* scales, int64_t rows, int n, float eps, int dtype, void* stream);
+int vb_silu_and_mul_quantize_fp8(const void* gate_up, const float* row_scales, const float* column_scales, void* out, float* scales,
+                                 int64_t rows, int n, int dtype, void* stream);
+
 // deviation[t] (+)= sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32.
 int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, int64_t page_stride,
                     int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate, int tokens, int kv_heads,

@@ -69,6 +69,8 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = f"dummy-{worker.num_layers}x{worker.num_kv_heads}x{worker.head_dim}"
     else:
         weights = weights_digest(directory) if directory.is_dir() else f"{config.model}@{config.revision or 'main'}"
+    if config.quantization is not None:
+        weights += f"/{config.quantization}"
     rotary = worker.model_runner.model.model.layers[0].self_attn.attn.rotary  # type: ignore[union-attr,index]
     return ModelFingerprint(
         # A local directory is known by its content: moving it changes nothing.

@@ -6,9 +6,9 @@ narrow the step between two layers: from there on fewer rows are computed, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from vllm_blend.layers.attention import Attention
 from vllm_blend.layers.embedding import Embedding, LMHead
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
+from vllm_blend.layers.quantization import QuantizingRMSNorm
 from vllm_blend.layers.rope_frequencies import rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+Product = torch.Tensor | UnscaledProduct  # the output of a linear layer, as its one reader gets it
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class DecoderSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of Q and K before RoPE
+    quantization: str | None = None  # of the linear layers of attention and MLP: "fp8"
 
     def __post_init__(self) -> None:
         for name in (
@@ -104,14 +108,14 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv_proj = QKVLinear(spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias)
+        self.qkv_proj = QKVLinear(spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias, spec.quantization)
         self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=spec.window(layer_idx))
-        self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias)
+        self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias, spec.quantization)
         self.hack_kv: list[torch.Tensor] | None = None
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden: torch.Tensor | QuantizedRows) -> tuple[Product, torch.Tensor | None]:
         """hidden [T, hidden_size] -> output [T', hidden_size] and the rows kept, when a hook kept fewer."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -119,7 +123,7 @@ class SelfAttention(nn.Module):
             q = self.q_norm(q.view(-1, self.attn.num_heads, head_dim))
             k = self.k_norm(k.view(-1, self.attn.num_kv_heads, head_dim))
         out, rows = self.attn(q, k, v)
-        return self.o_proj(out), rows
+        return self.o_proj.product(out), rows
 
 
 class MLP(nn.Module):
@@ -127,11 +131,13 @@ class MLP(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+        self.gate_up_proj = GateUpLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.quantization)
+        activation: Callable[[Any], Any] = ops.silu_and_mul if spec.quantization is None else ops.silu_and_mul_quant
+        self.activation = activation
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.quantization)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: torch.Tensor | QuantizedRows) -> Product:
+        return self.down_proj.product(self.activation(self.gate_up_proj.product(hidden)))
 
 
 class DecoderLayer(nn.Module):
@@ -141,21 +147,23 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(spec, layer_idx, rotary)
         self.mlp = MLP(spec)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        norm: type[Any] = RMSNorm if spec.quantization is None else QuantizingRMSNorm
+        self.input_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: Product, residual: torch.Tensor | None) -> tuple[Product, torch.Tensor]:
         """hidden: the last block's output, not yet added to residual (None in the first layer); both [T,
         hidden_size]."""
         if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
+            assert isinstance(hidden, torch.Tensor)
+            normed, residual = self.input_layernorm(hidden), hidden
         else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden, rows = self.self_attn(hidden)
+            normed, residual = self.input_layernorm.add(hidden, residual)
+        hidden, rows = self.self_attn(normed)
         if rows is not None:
             residual = residual[rows]
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        normed, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(normed), residual
 
 
 class DecoderModel(nn.Module):
@@ -173,7 +181,7 @@ class DecoderModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids [T] -> normalised hidden states [T', hidden_size] of the rows still active after the last layer."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        hidden: Product = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         with ExitStack() as stack:
             for rotary in self._rotaries:
@@ -181,6 +189,8 @@ class DecoderModel(nn.Module):
             for layer in self.layers:
                 hidden, residual = layer(hidden, residual)
         assert residual is not None  # DecoderSpec: at least one layer
+        if isinstance(hidden, UnscaledProduct):
+            hidden = hidden.scaled().to(residual.dtype)
         return self.norm.add(hidden, residual)[0]
 
 
@@ -195,9 +205,9 @@ def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Itera
 class CausalLM(nn.Module):
     """A decoder with its language-model head. Subclasses say in `spec` how to read their config."""
 
-    def __init__(self, hf_config: Any, max_position: int) -> None:
+    def __init__(self, hf_config: Any, max_position: int, quantization: str | None = None) -> None:
         super().__init__()
-        spec = self.spec(hf_config)
+        spec = replace(self.spec(hf_config), quantization=quantization)
         self.config = hf_config
         self.model = DecoderModel(spec, rotaries_by_layer_type(hf_config, max_position, spec.layer_types))
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None

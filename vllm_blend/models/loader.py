@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from vllm_blend.layers.layernorm import RMSNorm
+from vllm_blend.layers.linear import Linear
+from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
 
@@ -51,26 +53,31 @@ def load_model(
     *,
     max_position: int,
     revision: str | None = None,
+    quantization: str | None = None,
 ) -> nn.Module:
     """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
 
     `model` is the directory or Hub id with the weights; `load_format="dummy"` fills small random weights of a fixed
     seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes the RoPE
-    tables. Raises ValueError for an unsupported architecture or checkpoint and FileNotFoundError when there are no
-    weights.
+    tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: one at a time is on
+    the device in `dtype`. Raises ValueError for an unsupported architecture, checkpoint or
+    quantization and FileNotFoundError when there are no weights.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     if getattr(hf_config, "quantization_config", None):
         raise ValueError(f"{model!r} is quantized (quantization_config in config.json): use an unquantized checkpoint")
+    check_quantization(quantization, dtype, torch.device(device))
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
     with construct_as(dtype, torch.device(device)):
-        built = model_class(hf_config, max_position)
+        built = model_class(hf_config, max_position, quantization)
     if load_format == "auto":
         fill_from_safetensors(built, files)
     else:
         fill_dummy(built)
+    if quantization is not None:
+        torch.cuda.empty_cache()  # the full-precision matrices: what sizes the KV cache asks the device what is free
     return built.requires_grad_(False).eval()
 
 
@@ -103,8 +110,9 @@ def weights_directory(model: str, revision: str | None = None) -> Path:
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module) -> None:
-    """Fixed-seed normal weights; norms are 1, so that activations keep their scale."""
-    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    """Fixed-seed normal weights, quantised or not; norms are 1, so that activations keep their scale."""
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, (RMSNorm, QuantizingRMSNorm))}
+    quantized = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None}
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         if id(parameter) in norms:
@@ -112,7 +120,13 @@ def fill_dummy(model: nn.Module) -> None:
             continue
         if parameter.device not in generators:
             generators[parameter.device] = torch.Generator(parameter.device).manual_seed(DUMMY_SEED)
-        parameter.normal_(0, DUMMY_STD, generator=generators[parameter.device])
+        generator = generators[parameter.device]
+        linear = quantized.get(id(parameter))
+        if linear is None:
+            parameter.normal_(0, DUMMY_STD, generator=generator)
+        else:  # the weights of the same model without quantisation, quantised
+            values = torch.empty_like(parameter, dtype=linear.dtype).normal_(0, DUMMY_STD, generator=generator)
+            linear.weight_destination().copy_(values)
 
 
 def _check_local_config(directory: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vllm_blend.layers.embedding import LMHead
-from vllm_blend.layers.linear import PackedLinear
+from vllm_blend.layers.linear import Linear, PackedLinear
+from vllm_blend.layers.quantization import QuantizedDestination
 
 INDEX_NAME = "model.safetensors.index.json"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # old checkpoints store it; ours follows from the config
@@ -45,14 +46,15 @@ def find_weight_files(directory: Path) -> list[Path]:
     raise FileNotFoundError(f"{directory} has no weights: no *.safetensors file in it")
 
 
-def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Each tensor name of a Hugging Face checkpoint -> the memory it fills (packed layers take several)."""
-    destinations: dict[str, torch.Tensor] = {}
+def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | QuantizedDestination]:
+    """Each tensor name of a Hugging Face checkpoint -> what it is copied into (packed layers take several)."""
+    destinations: dict[str, torch.Tensor | QuantizedDestination] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(module, PackedLinear):
-            destinations.update({f"{_parent(prefix)}{name}": view for name, view in module.checkpoint_views().items()})
+        if isinstance(module, Linear):
+            beside = _parent(prefix) if isinstance(module, PackedLinear) else prefix
+            destinations.update({f"{beside}{name}": view for name, view in module.checkpoint_views().items()})
             seen.update(id(parameter) for parameter in module.parameters())
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -97,7 +99,7 @@ def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
 
 
-def _fill(name: str, destination: torch.Tensor, stored: Any, file: Any) -> list[str]:
+def _fill(name: str, destination: torch.Tensor | QuantizedDestination, stored: Any, file: Any) -> list[str]:
     """Copy one tensor, or say why not. `stored` is its safetensors slice: shape and dtype without the data."""
     shape = tuple(stored.get_shape())
     if shape != tuple(destination.shape):

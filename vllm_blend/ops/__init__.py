@@ -6,6 +6,14 @@ The plain torch version of `f` is `f_reference`, beside it in the same file: the
 from vllm_blend.ops.activation import silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
 from vllm_blend.ops.cache import place_chunk, reshape_and_cache, rotary_and_cache
+from vllm_blend.ops.fp8 import (
+    fused_add_rms_norm_quant,
+    quantize_rows,
+    quantized_linear,
+    quantized_product,
+    rms_norm_quant,
+    silu_and_mul_quant,
+)
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
@@ -13,13 +21,19 @@ from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 __all__ = [
     "attention_mass",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_quant",
     "linear",
     "paged_attention",
     "place_chunk",
+    "quantize_rows",
+    "quantized_linear",
+    "quantized_product",
     "reshape_and_cache",
     "rms_norm",
+    "rms_norm_quant",
     "rotary_and_cache",
     "rotary_embedding",
     "rotary_qk",
     "silu_and_mul",
+    "silu_and_mul_quant",
 ]

@@ -39,6 +39,7 @@ class Worker:
             config.model.load_format,
             max_position=max_model_len,
             revision=config.model.revision,
+            quantization=config.model.quantization,
         )
         first = model.model.layers[0].self_attn.attn  # type: ignore[union-attr,index]
         self.num_layers, self.num_kv_heads, self.head_dim = len(model.model.layers), first.num_kv_heads, first.head_dim  # type: ignore[union-attr,arg-type]

@@ -1,0 +1,161 @@
+"""Products of FP8 matrices whose rows carry a scale each: tokens on the one side, output channels on the other.
+
+As vLLM's online FP8: weights once, at load; activations anew for every token. The scales come out of the sum over the
+shared dimension, so the product is exact up to the rounding of its operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from vllm_blend.ops import cuda, cuda_fp8
+from vllm_blend.ops.activation import silu_and_mul_reference
+from vllm_blend.ops.layernorm import rms_norm_reference
+
+E4M3_MAX = 448.0
+SMALLEST = 1e-12  # stands in for the largest magnitude of a row of zeros
+FP8_CAPABILITY = (8, 9)  # the first with FP8 matrix products: Ada; then Hopper 9.0, Blackwell 10.0
+# Products of at least so many tiles of 128 x 128 are as fast scaled as not.
+SCALED_TILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A matrix in FP8: row i is `values[i] * scales[i]`."""
+
+    values: torch.Tensor  # [rows, n] float8_e4m3fn
+    scales: torch.Tensor  # [rows] float32
+
+
+@dataclass(frozen=True, slots=True)
+class UnscaledProduct:
+    """A product of two `QuantizedRows` whose scales are left to its reader: entry [i, j] is `values[i, j] *
+    row_scales[i] * column_scales[j]`."""
+
+    values: torch.Tensor  # [rows, columns] bfloat16: it has the range for sums of products of e4m3
+    row_scales: torch.Tensor  # [rows] float32
+    column_scales: torch.Tensor  # [columns] float32
+
+    def scaled(self) -> torch.Tensor:
+        """The product itself, float32."""
+        return self.values * self.row_scales[:, None] * self.column_scales
+
+
+@cache
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether the device multiplies FP8 matrices."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def quantize_rows(x: torch.Tensor) -> QuantizedRows:
+    """x [rows, n] with every row scaled to the range of e4m3. A row with NaN or infinity comes out with NaN."""
+    if cuda.takes(x):
+        return QuantizedRows(*cuda_fp8.quantize(x))
+    return quantize_rows_reference(x)
+
+
+def rms_norm_quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
+    """`quantize_rows(rms_norm(x, weight, eps))` for x [rows, n]."""
+    if cuda.takes(x):
+        return QuantizedRows(*cuda_fp8.rms_norm_quantize(x.contiguous(), weight, eps))
+    return rms_norm_quant_reference(x, weight, eps)
+
+
+def fused_add_rms_norm_quant(
+    x: torch.Tensor | UnscaledProduct, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """(rms_norm_quant(x + residual), x + residual) for x [rows, n]; the sum may take the place of `residual`."""
+    if cuda.takes(residual):
+        values, scales = _apart(x)
+        return QuantizedRows(*cuda_fp8.rms_norm_quantize(values, weight, eps, residual, scales)), residual
+    return fused_add_rms_norm_quant_reference(x, residual, weight, eps)
+
+
+def silu_and_mul_quant(gate_up: torch.Tensor | UnscaledProduct) -> QuantizedRows:
+    """`quantize_rows(silu_and_mul(gate_up))` for gate_up [rows, 2 * n]."""
+    values, scales = _apart(gate_up)
+    if cuda.takes(values):
+        return QuantizedRows(*cuda_fp8.silu_and_mul_quantize(values, scales))
+    return silu_and_mul_quant_reference(gate_up)
+
+
+def quantized_linear(
+    x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out] of `dtype`.
+
+    `in` and `out` are multiples of 16. Without FP8 products on the device, float32 ones are taken: slow, and no nearer.
+    """
+    if has_fp8_products(x.values.device):
+        return _product(x, weight, x.scales[:, None], weight.scales[None], bias, dtype)
+    return quantized_linear_reference(x, weight, bias, dtype)
+
+
+def quantized_product(
+    x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | UnscaledProduct:
+    """`quantized_linear`, unscaled where that is faster."""
+    tiles = -(-x.values.shape[0] // 128) * -(-weight.values.shape[0] // 128)
+    if bias is not None or tiles >= SCALED_TILES or not has_fp8_products(x.values.device):
+        return quantized_linear(x, weight, bias, dtype)
+    one = _one(x.values.device)
+    return UnscaledProduct(_product(x, weight, one, one, None, torch.bfloat16), x.scales, weight.scales)
+
+
+def _product(
+    x: QuantizedRows,
+    weight: QuantizedRows,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch._scaled_mm(
+        x.values, weight.values.t(), x_scale, weight_scale, bias, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
+
+
+def _apart(x: torch.Tensor | UnscaledProduct) -> tuple[torch.Tensor, cuda_fp8.Scales | None]:
+    return (x.values, (x.row_scales, x.column_scales)) if isinstance(x, UnscaledProduct) else (x, None)
+
+
+def quantize_rows_reference(x: torch.Tensor) -> QuantizedRows:
+    x = x.float()
+    # Products with reciprocals, not quotients: torch and the kernel then round alike.
+    scales = x.abs().amax(-1).clamp_min(SMALLEST) * (1 / E4M3_MAX)
+    values = (x * scales.reciprocal()[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return QuantizedRows(values.to(torch.float8_e4m3fn), scales)
+
+
+def rms_norm_quant_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
+    return quantize_rows_reference(rms_norm_reference(x, weight, eps))
+
+
+def fused_add_rms_norm_quant_reference(
+    x: torch.Tensor | UnscaledProduct, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[QuantizedRows, torch.Tensor]:
+    total = ((x.scaled() if isinstance(x, UnscaledProduct) else x) + residual).to(residual.dtype)
+    return rms_norm_quant_reference(total, weight, eps), total
+
+
+def silu_and_mul_quant_reference(gate_up: torch.Tensor | UnscaledProduct) -> QuantizedRows:
+    if isinstance(gate_up, UnscaledProduct):
+        dtype = gate_up.values.dtype
+        gate, up = gate_up.scaled().chunk(2, -1)
+        return quantize_rows_reference((torch.nn.functional.silu(gate).to(dtype) * up).to(dtype))
+    return quantize_rows_reference(silu_and_mul_reference(gate_up))
+
+
+def quantized_linear_reference(
+    x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    product = x.values.float() @ weight.values.float().t() * x.scales[:, None] * weight.scales
+    return (product if bias is None else product + bias).to(dtype)
