@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 LoadFormat = Literal["auto", "dummy"]
+ChunkDevice = Literal["auto", "cpu", "cuda"]
 QUANTIZATIONS = ("fp8",)
 
 _DTYPES = {
@@ -142,6 +143,10 @@ class BlendConfig:
     (0.15). `check_layers` are the layers at which deviation selectors look; with several, `recompute_ratios` gives the
     share kept after each (the paper's gradual filtering, section 4.3). Contexts shorter than `min_tokens` are prefilled
     in full.
+
+    `chunk_device` is where stored chunk KV lives. "auto" is the engine's device: what is on the GPU already costs no
+    time to bring there. "cpu" leaves the GPU's memory to the KV cache and pins `chunk_cache_gib` of the host's; chunk
+    KV then arrives layer by layer while the layers before are computed.
     """
 
     enable_blending: bool = False
@@ -151,6 +156,7 @@ class BlendConfig:
     recompute_ratios: list[float] | None = None
     min_tokens: int = 0
     chunk_cache_gib: float = 4.0  # memory for stored chunk KV; the least recently used chunks leave first
+    chunk_device: ChunkDevice = "auto"
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.recompute_ratio)
@@ -163,6 +169,21 @@ class BlendConfig:
             )
         require(self.min_tokens >= 0, f"blend_min_tokens={self.min_tokens} must not be negative")
         require(self.chunk_cache_gib > 0, f"blend_chunk_cache_gib={self.chunk_cache_gib} must be positive")
+        require(
+            self.chunk_device in ("auto", "cpu", "cuda"),
+            f"blend_chunk_device={self.chunk_device!r} is unknown: use 'auto', 'cpu' or 'cuda'",
+        )
+
+    def resolve_chunk_device(self, device: torch.device) -> torch.device:
+        """Where chunk KV of an engine on `device` lives."""
+        if self.chunk_device in ("auto", device.type):
+            return device
+        require(
+            device.type == "cuda",
+            f"blend_chunk_device={self.chunk_device!r}, but the engine runs on the {device.type}: leave it at 'auto', "
+            "or give device='cuda'",
+        )
+        return torch.device("cpu")
 
 
 def check_ratio(name: str, value: Any) -> None:

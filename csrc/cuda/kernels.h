@@ -87,6 +87,11 @@ int vb_place_chunk(const void* k, const void* v, int64_t layer_stride, int64_t t
                    int64_t slot_stride, int64_t head_stride, int layers, int tokens, int kv_heads, int head_dim, int rotary_half,
                    int block_size, int dtype, void* stream);
 
+// Queues host-to-device copies of one layer of stored KV, one piece after another, to k and to v. pieces: [count][4] on the host:
+// addresses of K and of V in layer 0, bytes from a layer to the next, bytes of K (and of V) in a layer. pinned: all pieces are.
+// The stream must not be the default one.
+int vb_copy_pieces(const int64_t* pieces, int count, int layer, int pinned, void* k, void* v, void* stream);
+
 // k, v [tokens, kv_heads, head_dim] -> slots. A negative slot is skipped.
 int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
                          void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride, int64_t head_stride,

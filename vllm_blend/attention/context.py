@@ -29,6 +29,9 @@ class LayerHook:
     """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of
     it."""
 
+    def before_layer(self, layer_idx: int) -> None:
+        """Called before anything of this layer's cache is read or written."""
+
     def wants_kv(self, layer_idx: int) -> bool:
         """Whether `on_kv` has anything to do at this layer: without it, rotation and cache write are one pass."""
         return type(self).on_kv is not LayerHook.on_kv

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_blend.config import BlendConfig, CacheConfig, EngineConfig, LoadFormat, ModelConfig, SchedulerConfig
+from vllm_blend.config import (
+    BlendConfig,
+    CacheConfig,
+    ChunkDevice,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    SchedulerConfig,
+)
 
 
 @dataclass
@@ -41,6 +49,7 @@ class EngineArgs:
     blend_recompute_ratios: list[float] | None = None
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
+    blend_chunk_device: ChunkDevice = "auto"
 
     def create_engine_config(self) -> EngineConfig:
         """Raises ValueError naming the argument and the fix."""
@@ -73,6 +82,7 @@ class EngineArgs:
                 recompute_ratios=self.blend_recompute_ratios,
                 min_tokens=self.blend_min_tokens,
                 chunk_cache_gib=self.blend_chunk_cache_gib,
+                chunk_device=self.blend_chunk_device,
             ),
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,

@@ -126,9 +126,8 @@ class ChunkComposer:
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed; returns encodings that could only start now."""
         k, v = encode.collected_kv().unbind(0)
-        kv = ChunkKV(k.contiguous(), v.contiguous())
         key = encode.request_id
-        self.store.put(key, kv)
+        kv = self.store.put(key, ChunkKV(k.contiguous(), v.contiguous()))
         self.num_encoded += 1
         del self._encoding[key]
         started: list[Request] = []

@@ -24,7 +24,7 @@ from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.cpu import make_chunk_store
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.loader import load_hf_config
@@ -68,7 +68,12 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, max_tokens)
         self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
-        self.chunk_store = MemoryChunkStore(int(config.blend.chunk_cache_gib * 2**30))
+        self.chunk_store = make_chunk_store(
+            int(config.blend.chunk_cache_gib * 2**30),
+            config.blend.resolve_chunk_device(device),
+            device,
+            worker.model_runner.placement.in_flight,
+        )
         self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, worker.num_layers)
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)

@@ -9,10 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """K before RoPE and V of a chunk, each [layers, tokens, kv_heads, head_dim]."""
+    """K before RoPE and V of a chunk, each [layers, tokens, kv_heads, head_dim].
+
+    `written` is set where a GPU fills the tensors in the background: a stream that reads them waits for it, and the
+    host calls `wait` before it looks.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    written: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
@@ -25,9 +30,16 @@ class ChunkKV:
     def num_tokens(self) -> int:
         return self.k.shape[1]
 
+    def wait(self) -> None:
+        """Return when the tensors are filled."""
+        if self.written is not None:
+            self.written.synchronize()
+
     def copy(self) -> ChunkKV:
         """The same KV in memory of its own."""
-        return ChunkKV(self.k.clone(), self.v.clone())
+        self.wait()
+        contiguous = torch.contiguous_format
+        return ChunkKV(self.k.clone(memory_format=contiguous), self.v.clone(memory_format=contiguous))
 
     @property
     def nbytes(self) -> int:

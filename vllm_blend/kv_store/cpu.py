@@ -1,22 +1,31 @@
-"""Chunk KV in memory under a byte budget."""
+"""Chunk KV in memory under a byte budget: on one device, or in a pinned arena that a GPU copies from by itself."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
+import torch
+
+from vllm_blend.kv_store.arena import Arena, piece_bytes
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.pinned import pinned_buffer
+from vllm_blend.kv_store.transfer import InFlight, copy_to_host
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryChunkStore:
     """Least recently used chunks leave first when the budget is reached; a chunk larger than the budget is not kept.
 
-    The tensors are never written to: whoever places a chunk copies it into pages of its own.
+    Chunks are kept on `device`, or where they are (None). The tensors are never written to: whoever places a chunk
+    copies it into pages of its own.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, device: torch.device | None = None) -> None:
         if budget_bytes <= 0:
             raise ValueError(f"budget_bytes={budget_bytes} must be positive")
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self.device = budget_bytes, device
         self.num_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
@@ -37,21 +46,94 @@ class MemoryChunkStore:
         self._chunks.move_to_end(key)
         return chunk
 
-    def put(self, key: str, chunk: ChunkKV) -> None:
+    def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """Keep a chunk under `key`. Returns the chunk to go on with: the one that is kept, where it is kept."""
         self.remove(key)
-        if chunk.nbytes > self.budget_bytes:
-            return
-        while self.num_bytes + chunk.nbytes > self.budget_bytes:
-            self.remove(next(iter(self._chunks)))
-        self._chunks[key] = chunk
-        self.num_bytes += chunk.nbytes
+        if self._size(chunk) > self.budget_bytes:
+            return chunk
+        while self.num_bytes + self._size(chunk) > self.budget_bytes:
+            self._evict()
+        if self.device is not None:
+            chunk = ChunkKV(chunk.k.to(self.device), chunk.v.to(self.device))
+        self._keep(key, chunk)
+        return chunk
 
     def remove(self, key: str) -> None:
         """Drop a chunk; nothing happens when it is not there."""
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
-            self.num_bytes -= chunk.nbytes
+            self.num_bytes -= self._size(chunk)
 
     def clear(self) -> None:
         self._chunks.clear()
         self.num_bytes = 0
+
+    def _evict(self) -> None:
+        self.remove(next(iter(self._chunks)))
+
+    def _keep(self, key: str, chunk: ChunkKV) -> None:
+        self._chunks[key] = chunk
+        self.num_bytes += self._size(chunk)
+
+    def _size(self, chunk: ChunkKV) -> int:
+        return chunk.nbytes
+
+
+class PinnedChunkStore(MemoryChunkStore):
+    """Chunks in an arena of pinned host memory, which is all that the store ever takes.
+
+    `put` copies: from a GPU in the background, so that the chunk is there when `ChunkKV.written` is. A chunk that was
+    evicted keeps its piece of the arena for as long as requests, or copies in flight, hold it.
+    """
+
+    def __init__(self, arena: Arena, in_flight: InFlight) -> None:
+        super().__init__(arena.num_bytes)
+        self.arena, self.in_flight = arena, in_flight
+        self.num_unpinned = 0  # chunks that found no room
+
+    def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """As in the base class. A chunk for which nothing can be evicted is not kept, and comes back in ordinary host
+        memory: what is needed now works, and loads slowly."""
+        self.remove(key)
+        memory = self._allocate(chunk.nbytes)
+        if memory is None:
+            if self.num_unpinned == 0:
+                logger.warning(
+                    "the chunks that running requests hold fill the %.2f GiB of pinned memory: others load slowly; "
+                    "raise blend_chunk_cache_gib",
+                    self.budget_bytes / 2**30,
+                )
+            self.num_unpinned += 1
+            unpinned = copy_to_host(chunk, torch.empty(chunk.nbytes, dtype=torch.uint8), self.in_flight)
+            unpinned.wait()
+            return unpinned
+        chunk = copy_to_host(chunk, memory, self.in_flight)
+        self._keep(key, chunk)
+        return chunk
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+        self.in_flight.release()
+        if piece_bytes(num_bytes) > self.budget_bytes:
+            return None
+        memory = self.arena.allocate(num_bytes)
+        while memory is None and self._chunks:
+            self._evict()
+            memory = self.arena.allocate(num_bytes)
+        if memory is None and self.in_flight.wait():
+            memory = self.arena.allocate(num_bytes)
+        return memory
+
+    def _size(self, chunk: ChunkKV) -> int:
+        return piece_bytes(chunk.nbytes)
+
+
+def make_chunk_store(
+    budget_bytes: int, chunk_device: torch.device, engine_device: torch.device, in_flight: InFlight
+) -> MemoryChunkStore:
+    """The store of an engine whose chunks live on `chunk_device`; `in_flight` is what holds the chunks it loads.
+
+    Raises ValueError where the host has too little memory to pin.
+    """
+    if chunk_device.type == "cpu" and engine_device.type == "cuda":
+        return PinnedChunkStore(Arena(pinned_buffer(budget_bytes, "blend_chunk_cache_gib")), in_flight)
+    return MemoryChunkStore(budget_bytes, chunk_device)

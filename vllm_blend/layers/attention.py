@@ -37,6 +37,8 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current_context()
+        for hook in context.hooks:
+            hook.before_layer(self.layer_idx)
         cache, metadata = context.caches[self.layer_idx], context.metadata
         q = q.view(-1, self.num_heads, self.head_dim)
         k_unrotated = k.view(-1, self.num_kv_heads, self.head_dim)

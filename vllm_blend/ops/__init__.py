@@ -17,9 +17,12 @@ from vllm_blend.ops.fp8 import (
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
+from vllm_blend.ops.transfer import HostPieces, copy_pieces
 
 __all__ = [
+    "HostPieces",
     "attention_mass",
+    "copy_pieces",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "linear",

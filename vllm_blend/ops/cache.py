@@ -120,10 +120,14 @@ _POINTERS: dict[tuple[int, int, int], torch.Tensor] = {}
 
 
 def _layer_pointers(caches: torch.Tensor) -> torch.Tensor:
-    """The addresses of the layers of a cache [layers, ...], on its device; remembered, as the cache does not move."""
+    """The addresses of the layers of a cache [layers, ...], on its device; remembered, as the cache does not move.
+
+    Computed there: nothing waits when a layer is placed alone for the first time.
+    """
     identity = (caches.data_ptr(), caches.shape[0], caches.stride(0))
     if identity not in _POINTERS:
-        _POINTERS[identity] = cuda.cache_pointers(list(caches))
+        layers = torch.arange(caches.shape[0], device=caches.device)
+        _POINTERS[identity] = caches.data_ptr() + layers * (caches.stride(0) * caches.itemsize)
     return _POINTERS[identity]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from vllm_blend.attention.context import ForwardContext, forward_context
+from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence, LooksAt, choose
@@ -18,16 +18,21 @@ from vllm_blend.worker.kv_cache import KVCache
 
 
 def first_positions(
-    requests: Sequence[Request], model: nn.Module, cache: KVCache, backend: AttentionBackend
+    requests: Sequence[Request],
+    model: nn.Module,
+    cache: KVCache,
+    backend: AttentionBackend,
+    arriving: Sequence[LayerHook] = (),
 ) -> tuple[list[torch.Tensor], dict[int, str]]:
     """The ascending positions ([n] int64) each blended request starts its forward with, and which selectors failed.
 
-    The stored KV must be in place. Requests whose selector looks at the question share one pass of their suffixes, and
-    their positions stay on the device: the blend's forward is queued behind that pass without waiting for it.
+    The stored KV must be in place, or be put there by the hooks `arriving`. Requests whose selector looks at the
+    question share one pass of their suffixes, and their positions stay on the device: the blend's forward is queued
+    behind that pass without waiting for it.
     """
     plans = [_plan(request) for request in requests]
     asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
-    masses = question_mass([requests[i] for i in asking], model, cache, backend) if asking else []
+    masses = question_mass([requests[i] for i in asking], model, cache, backend, arriving) if asking else []
     mass_of = dict(zip(asking, masses, strict=True))
     errors: dict[int, str] = {}
     result = []
@@ -44,7 +49,11 @@ def first_positions(
 
 
 def question_mass(
-    requests: Sequence[Request], model: nn.Module, cache: KVCache, backend: AttentionBackend
+    requests: Sequence[Request],
+    model: nn.Module,
+    cache: KVCache,
+    backend: AttentionBackend,
+    arriving: Sequence[LayerHook] = (),
 ) -> list[torch.Tensor]:
     """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone.
 
@@ -60,7 +69,7 @@ def question_mass(
         suffixes.append(len(suffix))
     batch = build_batch(spans, cache.block_size, cache.key.device)
     hook = QuestionMassHook(backend, suffixes)
-    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (hook,), [0] * len(spans))):
+    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (*arriving, hook), [0] * len(spans))):
         model(batch.input_ids)
     return hook.masses()
 

@@ -1,43 +1,122 @@
-"""Chunk KV on its way from the store to a request's pages."""
+"""Chunk KV on its way from the store to a request's pages.
+
+What lies on the engine's device is placed at once, all layers of a chunk in one launch. What lies on the host while the
+engine is on a GPU travels layer by layer during the forward passes that need it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from vllm_blend import ops
-from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.attention.context import LayerHook
+from vllm_blend.blend.plan import Segment
+from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import to_device
 from vllm_blend.worker.kv_cache import KVCache
 
 
-def place_segments(request: Request, plan: BlendPlan, model: nn.Module, cache: KVCache) -> None:
-    """Write the stored KV of a plan to the request's pages, K rotated to the positions it has in this request."""
-    if not plan.segments:
-        return
-    device = cache.key.device
-    positions = np.arange(max(segment.stop for segment in plan.segments))
-    table = np.asarray(request.block_table, np.int64)
-    slots = table[positions // cache.block_size] * cache.block_size + positions % cache.block_size
-    both = to_device(torch.from_numpy(np.stack([positions, slots])), device)
-    for layers, rotary in _runs_of_layers(model):
-        cos, sin = rotary.cos_sin(both[0])
-        keys, values = cache.key[layers], cache.value[layers]
-        for segment in plan.segments:  # one launch each: merging them would copy the stored KV first
-            where = slice(segment.start, segment.stop)
-            k = segment.kv.k[layers].to(device, non_blocking=True)
-            v = segment.kv.v[layers].to(device, non_blocking=True)
-            ops.place_chunk(k, v, cos[where], sin[where], keys, values, both[1, where])
+class ChunkPlacement:
+    """Writes stored KV to the pages of the requests that reuse it, K rotated to the positions it has in each.
+
+    With a `ring`, KV on the host passes through it; without, it is copied whole before the forward begins. `in_flight`
+    holds the chunks whose copies are not over, whatever the store has evicted meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, cache: KVCache, ring: StagingRing | None = None) -> None:
+        self.cache, self.ring = cache, ring
+        self.in_flight = InFlight()
+        self._rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
+        self._load: LayerwiseLoad | None = None
+
+    def start(self, requests: Sequence[Request]) -> list[LayerHook]:
+        """Begin to place the stored KV of `requests`; the hooks that the forward passes up to the blend's need.
+
+        A layer's KV is in place when the layer writes its own: the tokens that are computed again come later.
+        """
+        if self._load is not None:  # a step that failed may have left the rest of its load
+            self._load.abandon()
+            self._load = None
+        self.in_flight.release()
+        at_once: list[tuple[Request, Segment]] = []
+        travelling: list[tuple[Request, Segment]] = []
+        for request in requests:
+            assert request.blend is not None
+            for segment in request.blend.segments:
+                travels = self.ring is not None and segment.kv.num_tokens > 0 and self.ring.takes(segment.kv)
+                (travelling if travels else at_once).append((request, segment))
+        hooks: list[LayerHook] = []
+        if self.ring is not None and travelling:
+            chunks = [segment.kv for _, segment in travelling]
+            self._load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
+            self.in_flight.hold(self._load, self._load)
+            hooks.append(_ArrivalHook(self._load, self.cache, self._rotaries, self._rows(travelling)))
+        if at_once:
+            self._place(at_once)
+        return hooks
+
+    def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
+        device = self.cache.key.device
+        rows = self._rows(segments)
+        for layers, rotary in _runs_of_layers(self._rotaries):
+            cos, sin = rotary.cos_sin(rows[0])
+            keys, values = self.cache.key[layers], self.cache.value[layers]
+            start = 0
+            for _, segment in segments:  # one launch each: merging them would copy the stored KV first
+                kv = segment.kv
+                where = slice(start, start + kv.num_tokens)
+                if kv.written is not None:
+                    torch.cuda.current_stream(device).wait_event(kv.written)
+                k, v = (t[layers].to(device, non_blocking=True) for t in (kv.k, kv.v))
+                ops.place_chunk(k, v, cos[where], sin[where], keys, values, rows[1, where])
+                start = where.stop
+
+    def _rows(self, segments: Iterable[tuple[Request, Segment]]) -> torch.Tensor:
+        """[2, tokens] int64 on the device: the positions of the segments' tokens one after another, and their slots."""
+        size = self.cache.block_size
+        tables: dict[Request, np.ndarray] = {}
+        rows = []
+        for request, segment in segments:
+            if request not in tables:
+                tables[request] = np.asarray(request.block_table, np.int64)
+            table, positions = tables[request], np.arange(segment.start, segment.stop)
+            rows.append(np.stack([positions, table[positions // size] * size + positions % size]))
+        return to_device(torch.from_numpy(np.concatenate(rows, 1)), self.cache.key.device)
 
 
-def _runs_of_layers(model: nn.Module) -> Iterator[tuple[slice, RotaryEmbedding]]:
+class _ArrivalHook(LayerHook):
+    """Places a layer of a load just before the layer writes its own K and V, in the first forward that comes to it."""
+
+    def __init__(
+        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+    ) -> None:
+        self._load, self._cache, self._rotaries, self._rows = load, cache, rotaries, rows
+        self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._next_layer = 0
+
+    def before_layer(self, layer_idx: int) -> None:
+        if layer_idx < self._next_layer:
+            return
+        self._next_layer = layer_idx + 1
+        rotary = self._rotaries[layer_idx]
+        if rotary not in self._tables:
+            self._tables[rotary] = rotary.cos_sin(self._rows[0])
+        cos, sin = self._tables[rotary]
+        layer = slice(layer_idx, layer_idx + 1)
+        keys, values = self._cache.key[layer], self._cache.value[layer]
+        for arrival in self._load.layer(layer_idx):
+            rows = arrival.rows
+            ops.place_chunk(arrival.k, arrival.v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
+
+
+def _runs_of_layers(rotaries: Sequence[RotaryEmbedding]) -> Iterator[tuple[slice, RotaryEmbedding]]:
     """Runs of layers that rotate alike: one run in nearly every model."""
-    rotaries = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
     start = 0
     for stop in range(1, len(rotaries) + 1):
         if stop == len(rotaries) or rotaries[stop] is not rotaries[start]:

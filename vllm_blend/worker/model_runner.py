@@ -13,13 +13,14 @@ from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch, to_device
 from vllm_blend.worker.blend_runner import first_positions
-from vllm_blend.worker.chunk_placement import place_segments
+from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
@@ -56,8 +57,10 @@ class ModelRunner:
         backend: AttentionBackend,
         seed: int,
         decode_graphs: DecodeGraphs | None = None,
+        staging: StagingRing | None = None,
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
+        self.placement = ChunkPlacement(model, cache, staging)
         self.decode_graphs = decode_graphs
         self.sampler = Sampler(seed)
         self._drawn = NOTHING_DRAWN
@@ -83,11 +86,12 @@ class ModelRunner:
                 states = [request.sampling for request in result.sampled if request.sampling is not None]
                 result.tokens = self.sampler.start(logits, states)
                 return result
-        spans = self._spans(items, result)
+        arriving = self.placement.start([item.request for item in items if item.is_blend])
+        spans = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
         capture = _capture_hook(items)
         narrowing = _narrowing_hook(spans, self.cache.key.device)
-        hooks: list[LayerHook] = [hook for hook in (capture, narrowing) if hook is not None]
+        hooks = [*arriving, *(hook for hook in (capture, narrowing) if hook is not None)]
         context = ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks, _num_outputs(items))
         with forward_context(context):
             hidden = self.model(batch.input_ids)
@@ -103,12 +107,11 @@ class ModelRunner:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return result
 
-    def _spans(self, items: Sequence[ScheduledRequest], result: RunnerOutput) -> list[Span]:
+    def _spans(
+        self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
+    ) -> list[Span]:
         blended = [item.request for item in items if item.is_blend]
-        for request in blended:
-            assert request.blend is not None
-            place_segments(request, request.blend, self.model, self.cache)
-        starts, errors = first_positions(blended, self.model, self.cache, self.backend) if blended else ([], {})
+        starts, errors = first_positions(blended, self.model, self.cache, self.backend, arriving)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
         return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None) for i in items]

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.config import EngineConfig, require
+from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
@@ -44,6 +45,9 @@ class Worker:
         first = model.model.layers[0].self_attn.attn  # type: ignore[union-attr,index]
         self.num_layers, self.num_kv_heads, self.head_dim = len(model.model.layers), first.num_kv_heads, first.head_dim  # type: ignore[union-attr,arg-type]
         backend = make_backend(config.attention_backend, device, dtype, self.head_dim)
+        staging = None
+        if config.blend.resolve_chunk_device(device) != device:
+            staging = StagingRing(self.num_kv_heads, self.head_dim, dtype, device)
         cache = KVCache.allocate(
             self.num_layers,
             self._num_blocks(),
@@ -58,7 +62,7 @@ class Worker:
         if device.type == "cuda" and backend.name == "cuda" and not config.model.enforce_eager:
             with torch.inference_mode():
                 graphs = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, max_model_len)
-        self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs)
+        self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs, staging)
 
     def _reserved_bytes(self) -> int:
         """Device memory that is not for pages: the activations of the largest step, and stored chunks."""
@@ -67,7 +71,8 @@ class Worker:
         config = self.hf_config
         widest = 2 * config.intermediate_size + 6 * config.hidden_size
         activations = 2 * tokens * widest * self.dtype.itemsize + 8 * scheduler.max_num_seqs * config.vocab_size
-        return activations + (int(blend.chunk_cache_gib * 2**30) if blend.enable_blending else 0)
+        chunks_here = blend.enable_blending and blend.resolve_chunk_device(self.device) == self.device
+        return activations + (int(blend.chunk_cache_gib * 2**30) if chunks_here else 0)
 
     def _num_blocks(self) -> int:
         """Blocks of the cache, the padding block included. Raises ValueError when not even one request fits."""
