@@ -31,20 +31,33 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block."""
+    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block.
+
+    `sizes` are the batch sizes captured, `buckets` by default.
+    """
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_num_seqs: int, max_model_len: int
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        max_model_len: int,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // cache.block_size)
         self._graphs: dict[int, _Graph] = {}
-        pool = None
-        for size in buckets(max_num_seqs):
-            captured = self._capture(size, pool)
-            pool = pool or captured.graph.pool()
-            self._graphs[size] = captured
+        self._pool: Any = None
+        for size in buckets(max_num_seqs) if sizes is None else sizes:
+            self.add(size)
+
+    def add(self, size: int) -> None:
+        """Capture the step of a batch size, in memory that all these graphs share."""
+        captured = self._capture(size, self._pool)
+        self._pool = self._pool or captured.graph.pool()
+        self._graphs[size] = captured
         self._sizes = sorted(self._graphs)
 
     def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
