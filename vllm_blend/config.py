@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's part of the driver is loaded
 LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
 QUANTIZATIONS = ("fp8",)
@@ -31,16 +38,35 @@ def resolve_device(device: str) -> torch.device:
     """'auto' is the first CUDA device where there is one, the CPU otherwise."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            _warn_of_unusable_gpu()
     try:
         resolved = torch.device(device)
     except RuntimeError as error:  # a name that torch does not know
         raise ValueError(f"device={device!r} is unknown: use 'auto', 'cpu' or 'cuda'") from error
     require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
-    require(
-        resolved.type == "cpu" or torch.cuda.is_available(),
-        f"device={device!r} was asked for, but torch sees no CUDA device: use device='cpu', or install CUDA",
-    )
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={device!r} was asked for, but torch sees no CUDA device ({_why_no_cuda()}): use device='cpu', or "
+            "install CUDA"
+        )
     return resolved
+
+
+@cache
+def _warn_of_unusable_gpu() -> None:
+    """Once: this machine has a driver, so its user may expect the GPU to be used."""
+    logger.warning("the engine runs on the CPU, as torch cannot use a GPU here: %s", _why_no_cuda())
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # the driver is missing, broken, or too old for this torch
+        return str(error).strip()
+    return "there is none"
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -129,6 +155,10 @@ class SchedulerConfig:
             f"max_num_batched_tokens={tokens} is below max_num_seqs={self.max_num_seqs}: a step could not hold one "
             "token of every running request; raise the first or lower the second",
         )
+
+    def step_tokens(self, device: torch.device) -> int:
+        """`max_num_batched_tokens`, or its default for a device."""
+        return self.max_num_batched_tokens or max(2048 if device.type == "cpu" else 8192, self.max_num_seqs)
 
     def runs_ahead(self, device: torch.device) -> bool:
         """`async_scheduling`, or what is best for a device: on a CPU there is nothing to wait for meanwhile."""

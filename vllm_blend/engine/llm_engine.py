@@ -63,10 +63,7 @@ class LLMEngine:
         worker = self.model_executor.driver_worker
         cache = config.cache
         self.blocks = BlockManager(worker.model_runner.cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
-        max_tokens = config.scheduler.max_num_batched_tokens or max(
-            2048 if device.type == "cpu" else 8192, config.scheduler.max_num_seqs
-        )
-        self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, max_tokens)
+        self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, config.scheduler.step_tokens(device))
         self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
         self.chunk_store = make_chunk_store(
             int(config.blend.chunk_cache_gib * 2**30),
