@@ -1,74 +1,53 @@
-"""The attention backends by name, and which of them 'auto' takes."""
+"""One attention backend for an engine, by name or the fastest."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 
+from vllm_blend.attention.choice import choose
+from vllm_blend.attention.kinds import KINDS, Unusable, usable
+from vllm_blend.attention.measure import HeadLayout
 from vllm_blend.attention.metadata import AttentionBackend
-from vllm_blend.attention.torch_native import TorchNativeBackend
 
 logger = logging.getLogger(__name__)
 
 
-def _cpu() -> AttentionBackend:
-    from vllm_blend.attention.cpu import CPUBackend
+def make_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int = 8,
+    num_kv_heads: int = 8,
+    decode_graphs: bool = False,
+) -> AttentionBackend:
+    """The backend called `name`. 'auto' takes the fastest of each job among those that work here, see `choose`.
 
-    return CPUBackend()
-
-
-def _cuda() -> AttentionBackend:
-    from vllm_blend.attention.cuda import CUDABackend
-
-    return CUDABackend()
-
-
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch_native": TorchNativeBackend, "cpu": _cpu, "cuda": _cuda}
-
-
-def make_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend called `name`; 'auto' is the compiled kernels of the device where they fit, plain torch otherwise.
-
-    Raises ValueError for an unknown name or one that does not fit device, dtype or head size, and ImportError or
-    RuntimeError when a forced one is not built.
+    With `decode_graphs` the engine wants to capture decode steps, and 'auto' decodes with a backend that lets it.
+    Raises ValueError for an unknown name or one that does not fit device, dtype or head size, ImportError for one that
+    is not installed or not built, and RuntimeError for one that does not work: with the reason and what to do.
     """
-    if name == "auto":
-        reason = _why_not_compiled(device, dtype, head_dim)
-        if reason is not None:
-            logger.warning("attention runs in plain torch: %s", reason)
-        name = "torch_native" if reason is not None else device.type
-    if name not in BACKENDS:
-        raise ValueError(f"attention_backend={name!r} is unknown: use 'auto' or one of {sorted(BACKENDS)}")
-    if name != "torch_native":
-        if name != device.type:
-            raise ValueError(f"attention_backend={name!r} does not run on {device.type}: use 'auto' or 'torch_native'")
-        if name == "cuda":
-            unfit = _why_not_cuda(dtype, head_dim)
-            if unfit is not None:
-                raise ValueError(f"attention_backend='cuda' cannot serve this model: {unfit}")
-    return BACKENDS[name]()
+    layout = HeadLayout(device, dtype, num_heads, num_kv_heads, head_dim)
+    backend = choose(layout, decode_graphs).make(layout) if name == "auto" else _forced(name, layout)
+    if decode_graphs and not backend.capturable_decode:
+        logger.info("decoding runs without CUDA graphs: the attention backend %s cannot be captured", backend.name)
+    return backend
 
 
-def _why_not_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type == "cpu":
-        from vllm_blend.ops.bindings import cpu_kernels_available
-
-        return None if cpu_kernels_available() else "the compiled CPU kernels are not available"
-    from vllm_blend.ops import cuda
-
-    if not cuda.is_available():
-        return "the compiled CUDA kernels are not available"  # why not has been logged
-    return _why_not_cuda(dtype, head_dim)
-
-
-def _why_not_cuda(dtype: torch.dtype, head_dim: int) -> str | None:
-    from vllm_blend.ops import cuda
-
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"the CUDA kernels take float16 and bfloat16, not {dtype}"
-    if head_dim not in cuda.HEAD_DIMS:
-        return f"the CUDA kernels know head sizes {cuda.HEAD_DIMS}, not {head_dim}"
-    capability = torch.cuda.get_device_capability()
-    return None if capability >= (8, 0) else f"the GPU's compute capability {capability} is below 8.0"
+def _forced(name: str, layout: HeadLayout) -> AttentionBackend:
+    if name not in KINDS:
+        raise ValueError(f"attention_backend={name!r} is unknown: use 'auto' or one of {sorted(KINDS)}")
+    kind = KINDS[name]
+    unfit = kind.unfit(layout)
+    if unfit is not None:
+        raise ValueError(f"attention_backend={name!r} cannot serve this: {unfit}; use 'auto' or 'torch_native'")
+    if kind.package is None:  # ours: what they raise says what to do
+        return kind.make(layout)
+    try:
+        with torch.inference_mode():
+            return usable(name, layout)
+    except Unusable as error:
+        raised = ImportError if error.missing else RuntimeError
+        raise raised(f"attention_backend={name!r}: {error}. To fix it, {kind.fix}; or use 'auto'") from error

@@ -35,13 +35,6 @@ class Queries:
         """[n + 1]: entry i has rows[offsets[i]:offsets[i + 1]]."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
-    def row_index(self, device: torch.device) -> slice | torch.Tensor:
-        """`rows` as an index of the step's tensors: a slice, which copies nothing, where they are adjacent."""
-        first, last = int(self.rows[0]), int(self.rows[-1])
-        if last - first + 1 == len(self.rows):
-            return slice(first, last + 1)
-        return to_device(self.rows, device)
-
 
 @dataclass(frozen=True)
 class SplitStep:
@@ -50,6 +43,12 @@ class SplitStep:
     single: Queries  # requests with one row
     causal: Queries  # adjacent positions: bottom-right causal
     tiles: Queries  # the rest: explicit masks
+
+
+def row_index(rows: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Ascending rows as an index of a step's tensors: a slice, which copies nothing, where they are adjacent."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else to_device(rows, device)
 
 
 def split_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,32 @@ from vllm_blend.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from vllm_blend.engine.cli_args import add_flags, given
+
+_HELP = {
+    "model": "model directory or Hugging Face id",
+    "tokenizer": "tokenizer directory or id, where it is not the model's",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "device": "auto, cpu or cuda",
+    "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
+    "max_model_len": "tokens of the longest request",
+    "max_num_seqs": "requests in a step",
+    "max_num_batched_tokens": "tokens in a step",
+    "block_size": "tokens in a page of the KV cache",
+    "num_gpu_blocks_override": "pages of the KV cache, instead of measuring the memory",
+    "enforce_eager": "decode without CUDA graphs",
+    "enable_prefix_caching": "reuse the KV of equal prefixes",
+    "attention_backend": "auto (the fastest for each job, measured at start-up), cpu, cuda, flashinfer, xformers or "
+    "torch_native",
+    "enable_blending": "reuse the KV of chunks at any position",
+    "blend_selector": "rule that chooses the tokens to recompute",
+    "blend_recompute_ratio": "share of the reused tokens that is recomputed",
+    "blend_check_layers": "layers at which deviation rules look",
+    "blend_recompute_ratios": "share kept after each check layer",
+    "blend_min_tokens": "contexts shorter than this are prefilled in full",
+    "blend_chunk_cache_gib": "memory for stored chunk KV",
+    "blend_chunk_device": "where stored chunk KV lives",
+}
 
 
 @dataclass
@@ -50,6 +77,17 @@ class EngineArgs:
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
     blend_chunk_device: ChunkDevice = "auto"
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every argument, named as in vLLM: `--attention-backend`, `--no-enable-prefix-caching`."""
+        add_flags(parser, cls, _HELP)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        """The arguments of a parsed command line; flags that are not the engine's are ignored."""
+        return cls(**given(namespace, cls))
 
     def create_engine_config(self) -> EngineConfig:
         """Raises ValueError naming the argument and the fix."""

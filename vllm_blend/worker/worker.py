@@ -44,7 +44,10 @@ class Worker:
         )
         first = model.model.layers[0].self_attn.attn  # type: ignore[union-attr,index]
         self.num_layers, self.num_kv_heads, self.head_dim = len(model.model.layers), first.num_kv_heads, first.head_dim  # type: ignore[union-attr,arg-type]
-        backend = make_backend(config.attention_backend, device, dtype, self.head_dim)
+        wants_graphs = device.type == "cuda" and not config.model.enforce_eager
+        backend = make_backend(
+            config.attention_backend, device, dtype, self.head_dim, first.num_heads, self.num_kv_heads, wants_graphs
+        )
         staging = None
         if config.blend.resolve_chunk_device(device) != device:
             staging = StagingRing(self.num_kv_heads, self.head_dim, dtype, device)
@@ -59,7 +62,7 @@ class Worker:
         )
         model.model.cache_fuse_metadata.update(default_fuse_metadata(dtype))  # type: ignore[union-attr,operator]
         graphs = None
-        if device.type == "cuda" and backend.name == "cuda" and not config.model.enforce_eager:
+        if wants_graphs and backend.capturable_decode:
             with torch.inference_mode():
                 graphs = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, max_model_len)
         self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs, staging)
