@@ -29,6 +29,7 @@ class Context:
 @dataclass
 class Blended:
     chosen: torch.Tensor  # [n] int64, ascending
+    strengths: torch.Tensor  # [tokens of the context], what candidates were ranked by; -inf for all others
     keys: list[torch.Tensor]  # per layer, rotated, [tokens, kv_heads, head_dim]
     values: list[torch.Tensor]
     hidden: torch.Tensor  # [hidden_size] of the last token, before the final norm
@@ -76,21 +77,33 @@ class BlendReference:
         return Context(ids, kv, torch.tensor(offsets), candidates)
 
     @torch.no_grad()
-    def blend(self, context: Context, suffix: Sequence[int], rule: str, budget: int, check_layer: int = 1) -> Blended:
-        """Prefill context + suffix with `budget` of the context's candidates recomputed, chosen by `rule`."""
+    def blend(
+        self,
+        context: Context,
+        suffix: Sequence[int],
+        rule: str,
+        budget: int,
+        check_layer: int = 1,
+        instead: torch.Tensor | None = None,
+    ) -> Blended:
+        """Prefill context + suffix with `budget` of the context's candidates recomputed, chosen by `rule`.
+
+        `instead` [budget] is recomputed in place of the rule's own choice, which is what the result says all the same.
+        """
         ids = [*context.ids, *suffix]
         start, n = len(context.ids), len(ids)
         positions = torch.arange(n)
         blank = torch.zeros(len(suffix), *context.kv[0][0].shape[1:])
         old = [(torch.cat([k, blank]), torch.cat([v, blank])) for k, v in context.kv]
-        chosen = None
+        strengths = None
         if rule == "none":
-            chosen = positions[:0]
+            strengths = torch.zeros(start)
         elif rule == "first_tokens":
-            chosen = self._best(-context.offsets.float(), context, budget)
+            strengths = -context.offsets.float()
         elif rule == "question_attention":
-            chosen = self._best(self._question_scores(ids, old, start), context, budget)
-        active = positions if chosen is None else torch.cat([chosen, positions[start:]])
+            strengths = self._question_scores(ids, old, start).log()
+        chosen = None if strengths is None else self._best(strengths, context, budget)
+        active = positions if chosen is None else torch.cat([chosen if instead is None else instead, positions[start:]])
         hidden = self._embed(ids)[active]
         keys, values = [], []
         for index, (layer, (k_old, v_old)) in enumerate(zip(self._layers, old, strict=True)):
@@ -99,27 +112,27 @@ class BlendReference:
             k_all[active], v_all[active] = k, v  # the check layer keeps the fresh K and V of every token
             if chosen is None and index == check_layer:
                 fresh, stored = {"value_deviation": (v_all, v_old), "key_deviation": (k_all, k_old)}[rule]
-                chosen = self._best((fresh - stored)[:start].square().sum((1, 2)), context, budget)
-                active = torch.cat([chosen, positions[start:]])
+                size = fresh.square().sum((1, 2)).mean().sqrt()
+                strengths = (fresh - stored)[:start].square().sum((1, 2)).sqrt() / size
+                chosen = self._best(strengths, context, budget)
+                active = torch.cat([chosen if instead is None else instead, positions[start:]])
                 q, hidden = q[active], hidden[active]
             keys.append(self._rotate(k_all, positions))
             values.append(v_all)
             weights = self._weights(self._rotate(q, active), keys[-1], active)
             hidden = self._finish(layer, hidden, weights, v_all)
-        assert chosen is not None
-        return Blended(chosen, keys, values, hidden[-1], n)
+        assert strengths is not None and chosen is not None
+        return Blended(chosen, strengths.masked_fill(~context.candidates, -torch.inf), keys, values, hidden[-1], n)
 
     @torch.no_grad()
-    def decode(self, blended: Blended, max_tokens: int) -> tuple[list[int], list[torch.Tensor]]:
-        """Greedy tokens, and for each the log-probabilities [vocabulary] it was taken from."""
-        tokens: list[int] = []
+    def decode(self, blended: Blended, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [tokens, vocabulary] of each of `tokens`, after those before it."""
         logprobs: list[torch.Tensor] = []
         hidden = blended.hidden
-        for step in range(max_tokens):
+        for step, token in enumerate(tokens):
             logprobs.append(self.model.lm_head(self.model.model.norm(hidden)).log_softmax(-1))
-            tokens.append(int(logprobs[-1].argmax()))
             position = torch.tensor([blended.num_tokens + step])
-            hidden = self._embed(tokens[-1:])
+            hidden = self._embed([token])
             for index, layer in enumerate(self._layers):
                 q, k, v = self._project(layer, hidden)
                 blended.keys[index] = torch.cat([blended.keys[index], self._rotate(k, position)])
@@ -127,7 +140,7 @@ class BlendReference:
                 weights = self._weights(self._rotate(q, position), blended.keys[index], position)
                 hidden = self._finish(layer, hidden, weights, blended.values[index])
             hidden = hidden[0]
-        return tokens, logprobs
+        return torch.stack(logprobs)
 
     def _question_scores(self, ids: Sequence[int], old: LayerKV, start: int) -> torch.Tensor:
         """Attention that the suffix pays to each context token, mean over layers and heads, summed over the suffix."""

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests import settings
 from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
+from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import (
+    BLOCK_SIZE,
     DEMO,
-    assert_logprobs_match,
-    assert_same_logprobs,
     demo_prompt,
     engine,
     greedy,
@@ -32,11 +33,11 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+@pytest.mark.parametrize("backend", settings.current().backends)
 @pytest.mark.parametrize("model", TINY)
 @pytest.mark.parametrize("rule", [*RULES, "full"])
 def test_ratio_1_is_full_prefill(rule: str, model: str, backend: str) -> None:
-    arguments = {"attention_backend": backend, "block_size": 8}
+    arguments = {"attention_backend": backend, "block_size": BLOCK_SIZE}
     with engine(TINY[model], enable_blending=True, **arguments) as llm:
         for _ in range(2):  # the chunks are new, then known
             [output] = run(llm, tiny_prompt(blend_selector=rule, blend_recompute_ratio=1.0), PARAMS)
@@ -140,7 +141,7 @@ def test_without_chunks_or_blending_a_chunked_prompt_is_a_plain_one(options: dic
 
 def test_blended_pages_never_enter_the_prefix_cache() -> None:
     prompt = tiny_prompt(blend_selector="none")
-    with engine(TINY["llama"], enable_blending=True, block_size=8) as llm:
+    with engine(TINY["llama"], enable_blending=True, block_size=BLOCK_SIZE) as llm:
         run(llm, prompt, PARAMS)
         [output] = run(llm, plain(prompt), PARAMS)
         assert output.num_cached_tokens == 0

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
-from tests.engine.engines import assert_logprobs_match, engine, greedy, hf_model, tiny_model
+from tests.engine.compare import assert_logprobs_match
+from tests.engine.engines import engine, greedy, hf_model, tiny_model
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import LooksAt, make_selector
@@ -45,6 +46,7 @@ def plans(draw: st.DrawFn, rules: list[str]) -> BlendPlan:
     return make_plan(segments, tokens, position, selector, ratio, check_layers, ratios, LAYERS)
 
 
+@pytest.mark.cpu_only
 @given(plan=plans([*RULES, "question_attention", "first_tokens", "random"]))
 def test_positions_are_exact_candidates_holes_or_suffix(plan: BlendPlan) -> None:
     covered = {p for segment in plan.segments for p in range(segment.start, segment.stop)}
@@ -67,12 +69,14 @@ def test_positions_are_exact_candidates_holes_or_suffix(plan: BlendPlan) -> None
         assert plan.looks_at is LooksAt.POSITIONS, "nothing to choose, so nothing to look at"
 
 
+@pytest.mark.cpu_only
 @given(plan=plans(["random"]), other=plans(["random"]))
 def test_the_random_choice_depends_on_the_prompt_alone(plan: BlendPlan, other: BlendPlan) -> None:
     assert plan.content_seed == replace(plan, ratio=0.5, segments=()).content_seed
     assert (plan.content_seed == other.content_seed) == (plan.prompt_token_ids == other.prompt_token_ids)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(("ratio", "context", "budget"), [(0.29, 100, 29), (0.15, 20, 3), (0.15, 19, 2), (1 / 3, 3, 1)])
 def test_a_budget_is_rounded_down_but_not_by_floating_point(ratio: float, context: int, budget: int) -> None:
     kv = torch.zeros(LAYERS, context, 1, 1)
@@ -82,6 +86,7 @@ def test_a_budget_is_rounded_down_but_not_by_floating_point(ratio: float, contex
     assert plan.final_budget == budget
 
 
+@pytest.mark.cpu_only
 def test_a_suffix_is_needed() -> None:
     with pytest.raises(ValueError, match="suffix must hold at least the last"):
         make_plan([], [1, 2], 2, make_selector("full"), None, [1], None, LAYERS)
@@ -146,6 +151,7 @@ def narrowed(step: list[Member]) -> list[list[list[int]]]:
     return kept
 
 
+@pytest.mark.cpu_only
 @settings(max_examples=80, deadline=None)
 @given(step=st.lists(members(), min_size=1, max_size=4).filter(lambda step: any(member.plan for member in step)))
 def test_narrowing(step: list[Member]) -> None:

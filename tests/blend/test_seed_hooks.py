@@ -8,19 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tolerances
 from tests.blend.prompts import assert_counts_add_up
+from tests.engine.compare import assert_identical, assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import (
+    BLOCK_SIZE,
     DEMO,
     TINY_VOCABULARY,
-    assert_logprobs_match,
-    assert_same_logprobs,
     demo_prompt,
     engine,
     greedy,
     hf_model,
+    pages_for,
     run,
+    sampled,
     tiny_model,
 )
+from tests.models.tiny import HEAD_DIM
 from vllm_blend import LLM, RequestOutput, SamplingParams
 
 PARAMS = greedy(8, logprobs=3, ignore_eos=True)
@@ -122,6 +126,7 @@ def blend(llm: LLM, ids: Sequence[int], old_kvs: Any, params: Any = PARAMS, **se
 
 
 TINY = tiny_model("llama")
+WIDTH = 2 * HEAD_DIM  # channels of a token's K or V, all heads
 IDS = [(11 * i * i + 5 * i + 2) % TINY_VOCABULARY for i in range(60)]
 SUFFIX = 7
 
@@ -139,17 +144,17 @@ def test_collected_kv_is_that_of_the_prompt() -> None:
         k_proj = reference.model.layers[0].self_attn.k_proj
         with torch.no_grad():
             hidden = reference.model.layers[0].input_layernorm(reference.model.embed_tokens(torch.tensor(IDS)))
-            torch.testing.assert_close(collected[0][0], k_proj(hidden), rtol=0, atol=1e-4)
+            tolerances.check_kv(collected[0][0], k_proj(hidden))
         for layer, other in zip(expected, collected, strict=True):
             for tensor, same in zip(layer, other, strict=True):
-                assert tensor.shape == (len(IDS), 32)
-                torch.testing.assert_close(tensor, same, rtol=0, atol=1e-4)
+                assert tensor.shape == (len(IDS), WIDTH)
+                tolerances.check_kv(tensor, same)
 
 
 def test_a_prefix_in_the_cache_is_collected_too() -> None:
-    with engine(TINY, block_size=8) as llm:
+    with engine(TINY, block_size=BLOCK_SIZE) as llm:
         run(llm, {"prompt_token_ids": IDS}, greedy(1))
-        assert collect(llm, IDS)[0][0].shape == (len(IDS), 32)
+        assert collect(llm, IDS)[0][0].shape == (len(IDS), WIDTH)
 
 
 def test_old_kvs_can_be_used_again() -> None:
@@ -159,7 +164,7 @@ def test_old_kvs_can_be_used_again() -> None:
         first = blend(llm, IDS, old_kvs, suffix_len=SUFFIX)
         again = blend(llm, IDS, old_kvs, suffix_len=SUFFIX)
         assert first.blend == again.blend
-        assert_same_logprobs(first, again, tolerance=0.0)
+        assert_identical(first, again)
         for layer, copy in zip(old_kvs, before, strict=True):
             assert all(torch.equal(now, then) for now, then in zip(layer, copy, strict=True))
 
@@ -216,10 +221,10 @@ def test_without_any_hint_the_last_token_is_the_suffix() -> None:
 def test_flat_rows_and_heads_are_the_same_old_kvs() -> None:
     with engine(TINY) as llm:
         flat = stale(llm)
-        heads = [[tensor.view(len(IDS), 2, 16) for tensor in layer] for layer in flat]
+        heads = [[tensor.view(len(IDS), 2, HEAD_DIM) for tensor in layer] for layer in flat]
         expected = blend(llm, IDS, flat, suffix_len=SUFFIX)
         chosen = decoder_of(llm).cache_fuse_metadata["imp_indices"]
-        assert_same_logprobs(blend(llm, IDS, heads, suffix_len=SUFFIX), expected, tolerance=0.0)
+        assert_identical(blend(llm, IDS, heads, suffix_len=SUFFIX), expected)
         assert torch.equal(decoder_of(llm).cache_fuse_metadata["imp_indices"], chosen)
 
 
@@ -261,11 +266,11 @@ def test_several_check_layers() -> None:
 def test_several_completions_of_a_blended_prompt() -> None:
     with engine(TINY) as llm:
         old_kvs = stale(llm)
-        params = SamplingParams(n=3, seed=4, max_tokens=6, logprobs=1, ignore_eos=True)
-        output = blend(llm, IDS, old_kvs, params, suffix_len=SUFFIX)
-        alone = blend(llm, IDS, old_kvs, SamplingParams(seed=4, max_tokens=6, ignore_eos=True), suffix_len=SUFFIX)
+        output = blend(llm, IDS, old_kvs, sampled(6, n=3, seed=4, logprobs=1, ignore_eos=True), suffix_len=SUFFIX)
+        alone = blend(llm, IDS, old_kvs, sampled(6, seed=4, logprobs=1, ignore_eos=True), suffix_len=SUFFIX)
         assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
-        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        output.outputs = output.outputs[:1]
+        assert_same_logprobs(alone, output)
         assert output.blend == alone.blend
 
 
@@ -285,8 +290,8 @@ def wrong(old_kvs: OldKVs) -> dict[str, tuple[Any, str]]:
         "too few layers": (old_kvs[:2], "old_kvs has 2 layers, the model has 3"),
         "too few tokens": (short, rf"old_kvs covers {n - SUFFIX - 1} tokens.*prompt has {n}.*last {SUFFIX}"),
         "too many tokens": (long, rf"old_kvs covers {n + 1} tokens.*prompt has {n}"),
-        "a shorter layer": (ragged, rf"old_kvs\[2\]: V is \[{n - 3}, 32\], expected \[{n}, 32\]"),
-        "a narrow layer": (narrow, rf"old_kvs\[1\]: K is \[{n}, 31\], expected \[{n}, 32\]"),
+        "a shorter layer": (ragged, rf"old_kvs\[2\]: V is \[{n - 3}, {WIDTH}\], expected \[{n}, {WIDTH}\]"),
+        "a narrow layer": (narrow, rf"old_kvs\[1\]: K is \[{n}, {WIDTH - 1}\], expected \[{n}, {WIDTH}\]"),
         "no V": (single, r"old_kvs\[1\] must be \[K, V\], got 1"),
         "nothing collected": ([[None, None]] * 3, r"old_kvs\[0\]: K is None, not a floating-point tensor"),
         "an empty layer": ([[], [], []], r"old_kvs\[0\] must be \[K, V\], got 0"),
@@ -297,7 +302,7 @@ def wrong(old_kvs: OldKVs) -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize("fault", list(wrong([[torch.zeros(60, 32)] * 2] * 3)))
+@pytest.mark.parametrize("fault", list(wrong([[torch.zeros(60, WIDTH)] * 2] * 3)))
 def test_old_kvs_that_do_not_fit(fault: str) -> None:
     """The error names the layer and the lengths; nothing was scheduled, and the engine goes on."""
     with engine(TINY) as llm:
@@ -342,7 +347,7 @@ def test_a_blend_has_no_prompt_logprobs() -> None:
 
 def test_broken_old_kvs_fail_alone() -> None:
     """NaN spoils its own request; neither batch mates nor whoever gets the pages next notice."""
-    with engine(TINY, attention_backend="torch_native", num_gpu_blocks_override=13, block_size=8) as llm:
+    with engine(TINY, **pages_for(96)) as llm:
         broken = [[torch.full_like(tensor, torch.nan) for tensor in layer] for layer in stale(llm)]
         decoder_of(llm).old_kvs = broken
         decoder_of(llm).cache_fuse_metadata.update(check=True, suffix_len=SUFFIX, recomp_ratio=0.0)

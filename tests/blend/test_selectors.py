@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
-from tests.engine.engines import assert_logprobs_match, assert_same_logprobs, engine, greedy, hf_model, run, tiny_model
+from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
+from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
+from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
 from vllm_blend.blend.selectors import SELECTORS, best, make_selector
 
@@ -30,12 +32,14 @@ def evidence(n: int, **fields: Any) -> Evidence:
     return Evidence(**{"positions": positions, "chunk_offsets": torch.arange(n) % 4, "seed": 7, **fields})
 
 
+@pytest.mark.cpu_only
 def test_best_is_stable_and_ascending() -> None:
     assert best(torch.tensor([1.0, 3.0, 1.0, 3.0, 0.0]), 3).tolist() == [0, 1, 3]
     assert best(torch.tensor([0.0, 0.0, 0.0]), 2).tolist() == [0, 1]
     assert best(torch.tensor([1.0]), 5).tolist() == [0]
 
 
+@pytest.mark.cpu_only
 def test_deviations_by_hand() -> None:
     old, new = torch.zeros(3, 2, 2), torch.zeros(3, 2, 2)
     new[0, 0, 0], new[1, :, 0], new[2, 1, 1] = 2.0, 1.5, -3.0
@@ -47,6 +51,7 @@ def test_deviations_by_hand() -> None:
     torch.testing.assert_close(both, torch.tensor([4.0, 4.5, 9.0]) * 2 / 17.5)
 
 
+@pytest.mark.cpu_only
 def test_gradual_narrows_to_the_ratio() -> None:
     shares = make_selector("gradual").shares(0.2, [1, 2, 3])
     assert shares[0] == pytest.approx(0.4)
@@ -56,11 +61,13 @@ def test_gradual_narrows_to_the_ratio() -> None:
     assert make_selector("gradual").shares(0.9, [1, 2])[0] == 1.0
 
 
+@pytest.mark.cpu_only
 def test_first_tokens_takes_the_same_of_every_chunk() -> None:
     chosen = best(make_selector("first_tokens").score(evidence(12)), 6)
     assert chosen.tolist() == [0, 1, 4, 5, 8, 9]
 
 
+@pytest.mark.cpu_only
 def test_random_is_fixed_by_the_prompt() -> None:
     selector = make_selector("random")
     score = selector.score(evidence(50))
@@ -68,11 +75,13 @@ def test_random_is_fixed_by_the_prompt() -> None:
     assert not torch.equal(score, selector.score(evidence(50, seed=8)))
 
 
+@pytest.mark.cpu_only
 def test_an_unknown_selector_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"blend_selector='nonesuch'.*value_deviation"):
         make_selector("nonesuch")
 
 
+@pytest.mark.cpu_only
 def test_a_name_is_needed_and_belongs_to_one_selector(register: Callable[[type[Selector]], type[Selector]]) -> None:
     class Nameless(Selector):
         def score(self, evidence: Evidence) -> torch.Tensor:
@@ -121,7 +130,7 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
         assert (only.question_mass is not None) == (looks_at is LooksAt.QUESTION)
         for tensor in (only.k_new, only.k_old, only.v_new, only.v_old):
             assert (tensor is not None) == (looks_at is LooksAt.LAYERS)
-            assert tensor is None or tensor.shape == (context - exact, 2, 16)
+            assert tensor is None or tensor.shape == (context - exact, 2, HEAD_DIM)
 
 
 def failing(fault: str, evidence: Evidence) -> Any:

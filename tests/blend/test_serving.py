@@ -6,18 +6,22 @@ from typing import Any
 
 import pytest
 
+from tests import settings
 from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
+from tests.engine.compare import assert_same_choice, assert_same_logprobs
 from tests.engine.engines import (
     TINY_VOCABULARY,
-    assert_same_logprobs,
     demo_prompt,
     engine,
     greedy,
+    pages_for,
     run,
+    sampled,
     tiny_model,
     tokens_of,
 )
-from vllm_blend import LLM, RequestOutput, SamplingParams
+from tests.models.tiny import HEAD_DIM
+from vllm_blend import LLM, RequestOutput
 
 TINY = tiny_model("llama")
 PARAMS = greedy(12, logprobs=2, ignore_eos=True)
@@ -45,12 +49,12 @@ def mixture() -> list[dict[str, Any]]:
     return prompts
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+@pytest.mark.parametrize("backend", settings.current().backends)
 @pytest.mark.parametrize("known", [False, True])
 def test_a_batch_equals_its_requests_alone(backend: str, known: bool) -> None:
     """Blended by any rule or plain, greedy or seeded; whether the chunks are new or stored."""
     with engine(TINY, enable_blending=True, attention_backend=backend) as llm:
-        params = [PARAMS if i % 3 else SamplingParams(seed=i, max_tokens=9, logprobs=1) for i in range(len(mixture()))]
+        params = [PARAMS if i % 3 else sampled(9, seed=i, logprobs=1) for i in range(len(mixture()))]
         alone = [run(llm, prompt, own)[0] for prompt, own in zip(mixture(), params, strict=True)]
         if not known:
             llm.llm_engine.chunk_store.clear()
@@ -72,14 +76,14 @@ def test_a_batch_of_demo_questions_equals_them_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_preempted_blend_gives_the_same_output(rule: str) -> None:
+def test_a_preempted_blend_gives_the_same_output(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that were generated are computed again, and the same context tokens are chosen as the first time."""
     params = [greedy(30, logprobs=2, ignore_eos=True)] * 3
     prompts = [prompt_of(index, rule) for index in range(3)]
     with engine(TINY, enable_blending=True) as roomy:
         expected = run(roomy, prompts, params)
         assert roomy.llm_engine.scheduler.num_preemptions == 0
-    with engine(TINY, enable_blending=True, num_gpu_blocks_override=16, block_size=8) as tight:
+    with engine(TINY, enable_blending=True, **pages_for(120)) as tight:
         chosen: dict[str, list[list[int]]] = {}
         inner: Any = tight.llm_engine
         record = inner._record_blend
@@ -88,14 +92,14 @@ def test_a_preempted_blend_gives_the_same_output(rule: str) -> None:
             chosen.setdefault(request.request_id, []).append(result.computed.tolist())
             record(request, result)
 
-        inner._record_blend = recorded
-        try:
+        with monkeypatch.context() as patch:
+            patch.setattr(inner, "_record_blend", recorded)
             outputs = run(tight, prompts, params)
-        finally:
-            del inner._record_blend
         assert inner.scheduler.num_preemptions > 0
         assert max(map(len, chosen.values())) > 1, "no blended request was preempted"
-        assert all(each[0] == again for each in chosen.values() for again in each)
+        for first, *again in chosen.values():
+            for each in again:
+                assert_same_choice(first, each)
         for before, after in zip(expected, outputs, strict=True):
             assert_same_logprobs(before, after)
             assert before.blend == after.blend
@@ -103,7 +107,11 @@ def test_a_preempted_blend_gives_the_same_output(rule: str) -> None:
 
 @pytest.mark.parametrize("kib", [0.01, 8, 20])
 def test_eviction_changes_the_cost_and_nothing_else(kib: float) -> None:
-    """A store for no chunk, or for few: whoever waits for a chunk keeps what it has found already."""
+    """A store for no chunk, or for few: whoever waits for a chunk keeps what it has found already.
+
+    The sizes are meant for heads of 16 in float32.
+    """
+    kib *= HEAD_DIM * settings.current().torch_dtype.itemsize / 64
     prompts = [prompt_of(index, rule) for index, rule in enumerate(RULES)]
     with engine(TINY, enable_blending=True) as roomy:
         expected = run(roomy, prompts, PARAMS)
@@ -187,7 +195,7 @@ def test_abort_at_any_moment(after: int) -> None:
     """While its chunks are encoded, before it runs, while it decodes: the others go on, and the pages come back."""
     prompts = mixture()
     with engine(TINY, enable_blending=True, max_num_batched_tokens=40, max_num_seqs=4) as llm:
-        expected = tokens_of(run(llm, prompts, PARAMS))
+        expected = run(llm, prompts, PARAMS)
         llm.llm_engine.chunk_store.clear()
         llm.reset_prefix_cache()
         for index, prompt in enumerate(prompts):
@@ -197,15 +205,15 @@ def test_abort_at_any_moment(after: int) -> None:
         done = finish(llm)
         assert sorted(done, key=int) == [str(i) for i in range(len(prompts)) if i not in (0, 3, 5)]
         for request_id, output in done.items():
-            assert output.outputs[0].token_ids == expected[int(request_id)]
-        assert run(llm, prompts[0], PARAMS)[0].outputs[0].token_ids == expected[0]
+            assert_same_logprobs(output, expected[int(request_id)])
+        assert_same_logprobs(run(llm, prompts[0], PARAMS)[0], expected[0])
 
 
 def test_an_interrupted_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a step: the next call sees an engine as good as new."""
     prompts = mixture()
     with engine(TINY, enable_blending=True, max_num_batched_tokens=40, max_num_seqs=4) as llm:
-        expected = tokens_of(run(llm, prompts, PARAMS))
+        expected = run(llm, prompts, PARAMS)
         for stop_after in (0, 1, 3, 6):
             llm.llm_engine.chunk_store.clear()
             llm.reset_prefix_cache()
@@ -222,17 +230,19 @@ def test_an_interrupted_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
                 patch.setattr(llm.llm_engine.model_executor, "execute_model", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     run(llm, prompts, PARAMS)
-            assert tokens_of(run(llm, prompts, PARAMS)) == expected
+            for output, before in zip(run(llm, prompts, PARAMS), expected, strict=True):
+                assert_same_logprobs(output, before)
 
 
 def test_several_completions_share_a_plan() -> None:
-    params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True)
+    options: dict[str, Any] = {"seed": 5, "logprobs": 0, "ignore_eos": True}
     with engine(TINY, enable_blending=True) as llm:
         prompt = prompt_of(1, "question_attention")
-        [output] = run(llm, prompt, params)
+        [output] = run(llm, prompt, sampled(8, n=3, **options))
         assert len({tuple(tokens) for tokens in tokens_of([output])}) == 3
-        [alone] = run(llm, prompt, SamplingParams(seed=5, max_tokens=8, ignore_eos=True))
-        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        [alone] = run(llm, prompt, sampled(8, **options))
+        output.outputs = output.outputs[:1]
+        assert_same_logprobs(alone, output)
         assert alone.blend == output.blend
         assert_counts_add_up(output)
 

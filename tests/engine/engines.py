@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
+from tests import settings
+from tests.engine.compare import record_chosen
 from tests.engine.tiny_tokenizers import byte_level
 from tests.models.tiny import save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput, SamplingParams
@@ -25,7 +27,8 @@ from vllm_blend.pipeline.prompts import build_qa_prompt
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "inputs" / "demo-model")
 TINY_VOCABULARY = len(byte_level())
-LOGPROB_TOLERANCE = 1e-4
+BLOCK_SIZE = settings.current().block_size
+CANDIDATES = 4  # likeliest tokens that outputs report in half precision, where comparing them needs several
 
 
 @cache
@@ -43,9 +46,21 @@ def hf_model(directory: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+def new_llm(model: str = DEMO, **arguments: Any) -> LLM:
+    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise."""
+    llm = LLM(model, **(settings.current().engine_arguments() | arguments))
+    record_chosen(llm)
+    return llm
+
+
 @cache
 def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> LLM:
-    return LLM(model, dtype="float32", device="cpu", **{k: _thawed(v) for k, v in arguments})
+    return new_llm(model, **{k: _thawed(v) for k, v in arguments})
+
+
+def pages_for(tokens: int) -> dict[str, int]:
+    """Engine arguments for small pages that hold this many tokens and hardly more."""
+    return {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": -(-tokens // BLOCK_SIZE) + 1}
 
 
 def _frozen(value: Any) -> Any:
@@ -76,7 +91,7 @@ def engine(model: str = DEMO, **arguments: Any) -> Iterator[LLM]:
     inner = llm.llm_engine
     llm.reset_prefix_cache()
     inner.chunk_store.clear()
-    inner.decoder.cache_fuse_metadata.update(default_fuse_metadata(torch.float32))
+    inner.decoder.cache_fuse_metadata.update(default_fuse_metadata(settings.current().torch_dtype))
     inner.decoder.old_kvs = []
     inner.scheduler.num_preemptions = 0
     assert_empty(llm)
@@ -97,52 +112,22 @@ def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-def greedy(max_tokens: int = 8, **settings: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **settings)
+def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
+    return _params({"temperature": 0.0, **options}, max_tokens)
+
+
+def sampled(max_tokens: int = 12, **options: Any) -> SamplingParams:
+    return _params({"temperature": 1.0, **options}, max_tokens)
+
+
+def _params(options: dict[str, Any], max_tokens: int) -> SamplingParams:
+    if not settings.current().exact:
+        options = options | {"logprobs": max(CANDIDATES, options.get("logprobs") or 0)}
+    return SamplingParams(max_tokens=max_tokens, **options)
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
-
-
-@torch.inference_mode()
-def hf_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocabulary] log-probabilities of what follows each token, from one plain forward pass."""
-    return model(torch.tensor([list(ids)])).logits[0].float().log_softmax(-1)
-
-
-def assert_logprobs_match(output: RequestOutput, model: PreTrainedModel) -> None:
-    """Every reported log-probability of a request, prompt and output, against transformers."""
-    assert output.error is None
-    prompt = output.prompt_token_ids
-    for completion in output.outputs:
-        expected = hf_logprobs(model, [*prompt, *completion.token_ids])
-        assert completion.logprobs is not None
-        for offset, (entry, token) in enumerate(zip(completion.logprobs, completion.token_ids, strict=True)):
-            assert token in entry
-            for candidate, logprob in entry.items():
-                assert abs(logprob.logprob - expected[len(prompt) - 1 + offset, candidate]) <= LOGPROB_TOLERANCE
-        if output.prompt_logprobs is not None:
-            assert len(output.prompt_logprobs) == len(prompt)
-            assert output.prompt_logprobs[0] is None
-            for position, known in enumerate(output.prompt_logprobs[1:]):
-                assert known is not None
-                assert prompt[position + 1] in known
-                for candidate, logprob in known.items():
-                    assert abs(logprob.logprob - expected[position, candidate]) <= LOGPROB_TOLERANCE
-
-
-def assert_same_logprobs(left: RequestOutput, right: RequestOutput, tolerance: float = LOGPROB_TOLERANCE) -> None:
-    """Two outputs have the same tokens with the same log-probabilities."""
-    assert left.error is None
-    assert right.error is None
-    for a, b in zip(left.outputs, right.outputs, strict=True):
-        assert a.token_ids == b.token_ids
-        assert a.logprobs is not None
-        assert b.logprobs is not None
-        for mine, theirs in zip(a.logprobs, b.logprobs, strict=True):
-            for token in mine.keys() & theirs.keys():
-                assert abs(mine[token].logprob - theirs[token].logprob) <= tolerance
 
 
 @cache

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import settings, tolerances
+from tests.engine.engines import new_llm
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
-MODEL = str(Path(__file__).parents[2] / "inputs/demo-model")
 PREFIX, CHUNKS = "Answer the question.\n\n", ["Yiamdond is a city.\n\n", "It stands on the river Waindkais.\n\n"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, enable_blending=True)
+    return new_llm(enable_blending=True)
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,8 @@ def test_it_is_what_a_prompt_would_have_stored(llm):
     for chunk, kv in zip(ids, ahead, strict=True):
         stored = llm.llm_engine.chunk_store.get(chunk.key)
         assert stored is not None
-        torch.testing.assert_close(stored.k, kv.k, atol=1e-5, rtol=0)
-        torch.testing.assert_close(stored.v, kv.v, atol=1e-5, rtol=0)
+        tolerances.check_kv(stored.k, kv.k)
+        tolerances.check_kv(stored.v, kv.v)
 
 
 def test_a_prefix_is_a_chunk_with_nothing_before_it(llm):
@@ -93,7 +93,7 @@ def test_loaded_kv_is_used(llm):
     [
         lambda k: k[:, 1:],
         lambda k: k[1:],
-        lambda k: k.to(torch.bfloat16),
+        lambda k: k.to(torch.float16),
         lambda k: k[..., :-1],
     ],
 )
@@ -101,7 +101,7 @@ def test_kv_that_does_not_fit_is_refused(llm, change):
     _, [chunk] = llm.llm_engine.identify_chunks(PREFIX, CHUNKS[:1])
     [kv] = llm.encode_chunks(PREFIX, CHUNKS[:1])
     llm.llm_engine.chunk_store.clear()
-    with pytest.raises(ValueError, match=f"chunk {chunk.key} is .* but this model's is float32"):
+    with pytest.raises(ValueError, match=f"chunk {chunk.key} is .* but this model's is {settings.current().dtype}"):
         llm.load_chunk(chunk, ChunkKV(change(kv.k), change(kv.v)))
     assert len(llm.llm_engine.chunk_store) == 0
 

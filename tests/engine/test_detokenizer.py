@@ -14,6 +14,8 @@ from vllm_blend.engine.detokenizer import Detokenizer, with_decoded_tokens
 from vllm_blend.outputs import Logprob
 from vllm_blend.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.cpu_only
+
 TOKENIZERS = [byte_level, byte_fallback, slow]
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from vllm_blend import LLM, SamplingParams
+from tests.engine.engines import new_llm
+from vllm_blend import SamplingParams
 from vllm_blend.engine.metrics import EngineMetrics, StatLogger
 
 
@@ -24,7 +25,7 @@ def test_stats_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("disabled", [True, False])
 def test_disable_log_stats_decides_whether_lines_are_written(disabled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM("inputs/demo-model", disable_log_stats=disabled, max_num_seqs=2)
+    llm = new_llm(disable_log_stats=disabled, max_num_seqs=2)
     if llm.llm_engine._stat_logger is not None:
         llm.llm_engine._stat_logger.interval = 0.0
     with caplog.at_level(logging.INFO):
@@ -33,7 +34,7 @@ def test_disable_log_stats_decides_whether_lines_are_written(disabled: bool, cap
 
 
 def test_counters_follow_the_work() -> None:
-    llm = LLM("inputs/demo-model", max_num_seqs=2)
+    llm = new_llm(max_num_seqs=2)
     prompt = {"prompt_token_ids": list(range(10, 60))}
     for _ in range(2):
         llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)

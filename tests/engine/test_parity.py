@@ -7,22 +7,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.compare import assert_greedy_tokens, assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import (
+    BLOCK_SIZE,
     DEMO,
     TINY_VOCABULARY,
-    assert_logprobs_match,
-    assert_same_logprobs,
     demo_prompt,
     engine,
     greedy,
     hf_model,
     ids_of,
+    new_llm,
+    pages_for,
     run,
+    sampled,
     threads,
     tiny_model,
     tokens_of,
 )
-from vllm_blend import LLM, SamplingParams
+from vllm_blend import LLM
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,13 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
         "attention_backend": "torch_native",
         "enable_prefix_caching": False,
     },
-    "pages for one request": {"num_gpu_blocks_override": 13, "block_size": 8},
-    "pages for one request, small pieces": {
-        "num_gpu_blocks_override": 13,
-        "block_size": 8,
-        "max_num_batched_tokens": 11,
-        "max_num_seqs": 5,
-    },
+    "pages for one request": pages_for(96),
+    "pages for one request, small pieces": {**pages_for(96), "max_num_batched_tokens": 11, "max_num_seqs": 5},
     "one by one": {"max_num_seqs": 1},
 }
 
@@ -75,10 +73,9 @@ def test_greedy_tokens_and_logprobs(name: str) -> None:
     params = greedy(20, logprobs=4, prompt_logprobs=2, ignore_eos=True)
     reference = hf_model(tiny(name))
     with engine(tiny(name)) as llm:
-        for prompt, output in zip(random_prompts(), run(llm, random_prompts(), params), strict=True):
-            ids = torch.tensor([prompt["prompt_token_ids"]])
-            expected = reference.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=-1, pad_token_id=0)
-            assert output.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
+        for output in run(llm, random_prompts(), params):
+            assert len(output.outputs[0].token_ids) == 20
+            assert_greedy_tokens(output, reference)
             assert_logprobs_match(output, reference)
 
 
@@ -94,20 +91,20 @@ def test_every_way_through_the_engine(name: str, way: str) -> None:
         assert (llm.llm_engine.scheduler.num_preemptions > 0) == ("pages for one request" in way)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, pytest.param(2, marks=pytest.mark.cpu_only)])
 def test_the_demo_model(num_threads: int) -> None:
     reference = hf_model(DEMO)
     with engine(max_num_batched_tokens=256) as llm, threads(num_threads):
         prompts = [{"prompt_token_ids": ids_of(llm, demo_prompt(index))} for index in range(3)]
         outputs = run(llm, prompts, greedy(10, logprobs=3, prompt_logprobs=0))
-        for prompt, output in zip(prompts, outputs, strict=True):
-            ids = torch.tensor([prompt["prompt_token_ids"]])
-            expected = reference.generate(ids, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :].tolist()
-            assert output.outputs[0].token_ids == expected
+        for output in outputs:
+            assert_greedy_tokens(output, reference)
             assert_logprobs_match(output, reference)
+            tokens = output.outputs[0].token_ids
+            assert output.outputs[0].finish_reason == ("stop" if reference.config.eos_token_id in tokens else "length")
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [BLOCK_SIZE, 32])
 def test_a_second_run_takes_its_prefix_from_the_cache(block_size: int) -> None:
     params = greedy(6, logprobs=3, ignore_eos=True)
     with engine(tiny("llama"), block_size=block_size) as llm:
@@ -125,17 +122,18 @@ def test_a_second_run_takes_its_prefix_from_the_cache(block_size: int) -> None:
 
 def test_outputs_are_cached_like_prompts() -> None:
     """A conversation goes on: what was generated is found again as part of the next prompt."""
-    with engine(tiny("llama"), block_size=8) as llm:
+    with engine(tiny("llama"), block_size=BLOCK_SIZE) as llm:
         [first] = run(llm, random_prompts(1), greedy(12, ignore_eos=True))
         longer = [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6]
         [second] = run(llm, [{"prompt_token_ids": longer}], greedy(6, logprobs=3, ignore_eos=True))
-        assert second.num_cached_tokens == (len(longer) - 3) // 8 * 8
+        assert second.num_cached_tokens == (len(longer) - 3) // BLOCK_SIZE * BLOCK_SIZE
+        assert second.num_cached_tokens > (len(first.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert_logprobs_match(second, hf_model(tiny("llama")))
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
     """Reported once per token, although part of the prompt is computed twice."""
-    arguments = {"num_gpu_blocks_override": 13, "block_size": 8, "max_num_batched_tokens": 9, "max_num_seqs": 4}
+    arguments = {**pages_for(96), "max_num_batched_tokens": 9, "max_num_seqs": 4}
     prompts = [{"prompt_token_ids": [7 + i] * 12} for i in range(3)] + random_prompts(3)[2:]
     params = [greedy(60, logprobs=1, ignore_eos=True)] * 3 + [
         greedy(20, logprobs=1, prompt_logprobs=1, ignore_eos=True)
@@ -158,7 +156,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
 
 
 def test_a_preempted_request_does_not_count_its_own_pages_as_hits() -> None:
-    arguments = {"num_gpu_blocks_override": 13, "block_size": 8, "max_num_batched_tokens": 9, "max_num_seqs": 4}
+    arguments = {**pages_for(96), "max_num_batched_tokens": 9, "max_num_seqs": 4}
     prompts = [{"prompt_token_ids": [7 + i] * 12} for i in range(3)] + [{"prompt_token_ids": [*range(60)]}]
     with engine(tiny("llama"), **arguments) as llm:
         before = counters(llm)
@@ -177,36 +175,40 @@ def counters(llm: LLM) -> dict[str, float]:
     return {metric.name: metric.value for metric in llm.get_metrics()}
 
 
-def sampled(**settings: Any) -> SamplingParams:
-    return SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, logprobs=0, **settings)
+def drawn(**options: Any) -> Any:
+    return sampled(12, ignore_eos=True, logprobs=0, **options)
 
 
 def test_several_completions_of_a_prompt() -> None:
     with engine(tiny("llama")) as llm:
-        [output] = run(llm, random_prompts(1), sampled(n=4, seed=11, prompt_logprobs=0))
+        [output] = run(llm, random_prompts(1), drawn(n=4, seed=11, prompt_logprobs=0))
         assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-        drawn = tokens_of([output])
-        assert len({tuple(each) for each in drawn}) == 4
+        assert len({tuple(each) for each in tokens_of([output])}) == 4
         assert_logprobs_match(output, hf_model(tiny("llama")))
-        assert tokens_of(run(llm, random_prompts(1), sampled(n=4, seed=11))) == drawn
-        alone = run(llm, random_prompts(1), sampled(seed=11))
-        assert tokens_of(alone) == drawn[:1]
+        [again] = run(llm, random_prompts(1), drawn(n=4, seed=11))
+        assert_same_logprobs(again, output)
+        [alone] = run(llm, random_prompts(1), drawn(seed=11))
+        output.outputs = output.outputs[:1]
+        assert_same_logprobs(alone, output)
 
 
 def test_engine_seeds_make_unseeded_draws_repeatable() -> None:
     prompts = random_prompts(3)
-    outputs = [tokens_of(run(LLM(tiny("llama"), seed=seed, max_num_seqs=4), prompts, sampled())) for seed in (1, 1, 2)]
+    engines = [new_llm(tiny("llama"), seed=seed, max_num_seqs=4) for seed in (1, 1, 2)]
+    outputs = [tokens_of(run(llm, prompts, drawn())) for llm in engines]
     assert outputs[0] == outputs[1] != outputs[2]
 
 
 @pytest.mark.parametrize("way", ["whole prompts", "small pieces", "pages for one request"])
 def test_a_batch_equals_its_requests_alone(way: str) -> None:
     prompts = random_prompts()
-    params = [greedy(20, ignore_eos=True), sampled(seed=1), sampled(seed=2, n=2), sampled(seed=3, top_k=5), greedy(4)]
+    greedily = [greedy(n, logprobs=0, ignore_eos=n > 4) for n in (20, 4)]
+    params = [greedily[0], drawn(seed=1), drawn(seed=2, n=2), drawn(seed=3, top_k=5), greedily[1]]
     with engine(tiny("qwen3"), **WAYS[way]) as llm:
         together = run(llm, prompts, params)
         for prompt, own, output in zip(prompts, params, together, strict=True):
-            assert tokens_of(run(llm, [prompt], own)) == tokens_of([output])
+            [alone] = run(llm, [prompt], own)
+            assert_same_logprobs(alone, output)
 
 
 def test_a_context_ends_where_the_model_does() -> None:

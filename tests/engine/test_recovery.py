@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_blend import LLM, RequestOutput, SamplingParams
-from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
+from tests.engine.compare import assert_same_logprobs
+from tests.engine.engines import DEMO, demo_prompt, greedy, new_llm
+from vllm_blend import LLM, RequestOutput
 
-MODEL = "inputs/demo-model"
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = greedy(6, logprobs=0, ignore_eos=True)
 
 
 class Interrupted(BaseException):
@@ -24,17 +24,21 @@ class Interrupted(BaseException):
 
 
 def make(**options: Any) -> LLM:
-    return LLM(MODEL, max_num_seqs=8, **{"enable_blending": True, **options})
+    return new_llm(max_num_seqs=8, **{"enable_blending": True, **options})
 
 
 def prompts(count: int = 2, **options: Any) -> list[Any]:
-    samples = load_dataset("inputs/musique_s.json")[:count]
-    return [build_qa_prompt(normalize_sample(s, i), "musique") | options for i, s in enumerate(samples)]
+    return [demo_prompt(index, **options) for index in range(count)]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for output, before in zip(outputs, expected, strict=True):
+        assert_same_logprobs(output, before)
 
 
 def assert_idle(llm: LLM) -> None:
@@ -48,7 +52,7 @@ def assert_idle(llm: LLM) -> None:
 def test_an_interrupted_step_changes_no_later_answer(
     failing_step: int, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = tokens(make().generate(prompts(), GREEDY, use_tqdm=False))
+    expected = make().generate(prompts(), GREEDY, use_tqdm=False)
     llm = make()
     execute, calls = llm.llm_engine.model_executor.execute_model, iter(range(1000))
 
@@ -65,7 +69,7 @@ def test_an_interrupted_step_changes_no_later_answer(
     with pytest.raises(Interrupted):
         llm.generate(prompts(), GREEDY, use_tqdm=False)
     assert_idle(llm)
-    assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+    assert_same(llm.generate(prompts(), GREEDY, use_tqdm=False), expected)
     assert_idle(llm)
 
 
@@ -95,7 +99,7 @@ def test_a_failed_step_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
             continue
     [output] = outputs
     assert output.blend == expected.blend
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert_same([output], [expected])
 
 
 def test_aborting_the_last_request_that_needs_a_chunk_stops_its_encoding() -> None:
@@ -122,28 +126,28 @@ def test_what_cannot_be_queued_leaves_nothing_queued(bad: Any) -> None:
 
 
 def test_users_copies_of_chunk_kv_are_their_own() -> None:
-    expected = tokens(make().generate(prompts(1), GREEDY, use_tqdm=False))
+    expected = make().generate(prompts(1), GREEDY, use_tqdm=False)
     llm = make()
     prompt = prompts(1)[0]
     with torch.inference_mode():
         for chunk in llm.encode_chunks(prompt["prefix"], prompt["chunks"]):
             chunk.v.zero_()
-    assert tokens(llm.generate([prompt], GREEDY, use_tqdm=False)) == expected
+    assert_same(llm.generate([prompt], GREEDY, use_tqdm=False), expected)
 
 
 def test_retrained_weights_make_other_chunks(tmp_path: Path) -> None:
     """A single matrix in the middle of the file is enough."""
-    shutil.copytree(MODEL, tmp_path / "model")
+    shutil.copytree(DEMO, tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.layers.5.mlp.up_proj.weight"] *= 1.5
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    other = LLM(str(tmp_path / "model"), enable_blending=True, max_num_seqs=8).llm_engine
+    other = new_llm(str(tmp_path / "model"), enable_blending=True, max_num_seqs=8).llm_engine
     ours = make().llm_engine
     assert ours.identify_chunks("Passages:\n", ["One."]) != other.identify_chunks("Passages:\n", ["One."])
 
 
 def test_engines_in_threads_do_not_meet() -> None:
-    engines = [make(enable_blending=False) for _ in range(2)]
+    engines = [make(enable_blending=False, enable_prefix_caching=False) for _ in range(2)]
     ids = [{"prompt_token_ids": list(range(10 + i, 60 + i))} for i in range(2)]
     expected = [tokens(llm.generate([p], GREEDY, use_tqdm=False)) for llm, p in zip(engines, ids, strict=True)]
     found: list[list[Any]] = [[], []]

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.engines import TINY_VOCABULARY, assert_same_logprobs, engine, run, tiny_model
+from tests import settings as run_settings
+from tests.engine.compare import assert_same_logprobs
+from tests.engine.engines import (
+    BLOCK_SIZE,
+    TINY_VOCABULARY,
+    engine,
+    greedy,
+    pages_for,
+    run,
+    sampled,
+    tiny_model,
+)
+from tests.models.tiny import HEAD_DIM
 from vllm_blend import RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
 
@@ -18,6 +30,7 @@ LIBRARY = [IDS[a:b] for a, b in ((0, 9), (9, 12), (12, 28), (28, 29), (29, 45))]
 PREFIXES = [[], IDS[60:62], IDS[62:75]]
 SUFFIXES = [IDS[100:101], IDS[101:104], IDS[104:115]]
 RULES = sorted(SELECTORS)
+SIZE = HEAD_DIM * run_settings.current().torch_dtype.itemsize / 64  # of stored KV, 1 for heads of 16 in float32
 ARRIVAL = st.tuples(
     st.integers(0, 15),  # the step it arrives at
     st.sampled_from([None, *RULES]),  # blended by which rule, or plain
@@ -42,8 +55,8 @@ def prompt_of(rule: str | None, prefix: int, chunks: tuple[int, ...], suffix: in
 
 
 def params_of(max_tokens: int, seed: int | None) -> SamplingParams:
-    temperature = 0.0 if seed is None else 1.0
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, logprobs=1, ignore_eos=True)
+    options: dict[str, Any] = {"logprobs": 1, "ignore_eos": True}
+    return greedy(max_tokens, **options) if seed is None else sampled(max_tokens, seed=seed, **options)
 
 
 @cache
@@ -57,9 +70,9 @@ def alone(
 @pytest.mark.parametrize(
     ("architecture", "overrides", "arguments"),
     [
-        ("llama", {}, {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 14}),
-        ("mistral", {"sliding_window": 20}, {"max_num_seqs": 8, "blend_chunk_cache_gib": 12 / 2**20}),
-        ("qwen3", {}, {"num_gpu_blocks_override": 20, "attention_backend": "torch_native"}),
+        ("llama", {}, {"max_num_seqs": 4, "max_num_batched_tokens": 16, **pages_for(104)}),
+        ("mistral", {"sliding_window": 20}, {"max_num_seqs": 8, "blend_chunk_cache_gib": 12 * SIZE / 2**20}),
+        ("qwen3", {}, {**pages_for(152), "attention_backend": "torch_native"}),
     ],
 )
 @settings(max_examples=12, deadline=None, derandomize=True)  # always the same: a token on the edge of rounding is luck
@@ -69,7 +82,7 @@ def test_answers_are_those_of_a_request_alone(
 ) -> None:
     model = tiny_model(architecture, **overrides)
     arrivals = data.draw(st.lists(ARRIVAL, min_size=1, max_size=10))
-    with engine(model, enable_blending=True, block_size=8, **arguments) as llm:
+    with engine(model, enable_blending=True, **{"block_size": BLOCK_SIZE, **arguments}) as llm:
         inner = llm.llm_engine
         done: dict[str, RequestOutput] = {}
         step = 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.blend.prompts import tiny_prompt
-from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, greedy, run, tiny_model, tokens_of
+from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, greedy, new_llm, run, tiny_model, tokens_of
 from tests.models.tiny import edit_config
-from vllm_blend import LLM, SamplingParams
+from vllm_blend import SamplingParams
 
 TINY = tiny_model("llama")
 GOOD: Any = {"prompt_token_ids": [5, 6, 7]}
@@ -56,12 +56,12 @@ def broken_model(tmp_path: Path, fault: str) -> str:
 )
 def test_broken_model_directories(tmp_path: Path, fault: str, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        LLM(broken_model(tmp_path, fault))
+        new_llm(broken_model(tmp_path, fault))
 
 
 def test_a_missing_model_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        LLM(str(tmp_path / "nowhere"))
+        new_llm(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_missing_model_directory(tmp_path: Path) -> None:
 )
 def test_engine_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM(TINY, **arguments)
+        new_llm(TINY, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_engine_arguments(arguments: dict[str, Any], message: str) -> None:
 )
 def test_blend_settings_that_exclude_each_other(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM(TINY, enable_blending=True, **arguments)
+        new_llm(TINY, enable_blending=True, **arguments)
 
 
 def test_an_unknown_argument() -> None:
     with pytest.raises(TypeError, match="blend_recompute_ration"):
-        LLM(TINY, blend_recompute_ration=0.1)
+        new_llm(TINY, blend_recompute_ration=0.1)
 
 
 LONG = [5] * 96

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.engines import engine, greedy, run, tiny_model
-from vllm_blend import LLM, RequestOutput, SamplingParams
+from tests.engine.engines import engine, greedy, new_llm, run, tiny_model
+from vllm_blend import RequestOutput, SamplingParams
 
 TINY = tiny_model("llama")
 TEMPLATE = (
@@ -92,7 +92,7 @@ def test_the_model_is_where_scripts_look_for_it() -> None:
 
 
 def test_metrics_count_tokens() -> None:
-    llm = LLM(TINY, max_num_seqs=4, dtype="float32")
+    llm = new_llm(TINY, max_num_seqs=4)
     run(llm, [{"prompt_token_ids": [1] * 40}], SamplingParams(max_tokens=5, ignore_eos=True))
     run(llm, [{"prompt_token_ids": [1] * 40}], SamplingParams(max_tokens=5, ignore_eos=True))
     values = {metric.name: metric.value for metric in llm.get_metrics()}

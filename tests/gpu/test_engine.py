@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tolerances import TOLERANCES
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
@@ -15,8 +16,7 @@ from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 pytestmark = pytest.mark.gpu
 
 MODEL = "inputs/demo-model"
-# Logits of the demo model reach 20: bf16 has 8 bits, and a blend multiplies in other shapes than a full prefill.
-TOLERANCE = {"bfloat16": 0.5, "float32": 2e-3}
+TOLERANCE = {dtype: tolerance.logprobs.largest for dtype, tolerance in TOLERANCES.items()}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=5)
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 16, "blend_chunk_cache_gib": 0.5}
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import ARCHITECTURES, PagedRunner, load_tiny, prompt, save, tiny_hf_model
+from tests import tolerances
+from tests.models.tiny import ARCHITECTURES, DEVICE, PagedRunner, load_tiny, prompt, save, tiny_hf_model
 from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
@@ -39,7 +40,7 @@ class NarrowAt(LayerHook):
         self.layer_idx, self.rows = layer_idx, rows
 
     def on_kv(self, layer_idx: int, *_: Any) -> Kept | None:
-        return Kept(self.rows) if layer_idx == self.layer_idx else None
+        return Kept(self.rows.to(DEVICE)) if layer_idx == self.layer_idx else None
 
 
 class KeepKeys(LayerHook):
@@ -70,7 +71,7 @@ def test_narrowed_rows_equal_the_same_rows_of_a_whole_step(architecture: str, la
     rows = torch.tensor([3, 4, 11, 19, 20, 27, 32])
     narrowed = runner.step(steps, [NarrowAt(layer_idx, rows)])
     assert narrowed.shape == (7, whole.shape[1])
-    torch.testing.assert_close(narrowed, whole[rows], atol=1e-4, rtol=0)
+    tolerances.check("logits", (narrowed - whole[rows]))
 
 
 def test_a_step_may_be_narrowed_twice(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_step_may_be_narrowed_twice(tmp_path: Path) -> None:
     whole = runner.step([(0, prompt(20))])
     hooks = [NarrowAt(0, torch.tensor([2, 5, 9, 19])), NarrowAt(2, torch.tensor([1, 3]))]
     narrowed = runner.step([(0, prompt(20))], hooks)
-    torch.testing.assert_close(narrowed, whole[[5, 19]], atol=1e-4, rtol=0)
+    tolerances.check("logits", (narrowed - whole[[5, 19]]))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -90,7 +91,7 @@ def test_hooks_see_keys_before_and_after_rope(architecture: str, tmp_path: Path)
     assert len(hook.seen) == 3
     rotary = model.model.layers[0].self_attn.attn.rotary
     for before, after in hook.seen:
-        torch.testing.assert_close(rotary(torch.arange(20), before, before)[1], after)
+        torch.testing.assert_close(rotary(torch.arange(20, device=DEVICE), before, before)[1], after)
         assert not torch.allclose(before[1:], after[1:])
 
 
@@ -110,7 +111,7 @@ def test_public_names_of_the_decoder_stack(tmp_path: Path) -> None:
 def test_forward_needs_a_context(tmp_path: Path) -> None:
     model = load_tiny(save(tiny_hf_model("llama"), tmp_path))
     with pytest.raises(RuntimeError, match="forward_context"):
-        model(prompt(3))
+        model(prompt(3).to(DEVICE))
 
 
 def test_a_failed_step_leaves_no_positions_behind(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.tiny import CONTEXT, edit_config, load_tiny, save, tiny_hf_model
+from tests.models.tiny import CONTEXT, DTYPE, edit_config, load_tiny, save, tiny_hf_model
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import construct_as, load_hf_config, load_model
 from vllm_blend.models.weights import checkpoint_destinations
@@ -40,15 +40,15 @@ def shard(checkpoint: Path) -> list[Path]:
 
 
 def test_every_parameter_equals_the_checkpoint(checkpoint: Path) -> None:
-    stored = load_file(checkpoint / "model.safetensors")
+    stored = {name: t.to(DTYPE) for name, t in load_file(checkpoint / "model.safetensors").items()}
     model = load_tiny(str(checkpoint))
     destinations = checkpoint_destinations(model)
     assert destinations.keys() == stored.keys()
-    assert all(torch.equal(destinations[name], stored[name]) for name in stored)
+    assert all(torch.equal(destinations[name].cpu(), stored[name]) for name in stored)
     assert sum(t.numel() for t in destinations.values()) == sum(p.numel() for p in model.parameters())
     packed = model.model.layers[1].self_attn.qkv_proj.weight
     parts = [stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(packed, torch.cat(parts))
+    assert torch.equal(packed.cpu(), torch.cat(parts))
 
 
 def test_the_model_is_ready_for_inference(checkpoint: Path) -> None:
@@ -77,7 +77,7 @@ def test_tied_head_shares_memory_and_its_copy_in_the_checkpoint_is_ignored(tmp_p
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros_like(embedding)}))
     model = load_tiny(str(tmp_path))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(model.lm_head.weight, embedding)
+    assert torch.equal(model.lm_head.weight.cpu(), embedding.to(DTYPE))
 
 
 def test_stored_inverse_frequencies_are_ignored(checkpoint: Path) -> None:

@@ -20,12 +20,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests import settings
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
-from vllm_blend.attention.torch_native import TorchNativeBackend
+from vllm_blend.attention.registry import make_backend
 from vllm_blend.models.loader import load_hf_config, load_model
 
 VOCAB_SIZE, CONTEXT = 97, 96
+HEAD_DIM = settings.current().head_dim
+DEVICE, DTYPE = settings.current().torch_device, settings.current().torch_dtype
+BACKEND = "torch_native" if settings.current().device == "cpu" else settings.current().attention_backend
 ARCHITECTURES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -35,7 +39,10 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
 
 
 def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A float32 model of three layers whose weights are large enough for attention to be far from uniform."""
+    """A float32 model of three layers whose weights are large enough for attention to be far from uniform.
+
+    The weights can be represented in the dtype of the run: what differs then is the arithmetic alone.
+    """
     config_class, model_class = ARCHITECTURES[architecture]
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -44,7 +51,7 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
         "sliding_window": None,
@@ -54,6 +61,7 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if "norm" in name else 0.2)
+            parameter.copy_(parameter.to(DTYPE))
     return model
 
 
@@ -71,8 +79,8 @@ def edit_config(directory: str | Path, remove: Sequence[str] = (), **changes: An
     path.write_text(json.dumps(content | changes))
 
 
-def load_tiny(directory: str, max_position: int = CONTEXT, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(load_hf_config(directory), directory, dtype, "cpu", max_position=max_position)
+def load_tiny(directory: str, max_position: int = CONTEXT, dtype: torch.dtype = DTYPE) -> Any:
+    return load_model(load_hf_config(directory), directory, dtype, DEVICE, max_position=max_position)
 
 
 def prompt(length: int, seed: int = 1) -> torch.Tensor:
@@ -87,18 +95,19 @@ def hf_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 class PagedRunner:
     """Runs a model over paged caches of NaN: a slot read before it is written shows up in the result."""
 
-    def __init__(self, model: Any, requests: int = 1, blocks_each: int = 24, block_size: int = 4) -> None:
+    def __init__(self, model: Any, requests: int = 1) -> None:
         self.model = model
         attention = [layer.self_attn.attn for layer in self.model.model.layers]
         dtype = self.model.lm_head.weight.dtype
-        shape = (requests * blocks_each, block_size, attention[0].num_kv_heads, attention[0].head_dim)
-        self.caches = [
-            LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-            for _ in attention
-        ]
+        heads = (attention[0].num_heads, attention[0].num_kv_heads)
+        self.backend = make_backend(BACKEND, DEVICE, dtype, attention[0].head_dim, *heads)
+        self.block_size = 4 if BACKEND == "torch_native" else settings.current().block_size
+        blocks_each = CONTEXT // self.block_size
+        shape = (requests * blocks_each, self.block_size, attention[0].num_kv_heads, attention[0].head_dim)
+        empty = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        self.caches = [LayerCache(empty.clone(), empty.clone()) for _ in attention]
         shuffled = torch.randperm(shape[0], generator=torch.Generator().manual_seed(7))
         self.block_tables = shuffled.view(requests, blocks_each).int()
-        self.block_size = block_size
 
     def metadata(self, steps: Sequence[tuple[int, torch.Tensor]]) -> AttentionMetadata:
         """For (first position, ids) of each request in the step; an empty ids leaves a request out of it."""
@@ -111,15 +120,16 @@ class PagedRunner:
             )
             offsets.append(offsets[-1] + len(ids))
             lengths.append(start + len(ids))
-        return AttentionMetadata(torch.cat(positions), torch.cat(slots), self.block_tables, offsets, lengths)
+        tensors = (t.to(DEVICE) for t in (torch.cat(positions), torch.cat(slots), self.block_tables))
+        return AttentionMetadata(*tensors, offsets, lengths)
 
     @torch.inference_mode()
     def step(self, steps: Sequence[tuple[int, torch.Tensor]], hooks: Sequence[LayerHook] = ()) -> torch.Tensor:
-        """Logits [rows, vocab] of one forward pass."""
-        context = ForwardContext(self.metadata(steps), self.caches, TorchNativeBackend(), hooks)
+        """Logits [rows, vocab] of one forward pass, on the host."""
+        context = ForwardContext(self.metadata(steps), self.caches, self.backend, hooks)
         with forward_context(context):
-            hidden = self.model(torch.cat([ids for _, ids in steps]))
-        return self.model.compute_logits(hidden)
+            hidden = self.model(torch.cat([ids for _, ids in steps]).to(DEVICE))
+        return self.model.compute_logits(hidden).cpu()
 
     def run(self, ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
         """Logits of one request computed in consecutive chunks of these lengths."""

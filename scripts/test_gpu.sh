@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Runs the tests that a GPU is needed for, on one, and prints a line for each part: the engine, blend, model and entrypoint
+# tests with every installed attention backend in every dtype that it takes, then the tests marked gpu.
+#
+#   bash scripts/test_gpu.sh
+#
+# PYTHON    the interpreter (python3); it has this checkout's requirements, pytest and hypothesis
+# JOBS      parts that run at a time (half the cores): small tests leave most of a GPU idle
+# ONLY      a word that the parts to run must contain, for example "bfloat16" or "gpu"
+# PATIENCE  seconds until a part is given up (600)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+JOBS=${JOBS:-$(($(nproc) / 2 > 0 ? $(nproc) / 2 : 1))}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+logs="$(mktemp -d)"
+trap 'rm -rf "$logs"' EXIT
+
+part() {  # part NAME ARGUMENTS...: run pytest, print its last lines, and before them all it said when it failed
+  local log="$logs/${1//[^a-z0-9_]/-}" start=$SECONDS outcome=passed
+  timeout "${PATIENCE:-600}" "$PYTHON" -m pytest -p no:cacheprovider --tb=short "${@:2}" >"$log" 2>&1 || outcome=FAILED
+  if [[ $outcome == FAILED ]]; then
+    touch "$logs/failed"
+    grep -v '^\.*[.sx]* *\[ *[0-9]*%\]$' "$log" | tail -n 60
+  fi
+  echo "$outcome  $1 ($((SECONDS - start)) s): $(grep -E '^largest|excused too often|(passed|failed|error).* in ' "$log" | tail -n 3 | paste -sd ' ')"
+}
+
+mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)
+[[ ${#combinations[@]} -gt 0 ]] || { echo "no attention backend works on this GPU" >&2; exit 1; }
+for combination in "${combinations[@]}"; do
+  read -r backend dtype <<<"$combination"
+  for what in engine blend "models tests/entrypoints"; do
+    name="$backend $dtype tests/$what"
+    [[ $name == *"${ONLY:-}"* ]] || continue
+    while [[ $(jobs -rp | wc -l) -ge $JOBS ]]; do wait -n || true; done
+    # shellcheck disable=SC2086
+    part "$name" -m "not gpu" --device cuda --dtype "$dtype" --attention-backend "$backend" tests/$what &
+  done
+done
+wait
+# Alone: some of these measure the memory that is free.
+[[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m gpu tests
+[[ ! -e "$logs/failed" ]]

@@ -1,0 +1,39 @@
+"""The options of a test run, and the marker of tests that say nothing about another device than the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import settings, tolerances
+from tests.settings import Settings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    default = Settings()
+    group = parser.getgroup("engines", "where tests run their engines")
+    group.addoption("--device", default=default.device, choices=["cpu", "cuda"])
+    group.addoption("--dtype", default=default.dtype, choices=sorted(tolerances.TOLERANCES))
+    group.addoption("--attention-backend", default=default.attention_backend, help="as LLM's attention_backend")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.use(Settings(*(config.getoption(name) for name in ("device", "dtype", "attention_backend"))))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if settings.current().device != "cpu":
+        left_out = [item for item in items if item.get_closest_marker("cpu_only")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if tolerances.too_often() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if tolerances.report():
+        terminalreporter.write_line(tolerances.report())
+    if tolerances.too_often():
+        terminalreporter.write_line(f"FAILED: excused too often: {', '.join(tolerances.too_often())}", red=True)

@@ -1,0 +1,24 @@
+"""Prints the attention backends that work on this GPU, with each dtype they take: `backend dtype`, one pair a line."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.tolerances import TOLERANCES
+from vllm_blend.attention.kinds import KINDS
+from vllm_blend.attention.registry import make_backend
+from vllm_blend.config import resolve_device, resolve_dtype
+
+if __name__ == "__main__":
+    device = resolve_device("cuda")
+    for name in KINDS:
+        for dtype in TOLERANCES:
+            try:
+                make_backend(name, device, resolve_dtype(dtype, None, device), head_dim=64)
+            except (ImportError, ValueError, RuntimeError) as reason:
+                print(f"left out: {name} {dtype}: {reason}", file=sys.stderr)
+            else:
+                print(name, dtype)
+    torch.cuda.synchronize()

@@ -1,0 +1,96 @@
+"""How far results may lie from what is expected, by dtype and kind of comparison: the one table of all tests.
+
+References compute in float32 (or more) on the same weights, rounded to the dtype of the run. float32 limits hold for
+any order of summation. Those of bfloat16 (8 bits of precision) are about twice the largest differences measured on a
+CPU and an H200 with every attention backend; a wrong mask, position or page is off by several times as much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tests import settings
+
+
+class Limit(NamedTuple):
+    """Of the differences in one comparison."""
+
+    largest: float
+    rms: float  # their root mean square: rounding leaves few large differences, a fault many
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    logits: Limit  # absolute, of models whose logits have a standard deviation of 0.5 and more
+    logprobs: Limit  # absolute, of one output
+    kv: Limit  # K and V, relative to their root mean square
+    ties: float  # how far below the likeliest token a greedy one may be
+    scores: float  # likewise for chosen positions, in what a rule ranks them by (see `Blended.strengths`)
+
+
+TOLERANCES = {
+    "float32": Tolerance(Limit(1e-4, 2e-5), Limit(1e-4, 2e-5), Limit(1e-4, 2e-5), ties=0, scores=0),
+    "bfloat16": Tolerance(Limit(1.5, 0.15), Limit(0.75, 0.16), Limit(0.12, 0.016), ties=0.2, scores=0.01),
+}
+# In half precision two right answers may part (see `tests/engine/compare.py`), but no more often than this.
+MOST_EXCUSED = {"drawn tokens": 0.25, "chosen positions": 0.25}
+
+_largest: dict[str, tuple[float, float]] = {}  # kind -> the largest difference seen, what is allowed
+_compared: Counter[str] = Counter()
+_excused: Counter[str] = Counter()
+
+
+def tolerance() -> Tolerance:
+    """That of the run's dtype."""
+    return TOLERANCES[settings.current().dtype]
+
+
+def check(kind: str, differences: torch.Tensor | Sequence[float], dtype: str | None = None) -> None:
+    """Fail unless the differences of one comparison are within the limit of their kind, for the run's dtype."""
+    values = torch.as_tensor(differences, dtype=torch.float64).abs()
+    limit: Limit = getattr(TOLERANCES[dtype] if dtype else tolerance(), kind)
+    if values.numel():
+        _check(kind, values.max().item(), limit.largest)
+        _check(f"{kind} rms", values.square().mean().sqrt().item(), limit.rms)
+
+
+def check_one(kind: str, difference: float) -> None:
+    """Fail unless a single difference is within the tolerance of its kind."""
+    _check(kind, difference, getattr(tolerance(), kind))
+
+
+def _check(kind: str, difference: float, allowed: float) -> None:
+    _largest[kind] = max((difference, allowed), _largest.get(kind, (0.0, allowed)))
+    assert difference <= allowed, f"{kind}: {difference:.3g} is more than {allowed:g}"
+
+
+def check_kv(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """K or V of any shape, wherever they are; `expected` may have another dtype."""
+    assert actual.shape == expected.shape
+    wanted = expected.double().cpu()
+    check("kv", (actual.double().cpu() - wanted) / wanted.square().mean().sqrt())
+
+
+def count(kind: str, excused: bool) -> None:
+    """Note a comparison that rounding may excuse, and whether it did."""
+    _compared[kind] += 1
+    _excused[kind] += excused
+
+
+def too_often() -> list[str]:
+    """The kinds of comparison that were excused more often than rounding explains."""
+    return [kind for kind, n in _compared.items() if n >= 20 and _excused[kind] > MOST_EXCUSED[kind] * n]
+
+
+def report() -> str:
+    """What was seen, on one line; nothing where nothing was compared."""
+    seen = [f"{kind} {value:.2g} ({allowed:g})" for kind, (value, allowed) in sorted(_largest.items())]
+    parts = [f"largest differences (allowed): {', '.join(seen)}"] if seen else []
+    excused = [f"{kind} {_excused[kind]} of {n}" for kind, n in sorted(_compared.items())]
+    parts += [f"excused by rounding: {', '.join(excused)}"] if excused and not settings.current().exact else []
+    return "; ".join(parts)
