@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.attention import torch_native
+from vllm_blend.attention.kinds import KINDS
+from vllm_blend.attention.measure import HeadLayout
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.attention.registry import make_backend
 
@@ -30,7 +32,10 @@ class Step:
     values: list[torch.Tensor]
 
 
-@pytest.fixture(params=["cpu", "torch_native"])
+LAYOUT = HeadLayout(CPU, torch.float32, 8, 8, 64)
+
+
+@pytest.fixture(params=[name for name, kind in KINDS.items() if kind.unfit(LAYOUT) is None])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return make_backend(request.param, CPU, torch.float32, 64)  # where the compiled one was not built, this raises
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ def usable(name: str, layout: HeadLayout, workload: Workload | None = None) -> A
     """
     kind = KINDS[name]
     try:
+        if kind.package is not None:
+            importlib.import_module(kind.package)
         backend = kind.make(layout)
         agrees = (workload or Workload.make(layout)).agrees(backend, TorchNativeBackend())
     except Exception as error:  # a broken package may raise anything, from OSError (a library) to types of its own
