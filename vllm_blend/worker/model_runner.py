@@ -14,7 +14,7 @@ from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.transfer import StagingRing
-from vllm_blend.layers.logprobs import prompt_logprobs
+from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
@@ -24,6 +24,7 @@ from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.question_graphs import QuestionGraphs
 
 
 @dataclass
@@ -58,10 +59,11 @@ class ModelRunner:
         seed: int,
         decode_graphs: DecodeGraphs | None = None,
         staging: StagingRing | None = None,
+        question_graphs: QuestionGraphs | None = None,
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
         self.placement = ChunkPlacement(model, cache, staging)
-        self.decode_graphs = decode_graphs
+        self.decode_graphs, self.question_graphs = decode_graphs, question_graphs
         self.sampler = Sampler(seed)
         self._drawn = NOTHING_DRAWN
 
@@ -111,7 +113,8 @@ class ModelRunner:
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
     ) -> list[Span]:
         blended = [item.request for item in items if item.is_blend]
-        starts, errors = first_positions(blended, self.model, self.cache, self.backend, arriving)
+        graphs = self.question_graphs
+        starts, errors = first_positions(blended, self.model, self.cache, self.backend, arriving, graphs)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
         return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None) for i in items]
@@ -125,8 +128,8 @@ class ModelRunner:
             if params is not None and _wants_prompt_logprobs(item):
                 assert params.prompt_logprobs is not None
                 wanted = item.request.token_slice(item.start + 1, item.stop + 1)  # row i predicts token i + 1
-                logits = self.model.compute_logits(hidden[final.rows(index)][: len(wanted)])  # type: ignore[operator]
-                result.prompt_logprobs[item.request] = prompt_logprobs(logits, wanted, params.prompt_logprobs)
+                before = hidden[final.rows(index)]
+                result.prompt_logprobs[item.request] = self._prompt_logprobs(before, wanted, params.prompt_logprobs)
             if item.samples:
                 assert item.request.sampling is not None
                 rows.append(final.query_start_loc[index + 1] - 1)
@@ -136,6 +139,20 @@ class ModelRunner:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
             result.tokens = self.sampler.start(self.model.compute_logits(hidden), states)  # type: ignore[operator]
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, token_ids: Sequence[int], num_logprobs: int
+    ) -> list[dict[int, Logprob]]:
+        """Entries for `token_ids`, each predicted by its row of hidden [at least as many, hidden_size]. A few rows at a
+        time: the logits of a long prompt would take gigabytes that no profiling run has seen."""
+        vocab_size: int = self.model.config.vocab_size  # type: ignore[union-attr,assignment]
+        step = max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)
+        entries: list[dict[int, Logprob]] = []
+        for start in range(0, len(token_ids), step):
+            wanted = token_ids[start : start + step]
+            logits = self.model.compute_logits(hidden[start : start + len(wanted)])  # type: ignore[operator]
+            entries += prompt_logprobs(logits, wanted, num_logprobs)
+        return entries
 
 
 def _wants_prompt_logprobs(item: ScheduledRequest) -> bool:
