@@ -1,10 +1,12 @@
 """Time to first token and decoding on a GPU: the table of what we claim against vLLM.
 
-    bash scripts/build_cuda.sh && python benchmarks/engine_gpu.py [--only prefill blend decode mix] [--markdown FILE]
+    bash scripts/build_cuda.sh && python benchmarks/engine_gpu.py [--only prefill blend decode mix] [--chunk-device cpu]
+        [--markdown FILE]
 
-Random weights in the shapes named below, bf16, chunk KV on the GPU, medians. TTFT is `first_token_time -
-first_scheduled_time` of one request at a time: placing and selection are inside. vLLM's figures (0.22.1 on an H200) are
-constants here; `floor` is the arithmetic or memory-bandwidth limit that goes with them.
+Random weights in the shapes named below, bf16, medians. Chunk KV is on the GPU; `--chunk-device cpu` measures the same
+blends with it in pinned host memory, too. TTFT is `first_token_time - first_scheduled_time` of one request at a time:
+placing and selection are inside. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the arithmetic or
+memory-bandwidth limit that goes with them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -74,10 +77,12 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 8192, 32000])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--quantization", help="of the linear layers: fp8")
+    parser.add_argument("--chunk-device", choices=["cuda", "cpu"], default="cuda", help="cpu: blends from there, too")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     rng = random.Random(0)
-    options: dict[str, Any] = {"attention_backend": args.backend}
+    options: dict[str, Any] = {"attention_backend": args.backend, "quantization": args.quantization}
     if "prefill" in args.only or "decode" in args.only:
         llm = load(MISTRAL_7B, enable_prefix_caching=False, max_num_batched_tokens=32768, max_num_seqs=128, **options)
         if "prefill" in args.only:
@@ -94,26 +99,22 @@ def main() -> None:
                 )
         unload(llm)
     if "blend" in args.only:
-        llm = load(MISTRAL_7B, enable_blending=True, blend_chunk_cache_gib=24, max_num_seqs=8, **options)
-        for n in args.lengths:
-            prompt = chunked(rng, n)
-            for selector, ratio in (
-                ("value_deviation", 0.15),
-                ("question_attention", 0.15),
-                ("question_attention", 0.08),
-                ("first_tokens", 0.15),
-            ):
-                asked = prompt | {"blend_selector": selector, "blend_recompute_ratio": ratio}
-                measured = ttft(llm, [asked] * (args.repeats + 3))
-                report(f"blend {ratio:.0%} {selector}, {n}", measured, VLLM_PREFILL.get(n), None)
-            torch.cuda.synchronize()
+        prompts = {n: chunked(rng, n) for n in args.lengths}
+        options |= {"enable_blending": True, "max_num_seqs": 8}
+        llm = load(MISTRAL_7B, blend_chunk_cache_gib=24, **options)
+        on_gpu = {}
+        for n, name, asked in blends(prompts):
+            on_gpu[name] = ttft(llm, [asked] * (args.repeats + 3))
+            report(name, on_gpu[name], VLLM_PREFILL.get(n), None)
         unload(llm)
+        if args.chunk_device == "cpu":
+            from_host(prompts, on_gpu, args.repeats, options)
     if "mix" in args.only:
         llm = load(QWEN3_06B, enable_prefix_caching=False, max_num_seqs=256, max_model_len=4096, **options)
         mix(llm)
         unload(llm)
-    name = torch.cuda.get_device_name()
-    header = f"{date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, bf16, random weights"
+    name, weights = torch.cuda.get_device_name(), args.quantization or "bf16"
+    header = f"{date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {weights}, random weights"
     peak = torch.cuda.max_memory_allocated() / 2**30
     lines = [
         header + f", peak memory {peak:.1f} GiB",
@@ -153,6 +154,53 @@ def chunked(rng: random.Random, tokens: int) -> dict[str, Any]:
         chunks.append(ids(rng, min(CHUNK, left), 32000))
         left -= CHUNK
     return {"prefix": ids(rng, 32, 32000), "chunks": chunks, "suffix": ids(rng, 32, 32000)}
+
+
+def blends(prompts: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Tokens, name and prompt of every blend that is measured."""
+    for n, prompt in prompts.items():
+        for selector, ratio in (
+            ("value_deviation", 0.15),
+            ("question_attention", 0.15),
+            ("question_attention", 0.08),
+            ("first_tokens", 0.15),
+        ):
+            asked = prompt | {"blend_selector": selector, "blend_recompute_ratio": ratio}
+            yield n, f"blend {ratio:.0%} {selector}, {n}", asked
+
+
+def from_host(
+    prompts: dict[int, dict[str, Any]], on_gpu: dict[str, float], repeats: int, options: dict[str, Any]
+) -> None:
+    """The same blends with chunk KV in pinned host memory, against what they take with it on the GPU (compute) and what
+    the host link takes for their chunk KV (load)."""
+    rate = link_speed()
+    print(f"one pinned copy: {rate:.1f} GB/s", flush=True)
+    config = MISTRAL_7B
+    per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]  # K and V, bf16
+    gib = sum(prompts) * per_token / 2**30 + 1
+    llm = load(config, blend_chunk_cache_gib=gib, blend_chunk_device="cpu", **options)
+    for n, name, asked in blends(prompts):
+        load_ms = (n - len(asked["suffix"])) * per_token / rate / 1e6
+        measured, compute_ms = ttft(llm, [asked] * (repeats + 3)), on_gpu[name]
+        over = measured / max(load_ms, compute_ms)
+        what = f"{name}, from the host (load {load_ms:.1f}, compute {compute_ms:.1f} ms: {over:.2f} x the larger)"
+        report(what, measured, VLLM_PREFILL.get(n), None)
+    unload(llm)
+
+
+def link_speed() -> float:
+    """GB/s of one large copy from pinned memory."""
+    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(host, device="cuda")
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return host.nbytes / statistics.median(times) / 1e9
 
 
 def ttft(llm: LLM, prompts: list[Any]) -> float:
