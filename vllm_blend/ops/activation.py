@@ -11,7 +11,7 @@ from vllm_blend.ops.bindings import kernels_for
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up [tokens, 2 * n], gate first -> [tokens, n]."""
-    if cuda.takes(gate_up):
+    if cuda.takes(gate_up, gate_up.shape[-1] // 2):
         return cuda.silu_and_mul(gate_up)
     kernels = kernels_for(gate_up)
     if kernels is not None:

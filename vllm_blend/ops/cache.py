@@ -16,7 +16,7 @@ def reshape_and_cache(
 ) -> None:
     """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] int64 of caches [num_blocks, block_size, kv_heads,
     head_dim]. Raises IndexError for a slot outside the cache."""
-    if cuda.takes(k):
+    if cuda.takes(k, k.shape[2]):
         return cuda.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
     kernels = kernels_for(k)
     if kernels is not None and _fits(k, v, key_cache, value_cache, slot_mapping):
@@ -40,7 +40,7 @@ def rotary_and_cache(
     Shapes as in `rotary_embedding` and `reshape_and_cache`. For a layer in which nobody else wants to see the rotated
     K.
     """
-    if cuda.takes(q):
+    if cuda.takes(q, q.shape[2], cos.shape[-1]):
         return _rotary_and_cache_cuda(q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
     kernels = rotary_kernels(q, cos, sin)
     if kernels is not None and q.dtype == k.dtype and _fits(k, v, key_cache, value_cache, slot_mapping):
@@ -64,7 +64,7 @@ def place_chunk(
     positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in
     float32 and cast once: rotating twice in bf16 loses accuracy.
     """
-    if cuda.takes(k) and k.dtype == key_cache.dtype:
+    if cuda.takes(k, k.shape[3], cos.shape[-1]) and k.dtype == key_cache.dtype:
         keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)
         return cuda.place_chunk(k, v, cos, sin, keys, values, key_cache[0], slot_mapping)
     kernels = rotary_kernels(k[0], cos, sin) if len(k) else None

@@ -105,9 +105,23 @@ def library_path() -> Path | None:
     return installed if installed.is_file() and is_built_from(installed, sources_folder()) else None
 
 
-def takes(tensor: torch.Tensor) -> bool:
-    """Whether the compiled kernels can work on `tensor`; otherwise the op's torch twin is the one to run."""
-    return tensor.is_cuda and tensor.dtype in _DTYPES and is_available()
+def takes(tensor: torch.Tensor, *sizes: int) -> bool:
+    """Whether the compiled kernels can work on `tensor`; otherwise the op's torch twin is the one to run.
+
+    `sizes`: numbers of channels that a kernel reads in units of 16 bytes, so it takes multiples of 8 only.
+    """
+    if not (tensor.is_cuda and tensor.dtype in _DTYPES and is_available()):
+        return False
+    for size in sizes:
+        if size % 8:
+            _warn_of_size(size)
+            return False
+    return True
+
+
+@cache
+def _warn_of_size(size: int) -> None:
+    logger.warning("plain torch runs where %d channels lie together: the CUDA kernels take multiples of 8", size)
 
 
 @cache

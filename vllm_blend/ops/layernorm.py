@@ -11,7 +11,7 @@ from vllm_blend.ops.bindings import CPUKernels, kernels_for
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., n] normalised over its last dimension in float32, times weight [n]."""
-    if cuda.takes(x):
+    if cuda.takes(x, x.shape[-1]):
         return cuda.rms_norm(x.contiguous(), weight, eps)
     kernels = _kernels(x, weight)
     if kernels is not None:
@@ -23,7 +23,7 @@ def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual); the sum may take the place of `residual`."""
-    if cuda.takes(x):
+    if cuda.takes(x, x.shape[-1]):
         return cuda.rms_norm(x.contiguous(), weight, eps, residual), residual
     kernels = _kernels(x, weight)
     if kernels is not None and residual.dtype == x.dtype and residual.shape == x.shape:
