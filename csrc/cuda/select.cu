@@ -54,6 +54,11 @@ __global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
   const int key0 = (blockIdx.x * kMassWarps + warp) * kKeys, head = blockIdx.y, block_mask = (1 << p.log_block) - 1;
   const int q_heads = p.kv_heads * p.group, rows = p.rows * p.group;
+  // Keys after every query get nothing: a graph is captured for the longest context there may be.
+  int last = -1;
+  for (int r = lane; r < p.rows; r += 32) last = max(last, static_cast<int>(p.positions[r]));
+  for (int o = 16; o; o >>= 1) last = max(last, __shfl_xor_sync(0xffffffffu, last, o));
+  if (static_cast<int>(blockIdx.x) * kMassWarps * kKeys > last) return;
   uint4 kf[kTiles][kK];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {

@@ -95,10 +95,12 @@ class ForwardContext:
         bounds = self.metadata.query_start_loc
         if self.num_outputs is None or layer_idx < len(self.caches) - 1 or sum(self.num_outputs) == bounds[-1]:
             return None
+        device = self.metadata.positions.device
         pieces = [np.arange(stop - n, stop) for stop, n in zip(bounds[1:], self.num_outputs, strict=True)]
         rows = torch.from_numpy(np.concatenate(pieces))
-        device = self.metadata.positions.device
-        rows = rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+        if not len(rows):  # nothing to transfer, also within a graph
+            rows = torch.empty(0, dtype=torch.int64, device=device)
+        rows = rows if rows.device.type == device.type else rows.pin_memory().to(device, non_blocking=True)
         self.metadata = self.metadata.narrow(rows, [0, *accumulate(self.num_outputs)])
         return rows
 

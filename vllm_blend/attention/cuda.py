@@ -29,6 +29,7 @@ class CUDABackend(AttentionBackend):
 
     name = "cuda"
     capturable_decode = True
+    capturable_mass = True
 
     def __init__(self) -> None:
         reason = cuda.unavailable_reason()
@@ -84,11 +85,14 @@ class CUDABackend(AttentionBackend):
         scale: float,
         query_rows: list[slice],
         sliding_window: int | None = None,
+        ignored: torch.Tensor | None = None,
     ) -> None:
         lse = torch.empty(q.shape[:2], device=q.device)
         plan = self._plan_all(metadata, cache, q.shape[1], sliding_window)
         # The output comes with the log-sum-exp that is wanted here; the layer asks for it next.
         self._attended = (q, cuda.prefill_attention(q, cache.key, cache.value, plan, scale, lse=lse))
+        if ignored is not None:
+            lse.masked_fill_(ignored[:, None], torch.inf)  # exp(score - inf) is no mass
         for request, rows in enumerate(query_rows):
             if rows.stop > rows.start:
                 cuda.attention_mass(
@@ -110,7 +114,9 @@ class CUDABackend(AttentionBackend):
             while d < metadata.num_requests and starts[d + 1] == d + 1:
                 d += 1
             rest = None
-            if d < metadata.num_requests:
+            if d == 0 and metadata.device_query_start_loc is not None:
+                rest = metadata.device_query_start_loc
+            elif d < metadata.num_requests:
                 offsets = torch.tensor([start - d for start in starts[d:]], dtype=torch.int32)
                 rest = offsets.pin_memory().to(metadata.positions.device, non_blocking=True)
             self._step = _Step(metadata, d, max(metadata.seq_lens[:d], default=0), rest)

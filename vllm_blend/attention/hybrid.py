@@ -32,6 +32,7 @@ class HybridBackend(AttentionBackend):
         self.dense, self.scattered, self.decode, self.mass = dense, scattered, decode, mass
         self.name = f"hybrid({dense.name}, {scattered.name}, {decode.name}, {mass.name})"
         self.capturable_decode = decode.capturable_decode
+        self.capturable_mass = mass.capturable_mass
         self._metadata: AttentionMetadata | None = None
         self._parts: list[_Part] = []
         self._measured: torch.Tensor | None = None  # the queries that `mass` saw last
@@ -77,9 +78,10 @@ class HybridBackend(AttentionBackend):
         scale: float,
         query_rows: list[slice],
         sliding_window: int | None = None,
+        ignored: torch.Tensor | None = None,
     ) -> None:
         self._measured = q
-        self.mass.add_attention_mass(masses, q, cache, metadata, scale, query_rows, sliding_window)
+        self.mass.add_attention_mass(masses, q, cache, metadata, scale, query_rows, sliding_window, ignored)
 
     def _split(self, metadata: AttentionMetadata) -> list[_Part]:
         """The requests of each backend as a step of their own: backends plan once a step, so each gets one."""

@@ -30,6 +30,9 @@ class AttentionMetadata:
     seq_lens: list[int]  # host, filled slots of each request, this step's tokens included
     # Host, per request: its rows are its last positions, with none left out. None where that is not known.
     at_end: tuple[bool, ...] | None = None
+    # [requests + 1] int32 on the device: what holds there where a graph is replayed with other numbers of rows than
+    # `query_start_loc`, which it was captured with, says.
+    device_query_start_loc: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +63,7 @@ class AttentionMetadata:
             slot_mapping=self.slot_mapping[rows],
             query_start_loc=query_start_loc,
             at_end=None,
+            device_query_start_loc=None,
         )
 
 
@@ -80,6 +84,7 @@ class AttentionBackend(ABC):
 
     name: str
     capturable_decode: bool = False  # whether steps of one row a request may be captured into a CUDA graph
+    capturable_mass: bool = False  # whether passes that measure attention mass may, for any number of rows and keys
 
     @abstractmethod
     def attend(
@@ -117,11 +122,15 @@ class AttentionBackend(ABC):
         scale: float,
         query_rows: list[slice],
         sliding_window: int | None = None,
+        ignored: torch.Tensor | None = None,
     ) -> None:
         """Add a layer's `attention_mass` to `masses`, per request [kv_heads, seq_len] float32.
 
         What counts is the sum over dimension 0: a backend may keep the parts of the KV heads apart until the end.
+        `ignored` [tokens] bool, for backends with `capturable_mass`: rows that do not count, wherever they are.
         """
+        if ignored is not None:
+            raise NotImplementedError(f"the attention backend {self.name!r} measures every row it is given")
         layer = self.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
         for total, mass in zip(masses, layer, strict=True):
             total[0] += mass

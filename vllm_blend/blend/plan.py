@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +87,7 @@ class BlendPlan:
 
     @cached_property
     def content_seed(self) -> int:
-        digest = hashlib.blake2b(np.asarray(self.prompt_token_ids, np.int64).tobytes(), digest_size=7).digest()
+        digest = hashlib.blake2b(array("q", self.prompt_token_ids).tobytes(), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
     def budget(self, share: float) -> int:

@@ -64,5 +64,5 @@ class Attention(nn.Module):
         if wanted is not None:
             q, metadata = q[wanted], context.metadata
             rows = wanted if rows is None else rows[wanted]
-        out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window)
+        out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window) if len(q) else q
         return out.reshape(-1, self.num_heads * self.head_dim), rows

@@ -15,6 +15,7 @@ from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.hooks import QuestionMassHook
 from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.question_graphs import QuestionGraphs
 
 
 def first_positions(
@@ -23,6 +24,7 @@ def first_positions(
     cache: KVCache,
     backend: AttentionBackend,
     arriving: Sequence[LayerHook] = (),
+    graphs: QuestionGraphs | None = None,
 ) -> tuple[list[torch.Tensor], dict[int, str]]:
     """The ascending positions ([n] int64) each blended request starts its forward with, and which selectors failed.
 
@@ -32,7 +34,11 @@ def first_positions(
     """
     plans = [_plan(request) for request in requests]
     asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
-    masses = question_mass([requests[i] for i in asking], model, cache, backend, arriving) if asking else []
+    masses: list[torch.Tensor] = []
+    if graphs is not None and len(asking) == 1 and not arriving:
+        masses = _replayed_mass(requests[asking[0]], graphs)
+    if asking and not masses:
+        masses = question_mass([requests[i] for i in asking], model, cache, backend, arriving)
     mass_of = dict(zip(asking, masses, strict=True))
     errors: dict[int, str] = {}
     result = []
@@ -63,15 +69,28 @@ def question_mass(
     spans, suffixes = [], []
     for request in requests:
         plan = _plan(request)
-        suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
-        positions = torch.cat([plan.holes, suffix])
+        positions, num_suffix = _question_positions(plan)
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
-        suffixes.append(len(suffix))
+        suffixes.append(num_suffix)
     batch = build_batch(spans, cache.block_size, cache.key.device)
     hook = QuestionMassHook(backend, suffixes)
     with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (*arriving, hook), [0] * len(spans))):
         model(batch.input_ids)
     return hook.masses()
+
+
+def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
+    """As `question_mass` for one request, empty where no graph is large enough."""
+    plan = _plan(request)
+    positions, num_suffix = _question_positions(plan)
+    mass = graphs.run(request, positions.numpy(), num_suffix)
+    return [] if mass is None else [mass[: plan.num_prompt_tokens]]
+
+
+def _question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
+    """What the question's pass computes, holes first: positions [n] int64, and how many of them are the question."""
+    suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
+    return torch.cat([plan.holes, suffix]), len(suffix)
 
 
 def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:

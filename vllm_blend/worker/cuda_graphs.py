@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,14 @@ class DecodeGraphs:
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // cache.block_size)
         self._graphs: dict[int, _Graph] = {}
-        self._pool: Any = None
+        self.pool: Any = None  # the memory that they share, and others may: no two of them run at the same time
         for size in buckets(max_num_seqs) if sizes is None else sizes:
             self.add(size)
 
     def add(self, size: int) -> None:
         """Capture the step of a batch size, in memory that all these graphs share."""
-        captured = self._capture(size, self._pool)
-        self._pool = self._pool or captured.graph.pool()
+        captured = self._capture(size, self.pool)
+        self.pool = self.pool or captured.graph.pool()
         self._graphs[size] = captured
         self._sizes = sorted(self._graphs)
 
@@ -95,12 +95,20 @@ class DecodeGraphs:
             with forward_context(ForwardContext(metadata, self.cache.layers, self.backend)):
                 return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # outside the graph first: lazy initialisation must not be captured
-            step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = step()
+        graph, logits = capture(step, device, pool)
         return _Graph(graph, rows, tables, logits)
+
+
+def capture(
+    work: Callable[[], torch.Tensor], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `work`, and the tensor that it fills at every replay."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # outside the graph first: lazy initialisation must not be captured
+        work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = work()
+    return graph, result

@@ -42,8 +42,11 @@ class CaptureHook(LayerHook):
 class QuestionMassHook(LayerHook):
     """Sums, over the layers, the attention that each request's suffix rows pay to every position of their request."""
 
-    def __init__(self, backend: AttentionBackend, num_suffix_rows: list[int]) -> None:
-        self.backend, self.num_suffix_rows = backend, num_suffix_rows
+    def __init__(
+        self, backend: AttentionBackend, num_suffix_rows: list[int], ignored: torch.Tensor | None = None
+    ) -> None:
+        """`ignored` [tokens] bool: rows that do not count, see `AttentionBackend.add_attention_mass`."""
+        self.backend, self.num_suffix_rows, self.ignored = backend, num_suffix_rows, ignored
         self.num_layers = 0
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
@@ -61,7 +64,7 @@ class QuestionMassHook(LayerHook):
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
         bounds = metadata.query_start_loc[1:]
         rows = [slice(stop - count, stop) for stop, count in zip(bounds, self.num_suffix_rows, strict=True)]
-        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, rows, window)
+        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, rows, window, self.ignored)
         self.num_layers += 1
 
     def masses(self) -> list[torch.Tensor]:

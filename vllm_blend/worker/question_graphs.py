@@ -1,0 +1,96 @@
+"""The question's pass of a blend replayed as a CUDA graph.
+
+A few dozen rows through every layer: reading the weights takes a GPU less time than launching the kernels one by one
+takes the host. The host is then ahead of the device when it launches the blend's own forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_blend.attention.context import ForwardContext, forward_context
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.request import Request
+from vllm_blend.worker.cuda_graphs import capture
+from vllm_blend.worker.hooks import QuestionMassHook
+from vllm_blend.worker.kv_cache import KVCache
+
+ROWS = (128, 64, 32)  # numbers of rows captured, largest first: their buffers serve the smaller ones too
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor  # [4, bucket] int64: ids, positions, slots, whether the row does not count
+    pages: torch.Tensor  # [3 + max_blocks] int32: the offsets of the requests, then the block table
+    mass: torch.Tensor  # [max_model_len] float32
+
+
+class QuestionGraphs:
+    """Graphs of one request's pass. Rows that fill a bucket up belong to a second request, on the padding block.
+
+    `pool` is the memory of graphs that never run while one of these does, nor before its result has been used.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_model_len: int, pool: Any
+    ) -> None:
+        if not backend.capturable_mass:
+            raise ValueError(f"the attention backend {backend.name!r} cannot be captured measuring attention mass")
+        self.model, self.cache, self.backend = model, cache, backend
+        self.max_model_len = max_model_len
+        self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS}
+
+    def run(self, request: Request, positions: np.ndarray, num_suffix: int) -> torch.Tensor | None:
+        """Mean attention mass [max_model_len] float32 that a request's last `num_suffix` rows pay to its positions.
+
+        positions: [n] int64, ascending, of the rows that are computed. None where there are more than a graph holds.
+        The result is valid until the next run.
+        """
+        n, size = len(positions), self.cache.block_size
+        bucket = min((bucket for bucket in self._graphs if bucket >= n), default=None)
+        if bucket is None:
+            return None
+        graph = self._graphs[bucket]
+        table = np.asarray(request.block_table, np.int64)
+        rows = np.zeros((4, bucket), np.int64)
+        rows[0, :n] = request.token_array(int(positions[-1]) + 1)[positions]
+        rows[1, :n], rows[1, n:] = positions, np.arange(bucket - n)
+        rows[2, :n], rows[2, n:] = table[positions // size] * size + positions % size, np.arange(bucket - n) % size
+        rows[3, : n - num_suffix] = rows[3, n:] = 1
+        pages = np.concatenate([np.array([0, n, bucket]), table]).astype(np.int32)
+        graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        graph.pages[: len(pages)].copy_(torch.from_numpy(pages).pin_memory(), non_blocking=True)
+        graph.graph.replay()
+        return graph.mass
+
+    def _capture(self, bucket: int, pool: Any) -> _Graph:
+        device = self.cache.key.device
+        max_blocks = -(-self.max_model_len // self.cache.block_size)
+        rows = torch.zeros(4, bucket, dtype=torch.int64, device=device)
+        rows[1] = torch.arange(bucket)
+        offsets_and_tables = torch.zeros(3 + 2 * max_blocks, dtype=torch.int32, device=device)
+        offsets_and_tables[1:3] = bucket
+
+        def measure() -> torch.Tensor:
+            # Made here: what a backend plans for a step that it knows already would not be captured.
+            metadata = AttentionMetadata(
+                positions=rows[1],
+                slot_mapping=rows[2],
+                block_tables=offsets_and_tables[3:].view(2, max_blocks),
+                query_start_loc=[0, bucket, bucket],
+                seq_lens=[self.max_model_len, bucket],
+                device_query_start_loc=offsets_and_tables[:3],
+            )
+            hook = QuestionMassHook(self.backend, [bucket, 0], rows[3] != 0)
+            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, (hook,), [0, 0])):
+                self.model(rows[0])
+            return hook.masses()[0]
+
+        graph, mass = capture(measure, device, pool)
+        return _Graph(graph, rows, offsets_and_tables[: 3 + max_blocks], mass)
