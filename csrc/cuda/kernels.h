@@ -131,6 +131,32 @@ int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, 
 int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
                       float* mass, int rows, int num_keys, int q_heads, int window, float scale, const VbCache* cache, void* stream);
 
+// The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
+// top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.
+enum { VB_SAMPLE_UNFILTERED = 1, VB_SAMPLE_FILTERED = 2 };  // filtered: random, with min-p, top-k or top-p on
+enum { VB_TOKEN_BROKEN = -1 };                              // a row without a finite maximum
+
+typedef struct {
+  const void* logits;  // [rows, vocab], the last dimension contiguous
+  int64_t row_stride;
+  const double* settings;
+  const double* uniforms;
+  int64_t* tokens;  // [rows]: the token, or VB_TOKEN_BROKEN
+  void* workspace;
+  size_t workspace_bytes;
+  int32_t rows, vocab;  // at most 2^19 - 1 of vocabulary
+  int32_t dtype;        // as above, and 2 = fp32
+  int32_t kinds;        // which kinds of rows there are
+} VbSample;
+
+size_t vb_sample_workspace_bytes(int rows, int vocab);
+int vb_sample(const VbSample* args, void* stream);
+
+// Penalties on (rows[i], tokens[i]) pairs, each pair once, of float32 logits, in place. penalties [3, num_rows]: repetition,
+// frequency, presence. counts: how often the token was generated (0: it is in the prompt only).
+int vb_penalize(float* logits, int64_t row_stride, const int64_t* rows, const int64_t* tokens, const float* counts,
+                const float* penalties, int num_rows, int64_t pairs, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

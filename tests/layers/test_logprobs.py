@@ -6,7 +6,7 @@ import torch
 
 from tests.layers.sampling import DEVICES, random_logits
 from vllm_blend.layers import logprobs
-from vllm_blend.layers.logprobs import gather_logprobs, prompt_logprobs
+from vllm_blend.layers.logprobs import prompt_logprobs, start_logprobs
 
 VOCAB = 50
 
@@ -19,7 +19,7 @@ def reference(logits: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("device", DEVICES)
 def test_entries_are_the_token_and_the_most_likely_ones(device: str):
     logits, tokens, counts = random_logits(4, VOCAB), [7, 20, 3, 49], [0, 1, 5, -1]
-    entries = gather_logprobs(logits.to(device), torch.tensor(tokens, device=device), counts)
+    entries = start_logprobs(logits.to(device), torch.tensor(tokens, device=device), counts).result()
     expected = reference(logits)
     for row, (entry, token, count) in enumerate(zip(entries, tokens, counts, strict=True)):
         order = np.argsort(-expected[row]).tolist()
@@ -33,7 +33,7 @@ def test_entries_are_the_token_and_the_most_likely_ones(device: str):
 
 def test_ties_share_the_better_rank():
     logits = torch.tensor([[2.0, 1.0, 2.0, 0.0]])
-    (entry,) = gather_logprobs(logits, torch.tensor([1]), [-1])
+    (entry,) = start_logprobs(logits, torch.tensor([1]), [-1]).result()
     assert {token: logprob.rank for token, logprob in entry.items()} == {0: 1, 2: 1, 1: 3, 3: 4}
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.layers.sampling import DEVICES, random_logits, state
-from vllm_blend.layers import sampler as sampler_module
+from vllm_blend.layers import logprobs, sampling_batch
 from vllm_blend.layers.sampler import Sampler, SamplingState
+from vllm_blend.ops import sampling
 
 VOCAB = 96
 STEPS = 6
@@ -58,7 +59,8 @@ def test_greedy_and_seeded_rows_do_not_depend_on_the_batch(device: str):
 def test_large_batches_are_worked_off_in_groups(monkeypatch: pytest.MonkeyPatch):
     seeds = list(range(len(FIXED)))
     whole = generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=0)
-    monkeypatch.setattr(sampler_module, "MAX_ELEMENTS_AT_ONCE", 3 * VOCAB)
+    for module in (sampling, sampling_batch, logprobs):
+        monkeypatch.setattr(module, "MAX_ELEMENTS_AT_ONCE", 3 * VOCAB)
     assert generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=0) == whole
 
 
@@ -133,6 +135,34 @@ def test_settings_that_exclude_every_token_fail_their_row_only():
     output = Sampler(0)(random_logits(3, VOCAB), states)
     assert list(output.errors) == [1] and "no token is left" in output.errors[1]
     assert output.token_ids[2] == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_may_be_read_later(device: str):
+    """The next step is queued before the last one is read; the settings of a batch are kept while it stays the same."""
+    logits = [random_logits(4, VOCAB, step).to(device) for step in range(6)]
+
+    def batches() -> list[list[SamplingState]]:
+        states = [state(), state(seed=2, top_k=5), state(temperature=0), state(min_p=0.1)]
+        return [states, states, states[::-1], states[::-1], [*states[:3], state(temperature=0)], states]
+
+    one_by_one, ahead = Sampler(3), Sampler(3)
+    expected = [one_by_one(x, states).token_ids for x, states in zip(logits, batches(), strict=True)]
+    pending = [ahead.start(x, states) for x, states in zip(logits, batches(), strict=True)]
+    assert [p.result().token_ids for p in pending] == expected
+    assert [p.tokens.tolist() for p in pending] == expected
+    assert pending[0].result() is pending[0].result()
+
+
+def test_a_batch_ends_with_its_min_tokens():
+    """A kept batch must not go on holding back tokens that may come by now."""
+    sampler, logits = Sampler(0), torch.zeros(1, VOCAB)
+    logits[0, 0] = 9.0
+    sequence = state(temperature=0, min_tokens=2)
+    for expected in (1, 1, 0):
+        [token] = sampler(logits, [sequence]).token_ids
+        assert token == expected
+        sequence.output_token_ids.append(token)
 
 
 def test_logprobs_are_of_the_raw_distribution():

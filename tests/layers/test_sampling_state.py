@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.layers.sampling import state
 from vllm_blend.layers.sampling_state import check_stop
@@ -30,25 +31,34 @@ def test_check_stop(output: list[int], settings: dict[str, Any], expected: tuple
     assert check_stop(sequence, output[-1], 2 + len(output), 100) == expected
 
 
-def test_argmax_only_follows_min_tokens():
+def test_logits_are_changed_until_min_tokens():
     sequence = state([1], [], temperature=0, min_tokens=1)
-    assert not sequence.argmax_only
+    assert sequence.changes_logits
     sequence.output_token_ids.append(4)
-    assert sequence.argmax_only
+    assert not sequence.changes_logits
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "changes"),
     [
-        {"temperature": 1.0},
-        {"temperature": 0, "logit_bias": {1: 1.0}},
-        {"temperature": 0, "allowed_token_ids": [1]},
-        {"temperature": 0, "bad_words": [(3,)]},
-        {"temperature": 0, "repetition_penalty": 1.1},
-        {"temperature": 0, "presence_penalty": 0.1},
-        {"temperature": 0, "frequency_penalty": 0.1},
+        ({"temperature": 0}, False),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 3}, False),
+        ({"logit_bias": {1: 1.0}}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"bad_words": [(3,)]}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
     ],
     ids=str,
 )
-def test_other_settings_need_more_than_argmax(settings: dict[str, Any]):
-    assert not state(**settings).argmax_only
+def test_which_settings_change_logits(settings: dict[str, Any], changes: bool):
+    assert state(**settings).changes_logits is changes
+
+
+def test_a_seed_fixes_the_numbers():
+    """However many are drawn ahead: one by one, the generator gives the same."""
+    generator = torch.Generator().manual_seed(5)
+    expected = [torch.rand((), dtype=torch.float64, generator=generator).item() for _ in range(150)]
+    sequence = state(seed=5)
+    assert [sequence.next_uniform() for _ in range(150)] == expected

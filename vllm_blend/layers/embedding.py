@@ -21,8 +21,9 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states [n, hidden_size] -> logits [n, vocab_size] float32. With `tied_to` it shares that embedding's
-    weight."""
+    """Hidden states [n, hidden_size] -> logits [n, vocab_size], float32 on a CPU and in the weight's dtype on a GPU,
+    where a float32 copy of a large batch costs more than choosing its tokens. With `tied_to` it shares that
+    embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tied_to: Embedding | None = None) -> None:
         super().__init__()
@@ -33,4 +34,5 @@ class LMHead(nn.Module):
             self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return ops.linear(hidden, self.weight).float()
+        logits = ops.linear(hidden, self.weight)
+        return logits if logits.is_cuda else logits.float()

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_blend import ops
 from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.layers.transfer import to_device
 
 
 def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
@@ -56,7 +58,6 @@ def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    """Repetition penalty (CTRL, Keskar et al., 2019, section 4.1), then OpenAI's frequency and presence penalties."""
     penalized = [(row, state) for row, state in enumerate(states) if state.penalized]
     if not penalized:
         return
@@ -67,10 +68,7 @@ def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     for row, state in penalized:
         p = state.params
         per_row[:, row] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
-    repetition, frequency, presence = _to_device(per_row, logits.device)[:, rows]
-    values = logits[rows, tokens]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+    ops.penalize(logits, rows, tokens, counts, _to_device(per_row, logits.device))
 
 
 def _pairs(
@@ -83,4 +81,4 @@ def _pairs(
 
 
 def _to_device(values: NDArray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(values), device)

@@ -6,12 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_blend.layers.transfer import HostCopy, to_device
+from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE
 from vllm_blend.outputs import Logprob
 
-MAX_ELEMENTS_AT_ONCE = 2**24  # of logits: bounds the temporary memory of long prompts and large batches
+
+class PendingLogprobs:
+    """Entries that have been computed, or will be when the device gets there."""
+
+    def __init__(self, pieces: Sequence[tuple[HostCopy, Sequence[int]]]) -> None:
+        self._pieces = pieces  # what `_pack` made of some rows, and their counts
+
+    def result(self) -> list[dict[int, Logprob]]:
+        """An entry per row; waits for them."""
+        return [
+            _entry(row, max(counts), count)
+            for copy, counts in self._pieces
+            for row, count in zip(copy.wait().tolist(), counts, strict=True)
+        ]
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[dict[int, Logprob]]:
+def start_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
     """Per row of logits [rows, vocabulary]: its token of `token_ids` [rows] int64, then its `counts` most likely ones.
 
     A count of -1 is the whole vocabulary. A rank is 1 + the number of strictly likelier tokens. Texts are left out.
@@ -19,30 +34,30 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Seque
     vocab_size = logits.shape[-1]
     counts = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
     step = max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)
-    entries: list[dict[int, Logprob]] = []
+    pieces = []
     for start in range(0, len(counts), step):
         rows = slice(start, start + step)
-        entries += _gather(logits[rows], token_ids[rows], counts[rows])
-    return entries
+        pieces.append((HostCopy(_pack(logits[rows], token_ids[rows], max(counts[rows]))), counts[rows]))
+    return PendingLogprobs(pieces)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
     """Entries for prompt tokens: row i of logits [n, vocabulary] predicts `token_ids[i]`."""
     if len(token_ids) != logits.shape[0]:
         raise ValueError(f"{len(token_ids)} token_ids for {logits.shape[0]} rows of logits: give one per row")
-    tokens = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)
-    return gather_logprobs(logits, tokens, [num_logprobs] * len(token_ids))
+    tokens = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
+    return start_logprobs(logits, tokens, [num_logprobs] * len(token_ids)).result()
 
 
-def _gather(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[dict[int, Logprob]]:
+def _pack(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, 3 + 2 * width]: the token, its rank and log-probability, the most likely tokens, theirs."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > own).sum(-1) + 1
-    top_values, top_ids = logprobs.topk(max(counts), dim=-1)
+    top_values, top_ids = logprobs.topk(width, dim=-1)
     # float64 holds ids, ranks and float32 values exactly: one transfer for everything
     columns = (token_ids.unsqueeze(1), ranks.unsqueeze(1), own, top_ids, top_values)
-    packed = torch.cat([column.double() for column in columns], dim=1)
-    return [_entry(row, max(counts), count) for row, count in zip(packed.tolist(), counts, strict=True)]
+    return torch.cat([column.double() for column in columns], dim=1)
 
 
 def _entry(row: list[float], width: int, count: int) -> dict[int, Logprob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_blend.sampling_params import SamplingParams
+
+_DRAWS_AHEAD = 64
 
 
 @dataclass(eq=False)
@@ -29,6 +32,7 @@ class SamplingState:
     bad_words: Sequence[tuple[int, ...]] = ()
     generator: torch.Generator | None = field(init=False, default=None)
     _table: _PenaltyTable | None = field(init=False, default=None, repr=False)
+    _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
 
     def __post_init__(self) -> None:
         if self.params.seed is not None:
@@ -44,10 +48,33 @@ class SamplingState:
         return self.penalized or bool(self.params.logit_bias or self.params.allowed_token_ids or self.bad_words)
 
     @property
-    def argmax_only(self) -> bool:
-        """Whether the next token is the argmax of the model's logits as they are."""
-        waits = len(self.output_token_ids) < self.params.min_tokens
-        return self.params.greedy and not waits and not self._changes_logits_always
+    def awaits_min_tokens(self) -> bool:
+        return len(self.output_token_ids) < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the next token is chosen from other logits than the model's, by `logits_processing`."""
+        return self._changes_logits_always or self.awaits_min_tokens
+
+    @cached_property
+    def draw_settings(self) -> tuple[float, float, float, float]:
+        """(temperature, log of min_p, top_k, top_p), 0 for greedy, with values that keep all where a filter is off."""
+        p = self.params
+        log_min_p = math.log(p.min_p) if p.min_p > 0 else -math.inf
+        top_k = p.top_k if p.top_k > 0 else math.inf
+        # 2: out of reach of rounding
+        return 0.0 if p.greedy else p.temperature, log_min_p, top_k, p.top_p if p.top_p < 1.0 else 2.0
+
+    @property
+    def seeded(self) -> bool:
+        return self.generator is not None
+
+    def next_uniform(self) -> float:
+        """The next of a seeded sequence's own random numbers, in [0, 1)."""
+        if not self._uniforms:
+            # many at once: that is the same sequence of numbers, for less
+            self._uniforms = torch.rand(_DRAWS_AHEAD, dtype=torch.float64, generator=self.generator).tolist()[::-1]
+        return self._uniforms.pop()
 
     @cached_property
     def needs_history(self) -> bool:

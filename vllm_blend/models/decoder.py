@@ -222,5 +222,5 @@ class CausalLM(nn.Module):
         return self.model(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits [n, vocab_size] float32."""
+        """Hidden states [n, hidden_size] -> logits [n, vocab_size], in float32 or, on a GPU, in the weights' dtype."""
         return self.lm_head(hidden)

@@ -17,6 +17,7 @@ from vllm_blend.ops.fp8 import (
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
+from vllm_blend.ops.sampling import penalize, sample_tokens
 from vllm_blend.ops.transfer import HostPieces, copy_pieces
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "fused_add_rms_norm_quant",
     "linear",
     "paged_attention",
+    "penalize",
     "place_chunk",
     "quantize_rows",
     "quantized_linear",
@@ -37,6 +39,7 @@ __all__ = [
     "rotary_and_cache",
     "rotary_embedding",
     "rotary_qk",
+    "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_quant",
 ]

@@ -12,8 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.layers.sampling import DEVICES, random_logits
-from vllm_blend.layers.token_draw import draw_tokens
+from tests.layers.sampling import DEVICES, draw, random_logits
 from vllm_blend.sampling_params import SamplingParams
 
 VOCAB, GRID = 128, 4096
@@ -25,7 +24,7 @@ def shares(logits: torch.Tensor, params: SamplingParams, device: str = "cpu") ->
     Inverting the cumulative distribution at an even grid meets every probability to within one point of the grid.
     """
     uniforms = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
-    tokens = draw_tokens(logits.to(device).expand(GRID, -1), [params] * GRID, uniforms).cpu()
+    tokens = draw(logits.to(device).expand(GRID, -1), [params] * GRID, uniforms).cpu()
     return torch.bincount(tokens, minlength=logits.shape[0]).double() / GRID
 
 
@@ -76,8 +75,8 @@ def test_filters_of_one_row_do_not_reach_another():
     params = [SamplingParams(**settings) for settings in SETTINGS]
     for seed in range(20):
         uniforms = torch.rand(len(params), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        together = draw_tokens(logits, params, uniforms)
-        alone = [draw_tokens(logits[i : i + 1], params[i : i + 1], uniforms[i : i + 1]) for i in range(len(params))]
+        together = draw(logits, params, uniforms)
+        alone = [draw(logits[i : i + 1], params[i : i + 1], uniforms[i : i + 1]) for i in range(len(params))]
         assert together.tolist() == torch.cat(alone).tolist()
 
 
@@ -96,19 +95,19 @@ def test_extreme_uniforms_draw_possible_tokens(uniform: float):
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 3:6] = torch.tensor([0.1, 0.2, 0.7]).log()
     for settings in ({}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 1.3}):
-        token = draw_tokens(logits, [SamplingParams(**settings)], torch.tensor([uniform], dtype=torch.float64))
+        token = draw(logits, [SamplingParams(**settings)], torch.tensor([uniform], dtype=torch.float64))
         assert token.item() in ({3, 4} if uniform == 0.0 else {5})
 
 
 def test_tiny_temperature_is_the_best_token():
     logits = torch.tensor([[1e4, 3e4, 2.9e4]])
     for uniform in (0.0, 0.5, 0.999):
-        token = draw_tokens(logits, [SamplingParams(temperature=2e-5)], torch.tensor([uniform], dtype=torch.float64))
+        token = draw(logits, [SamplingParams(temperature=2e-5)], torch.tensor([uniform], dtype=torch.float64))
         assert token.item() == 1
 
 
 def test_input_logits_are_left_alone():
     logits = random_logits(2, VOCAB)
     before = logits.clone()
-    draw_tokens(logits, [SamplingParams(top_p=0.5, temperature=0.5)] * 2, torch.tensor([0.1, 0.9], dtype=torch.float64))
+    draw(logits, [SamplingParams(top_p=0.5, temperature=0.5)] * 2, torch.tensor([0.1, 0.9], dtype=torch.float64))
     assert torch.equal(logits, before)

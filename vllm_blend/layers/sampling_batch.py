@@ -1,0 +1,81 @@
+"""What the settings of a batch's sequences come to, and the random numbers of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.layers.transfer import to_device
+from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE, DrawSettings
+
+GREEDY = (0.0, -float("inf"), float("inf"), 2.0)
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """Rows whose logits are changed before a token is chosen: few enough to copy their logits at once."""
+
+    states: list[SamplingState]
+    rows: torch.Tensor  # [n] int64 on the device
+    settings: DrawSettings
+
+
+class SamplingBatch:
+    """Made once for as long as the same sequences are sampled together: a step then costs no work for each of them."""
+
+    def __init__(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> None:
+        self.states, self.vocab_size, self.device = list(states), vocab_size, device
+        self._waiting = [state for state in states if state.awaits_min_tokens]
+        changed = [row for row, state in enumerate(states) if state.changes_logits]
+        settings = [state.draw_settings for state in states]
+        self.changed = [self._changed(rows, settings) for rows in _groups(changed, vocab_size)]
+        random = [row for row, values in enumerate(settings) if values[0] > 0]
+        self._seeded = np.array([row for row in random if states[row].seeded], dtype=np.int64)
+        self._shared = np.array([row for row in random if not states[row].seeded], dtype=np.int64)
+        for row in changed:  # all that is asked of their logits as they are is whether they are finite
+            settings[row] = GREEDY
+        self.settings = DrawSettings.make(settings, vocab_size, device)
+        self.logprobs = {row: k for row, state in enumerate(states) if (k := state.params.logprobs) is not None}
+
+    def _changed(self, rows: list[int], settings: list[tuple[float, float, float, float]]) -> ChangedRows:
+        own = DrawSettings.make([settings[row] for row in rows], self.vocab_size, self.device)
+        return ChangedRows([self.states[r] for r in rows], to_device(torch.tensor(rows), self.device), own)
+
+    def serves(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> bool:
+        """Whether this is the batch of these states, as they are now."""
+        return (
+            self.states == list(states)  # a state equals only itself
+            and self.vocab_size == vocab_size
+            and self.device == device
+            and all(state.awaits_min_tokens for state in self._waiting)
+        )
+
+    def draw_uniforms(self, generator: torch.Generator) -> torch.Tensor | None:
+        """A number in [0, 1) per row, [rows] float64 on the device, None if no row is random.
+
+        In order of rows, from the sequence's own generator if it has a seed and else from `generator`, which so gives
+        one number per unseeded random row of each step. Drawn on the host: a seed gives the same draws on every device.
+        Greedy rows have 0.
+        """
+        if not len(self._shared) and not len(self._seeded):
+            return None
+        uniforms = torch.zeros(len(self.states), dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        if len(self._shared) == len(self.states):
+            torch.rand(len(self.states), dtype=torch.float64, generator=generator, out=uniforms)
+        else:
+            numbers = uniforms.numpy()
+            if len(self._shared):
+                numbers[self._shared] = torch.rand(len(self._shared), dtype=torch.float64, generator=generator).numpy()
+            numbers[self._seeded] = [self.states[row].next_uniform() for row in self._seeded]
+        return to_device(uniforms, self.device)
+
+
+def _groups(rows: list[int], vocab_size: int) -> Iterator[list[int]]:
+    """`rows` in groups whose logits stay below the bound on temporary memory."""
+    step = max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]

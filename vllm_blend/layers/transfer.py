@@ -1,0 +1,31 @@
+"""Copies between the host and the device that the host does not wait for."""
+
+from __future__ import annotations
+
+import torch
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device; through pinned memory to a GPU, so that the host does not wait."""
+    if device.type == "cpu":
+        return tensor
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host, queued on the current stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
