@@ -145,13 +145,18 @@ class XFormersBackend(AttentionBackend):
         tables = metadata.block_tables
         if len(part) != metadata.num_requests:
             tables = tables[to_device(part.request, tables.device)]
-        bias = self._fmha.attn_bias.PagedBlockDiagonalGappyKeysMask.from_seqlens(
+        # A paged mask is made of one whose requests lie one after the other, each padded to its row of the tables.
+        masks = self._fmha.attn_bias
+        padded = tables.shape[1] * block_size
+        starts = np.arange(len(part) + 1) * padded
+        starts[:-1] += part.first_key
+        unpaged = masks.BlockDiagonalGappyKeysMask.from_seqlens(
             q_seqlen=[1] * len(part),
-            kv_seqstarts=part.first_key.tolist(),
+            kv_seqstarts=starts.tolist(),
             kv_seqlen=part.num_keys.tolist(),
-            block_tables=tables.contiguous(),
-            page_size=block_size,
+            device=tables.device,
         )
+        bias = unpaged.make_paged(tables.contiguous(), block_size, padded, masks.PagedBlockDiagonalGappyKeysMask)
         return _Call(row_index(part.rows, tables.device), bias, op, None)
 
     def _gappy_call(self, part: Queries, starts: np.ndarray, causal: bool, device: torch.device) -> _Call:
