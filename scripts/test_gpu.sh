@@ -8,6 +8,7 @@
 # JOBS      parts that run at a time (half the cores): small tests leave most of a GPU idle
 # ONLY      a word that the parts to run must contain, for example "bfloat16" or "gpu"
 # PATIENCE  seconds until a part is given up (600)
+# LINES_SHOWN  of the output of a part that failed (100)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
@@ -16,14 +17,16 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_TH
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 
-part() {  # part NAME ARGUMENTS...: run pytest, print its last lines, and before them all it said when it failed
+part() {  # part NAME ARGUMENTS...: run pytest, print a line about it, and before that what went wrong
   local log="$logs/${1//[^a-z0-9_]/-}" start=$SECONDS outcome=passed
-  timeout "${PATIENCE:-600}" "$PYTHON" -m pytest -p no:cacheprovider --tb=short "${@:2}" >"$log" 2>&1 || outcome=FAILED
+  timeout "${PATIENCE:-600}" "$PYTHON" -m pytest -p no:cacheprovider --tb=short --maxfail=5 "${@:2}" >"$log" 2>&1 ||
+    outcome=FAILED
   if [[ $outcome == FAILED ]]; then
     touch "$logs/failed"
-    grep -v '^\.*[.sx]* *\[ *[0-9]*%\]$' "$log" | tail -n 60
+    sed -n '/^=.* \(FAILURES\|ERRORS\) =/,$p' "$log" | head -n "${LINES_SHOWN:-100}"
   fi
-  echo "$outcome  $1 ($((SECONDS - start)) s): $(grep -E '^largest|excused too often|(passed|failed|error).* in ' "$log" | tail -n 3 | paste -sd ' ')"
+  echo "$outcome  $1 ($((SECONDS - start)) s): $(grep -E '^(largest|excused|FAILED: )|(passed|failed|error).* in ' "$log" |
+    tail -n 3 | paste -sd ' ')"
 }
 
 mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)

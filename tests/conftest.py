@@ -33,7 +33,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if tolerances.report():
-        terminalreporter.write_line(tolerances.report())
+    for line in tolerances.report():
+        terminalreporter.write_line(line)
     if tolerances.too_often():
         terminalreporter.write_line(f"FAILED: excused too often: {', '.join(tolerances.too_often())}", red=True)

@@ -93,7 +93,7 @@ def test_loaded_kv_is_used(llm):
     [
         lambda k: k[:, 1:],
         lambda k: k[1:],
-        lambda k: k.to(torch.float16),
+        lambda k: k.to(torch.float64),
         lambda k: k[..., :-1],
     ],
 )
