@@ -87,12 +87,13 @@ def test_a_chunk_that_leaves_in_mid_load_arrives_whole() -> None:
     assert not load.query()
     del kept, load
     store.clear()
-    others = [store.put(f"other{seed}", random_chunk(500, 10 + seed)) for seed in range(6)]
-    assert all(chunk.k.is_pinned() for chunk in others)
+    for seed in range(6):
+        store.put(f"other{seed}", random_chunk(500, 10 + seed))
+    assert store.num_unpinned == 0
     assert_equal(result, chunks)
     torch.cuda.synchronize()
     store.in_flight.release()
-    assert store.arena.num_bytes_used == 3 * (1280 << 10)
+    assert store.arena.num_bytes_used == store.num_bytes
 
 
 def test_a_chunk_is_usable_while_it_is_being_stored() -> None:
@@ -136,12 +137,10 @@ def test_pinned_bytes_are_those_of_the_budget() -> None:
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
-    """The same engine with chunk KV on the GPU and on the host."""
-    both = (
-        LLM(MODEL, device="cuda", dtype=request.param, enable_blending=True, **SMALL),
-        LLM(MODEL, device="cuda", dtype=request.param, enable_blending=True, blend_chunk_device="cpu", **SMALL),
-    )
-    yield both
+    """The same engine with chunk KV on the GPU and on the host. Without graphs, which only the first could use for the
+    question's pass: they compute more rows at once, and round otherwise."""
+    common = {"device": "cuda", "dtype": request.param, "enable_blending": True, "enforce_eager": True, **SMALL}
+    yield LLM(MODEL, **common), LLM(MODEL, **common, blend_chunk_device="cpu")
     torch.cuda.empty_cache()
 
 
@@ -188,8 +187,9 @@ def test_eviction_and_preemption_change_no_answer() -> None:
     longer = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=1)
     for chunk_device, gib in (("cuda", 0.25), ("cpu", 0.25), ("cpu", 0.02)):
         llm = LLM(
-            MODEL, device="cuda", dtype="float32", enable_blending=True, blend_chunk_device=chunk_device,
-            blend_chunk_cache_gib=gib, num_gpu_blocks_override=241, max_num_seqs=8, max_model_len=1024,
+            MODEL, device="cuda", dtype="float32", enable_blending=True, enforce_eager=True,
+            blend_chunk_device=chunk_device, blend_chunk_cache_gib=gib, num_gpu_blocks_override=241, max_num_seqs=8,
+            max_model_len=1024,
         )  # fmt: skip
         outputs.append([*llm.generate(asked, longer, use_tqdm=False), *llm.generate(asked, longer, use_tqdm=False)])
         assert llm.llm_engine.scheduler.num_preemptions > 0

@@ -18,6 +18,7 @@ from vllm_blend.blend.plan import Segment
 from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.transfer import Arrival, InFlight, _groups
+from vllm_blend.ops.transfer import copy_pieces_reference
 from vllm_blend.worker import chunk_placement
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 
@@ -39,16 +40,17 @@ class Load:
 
     def __init__(self, ring: Any, chunks: Sequence[ChunkKV], num_layers: int) -> None:
         self.groups, self.num_layers, self.layers = _groups(chunks, ring.slot_tokens), num_layers, 0
-        self.abandoned = False
+        self.chunks, self.abandoned = chunks, False
         Load.made.append(self)
 
     def layer(self, layer: int) -> Iterator[Arrival]:
         assert layer == self.layers
         self.layers += 1
         for group in self.groups:
-            pairs = group.pieces.pieces
-            k, v = (torch.cat([pair[half][layer : layer + 1] for pair in pairs], 1) for half in (0, 1))
-            yield Arrival(slice(group.start, group.stop), k, v)
+            count = group.stop - group.start
+            k, v = (torch.empty(count, *chunks.shape[2:]) for chunks in (self.chunks[0].k, self.chunks[0].v))
+            copy_pieces_reference(group.pieces, layer, k, v)
+            yield Arrival(slice(group.start, group.stop), k[None], v[None])
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -172,6 +174,7 @@ def test_groups_fill_slots_and_keep_the_order() -> None:
     groups = _groups([numbered(0, 3), numbered(3, 9), numbered(12, 2)], 5)
     assert [(group.start, group.stop) for group in groups] == [(0, 5), (5, 10), (10, 14)]
     for group in groups:
-        k = torch.cat([pair[0] for pair in group.pieces.pieces], 1).flatten()
-        assert k.tolist() == list(range(group.start, group.stop))
+        k, v = torch.empty(2, group.stop - group.start, 1, 1)
+        copy_pieces_reference(group.pieces, 0, k, v)
+        assert k.flatten().tolist() == (-v).flatten().tolist() == list(range(group.start, group.stop))
     assert [(g.start, g.stop) for g in _groups([numbered(0, 10)], 5)] == [(0, 5), (5, 10)]

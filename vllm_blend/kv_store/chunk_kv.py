@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from vllm_blend.ops import HostKV
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class ChunkKV:
                 f"chunk K {list(self.k.shape)} and V {list(self.v.shape)} must both be "
                 "[layers, tokens, kv_heads, head_dim]"
             )
+
+    @cached_property
+    def on_host(self) -> HostKV | None:
+        """What copying to a GPU needs to know; None where the tensors cannot be copied layer by layer from the host."""
+        return HostKV.of(self.k, self.v)
 
     @property
     def num_tokens(self) -> int:

@@ -97,6 +97,7 @@ class StagingRing:
         self.slot_tokens = max(1, slot_bytes // (2 * kv_heads * head_dim * dtype.itemsize))
         shape = (num_slots, 2, self.slot_tokens, kv_heads, head_dim)
         self.slots = torch.empty(shape, dtype=dtype, device=device)
+        self.pairs = [(slot[0], slot[1]) for slot in self.slots]  # K and V, each [slot_tokens, kv_heads, head_dim]
         self.stream = torch.cuda.Stream(device)
         self.filled = [torch.cuda.Event() for _ in range(num_slots)]
         self.emptied = [torch.cuda.Event() for _ in range(num_slots)]
@@ -104,10 +105,7 @@ class StagingRing:
     def takes(self, chunk: ChunkKV) -> bool:
         """Whether a chunk can travel through the ring: it is on the host, in the ring's dtype, each layer in one
         piece."""
-        return all(
-            t.device.type == "cpu" and t.dtype == self.slots.dtype and len(t) > 0 and t[0].is_contiguous()
-            for t in (chunk.k, chunk.v)
-        )
+        return chunk.k.dtype == self.slots.dtype and chunk.on_host is not None
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,9 @@ class LayerwiseLoad:
             slot = self._taken % len(ring.filled)
             stream = torch.cuda.current_stream(ring.slots.device)
             stream.wait_event(ring.filled[slot])
-            k, v = ring.slots[slot, :, : group.stop - group.start].unsqueeze(1)
-            yield Arrival(slice(group.start, group.stop), k, v)
+            count = group.stop - group.start
+            k, v = ring.pairs[slot]
+            yield Arrival(slice(group.start, group.stop), k[None, :count], v[None, :count])
             ring.emptied[slot].record(stream)
             self._taken += 1
             self._issue()
@@ -185,7 +184,7 @@ class LayerwiseLoad:
         ring, slot = self.ring, self._issued % len(self.ring.filled)
         layer, index = divmod(self._issued, len(self._groups))
         ring.stream.wait_event(ring.emptied[slot])
-        ops.copy_pieces(self._groups[index].pieces, layer, ring.slots[slot], ring.stream)
+        ops.copy_pieces(self._groups[index].pieces, layer, *ring.pairs[slot], ring.stream)
         ring.filled[slot].record(ring.stream)
         self._issued += 1
 
@@ -193,14 +192,15 @@ class LayerwiseLoad:
 def _groups(chunks: Sequence[ChunkKV], slot_tokens: int) -> list[_Group]:
     """Cut the rows of all chunks where a slot is full."""
     groups: list[_Group] = []
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pieces: list[tuple[ops.HostKV, int, int]] = []
     start = row = 0
     for chunk in chunks:
-        taken = 0
+        kv, taken = chunk.on_host, 0
+        if kv is None:
+            raise ValueError("a chunk to load must lie on the host, each layer in one piece")
         while taken < chunk.num_tokens:
             count = min(chunk.num_tokens - taken, start + slot_tokens - row)
-            part = slice(taken, taken + count)
-            pieces.append((chunk.k[:, part], chunk.v[:, part]))
+            pieces.append((kv, taken, taken + count))
             taken += count
             row += count
             if row == start + slot_tokens:

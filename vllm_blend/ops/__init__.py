@@ -18,9 +18,10 @@ from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 from vllm_blend.ops.sampling import penalize, sample_tokens
-from vllm_blend.ops.transfer import HostPieces, copy_pieces
+from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
+    "HostKV",
     "HostPieces",
     "attention_mass",
     "copy_pieces",

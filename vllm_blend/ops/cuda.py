@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
@@ -413,21 +413,11 @@ def place_chunk(
     _check("place_chunk", code)
 
 
-def piece_table(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """[pieces, 4] int64 on the host for `copy_pieces`: where K and V of layer 0 are, bytes from a layer to the next,
-    bytes of a layer's rows. Pieces are [layers, tokens, kv_heads, head_dim], K and V of equal strides."""
-    rows = [
-        (k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, k.shape[1] * k.shape[2] * k.shape[3] * k.itemsize)
-        for k, v in pieces
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
-
-
-def copy_pieces(table: torch.Tensor, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
-    """`ops.copy_pieces`: k, v: device buffers that hold the pieces' rows, contiguous; pinned: whether all pieces are;
-    stream: a cudaStream_t other than the default one."""
+def copy_pieces(table: np.ndarray, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
+    """`ops.copy_pieces`: table: [pieces, 4] int64 as vb_copy_pieces takes it; pinned: whether all pieces are; k, v:
+    device buffers that hold their rows, contiguous; stream: a cudaStream_t other than the default one."""
     pointers = (k.data_ptr(), v.data_ptr(), stream)
-    code = _library().vb_copy_pieces(table.data_ptr(), table.shape[0], layer, pinned, *pointers)
+    code = _library().vb_copy_pieces(table.ctypes.data, len(table), layer, pinned, *pointers)
     _check("copy_pieces", code)
 
 

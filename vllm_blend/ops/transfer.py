@@ -3,44 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_blend.ops import cuda
 
 
+@dataclass(frozen=True)
+class HostKV:
+    """K and V on the host, each [layers, tokens, kv_heads, head_dim], with what a copy needs to know of them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    addresses: tuple[int, int]  # of K and of V
+    layer_bytes: int  # from a layer to the next, in K and in V
+    token_bytes: int
+    pinned: bool
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> HostKV | None:
+        """None where the tensors are elsewhere, or not laid out alike with each layer in one piece."""
+        if any(t.device.type != "cpu" or t.numel() == 0 or not t[0].is_contiguous() for t in (k, v)):
+            return None
+        if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype:
+            return None
+        addresses, itemsize = (k.data_ptr(), v.data_ptr()), k.itemsize
+        pinned = k.is_pinned() and v.is_pinned()
+        return cls(k, v, addresses, k.stride(0) * itemsize, k.shape[2] * k.shape[3] * itemsize, pinned)
+
+
 class HostPieces:
-    """K and V on the host, each piece [layers, tokens, kv_heads, head_dim] with the rows of a layer contiguous.
+    """Tokens start .. stop - 1 of several `HostKV`, to be copied one after another."""
 
-    Keeps the tensors, and their addresses for the compiled copy.
-    """
-
-    def __init__(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for pair in pieces:
-            if any(t.device.type != "cpu" or not t[0].is_contiguous() for t in pair):
-                raise ValueError("pieces must lie on the host, the rows of each layer contiguous")
-            if pair[0].stride() != pair[1].stride() or pair[0].shape != pair[1].shape:
-                raise ValueError("K and V of a piece must have equal shapes and strides")
+    def __init__(self, pieces: Sequence[tuple[HostKV, int, int]]) -> None:
         self.pieces = list(pieces)
-        self.table = cuda.piece_table(self.pieces)
-        self.pinned = all(t.is_pinned() for pair in pieces for t in pair)
+        self.pinned = all(kv.pinned for kv, _, _ in self.pieces)
+        self.table = np.array(  # as vb_copy_pieces takes it
+            [
+                (*(at + start * kv.token_bytes for at in kv.addresses), kv.layer_bytes, (stop - start) * kv.token_bytes)
+                for kv, start, stop in self.pieces
+            ],
+            np.int64,
+        )
 
 
-def copy_pieces(pieces: HostPieces, layer: int, destination: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Queue, on `stream`, copies of a layer of all pieces one after another: K to destination[0], V to destination[1],
-    each [at least their tokens, kv_heads, head_dim]. Asynchronous where the pieces are pinned; they must stay until the
-    stream is through."""
+def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Queue, on `stream`, copies of a layer of all pieces to k and v [at least their tokens, kv_heads, head_dim].
+
+    Asynchronous where the pieces are pinned; they must stay until the stream is through.
+    """
     if cuda.is_available():
-        to = (destination[0], destination[1], stream.cuda_stream)
-        return cuda.copy_pieces(pieces.table, layer, pieces.pinned, *to)
+        return cuda.copy_pieces(pieces.table, layer, pieces.pinned, k, v, stream.cuda_stream)
     with torch.cuda.stream(stream):
-        copy_pieces_reference(pieces, layer, destination)
+        copy_pieces_reference(pieces, layer, k, v)
 
 
-def copy_pieces_reference(pieces: HostPieces, layer: int, destination: torch.Tensor) -> None:
+def copy_pieces_reference(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
     row = 0
-    for pair in pieces.pieces:
-        count = pair[0].shape[1]
-        for half, source in enumerate(pair):
-            destination[half, row : row + count].copy_(source[layer], non_blocking=True)
-        row += count
+    for kv, start, stop in pieces.pieces:
+        rows = slice(row, row + stop - start)
+        k[rows].copy_(kv.k[layer, start:stop], non_blocking=True)
+        v[rows].copy_(kv.v[layer, start:stop], non_blocking=True)
+        row = rows.stop

@@ -7,6 +7,8 @@ engine is on a GPU travels layer by layer during the forward passes that need it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -49,7 +51,7 @@ class ChunkPlacement:
         for request in requests:
             assert request.blend is not None
             for segment in request.blend.segments:
-                travels = self.ring is not None and segment.kv.num_tokens > 0 and self.ring.takes(segment.kv)
+                travels = self.ring is not None and self.ring.takes(segment.kv)
                 (travelling if travels else at_once).append((request, segment))
         hooks: list[LayerHook] = []
         if self.ring is not None and travelling:
@@ -79,13 +81,10 @@ class ChunkPlacement:
 
     def _rows(self, segments: Iterable[tuple[Request, Segment]]) -> torch.Tensor:
         """[2, tokens] int64 on the device: the positions of the segments' tokens one after another, and their slots."""
-        size = self.cache.block_size
-        tables: dict[Request, np.ndarray] = {}
-        rows = []
-        for request, segment in segments:
-            if request not in tables:
-                tables[request] = np.asarray(request.block_table, np.int64)
-            table, positions = tables[request], np.arange(segment.start, segment.stop)
+        size, rows = self.cache.block_size, []
+        for request, group in groupby(segments, itemgetter(0)):
+            table = np.asarray(request.block_table, np.int64)
+            positions = np.concatenate([np.arange(segment.start, segment.stop) for _, segment in group])
             rows.append(np.stack([positions, table[positions // size] * size + positions % size]))
         return to_device(torch.from_numpy(np.concatenate(rows, 1)), self.cache.key.device)
 
