@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,29 +90,28 @@ def test_graphs_change_nothing() -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("selector", ["question_attention", "value_deviation"])
-def test_a_blend_waits_for_the_device_only_to_read_its_token(selector: str) -> None:
-    llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, **SMALL)
-    params = SamplingParams(temperature=0, max_tokens=4)
-    asked = prompts(2, blend_selector=selector, blend_recompute_ratio=0.15)
-    llm.generate(asked, params, use_tqdm=False)  # the chunks are stored, everything lazy is done
-    runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    sampler = runner.sampler.forward
-    calls = 0
-
-    def reading(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return sampler(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
-
-    runner.sampler.forward = reading  # type: ignore[method-assign]
+@contextmanager
+def no_hidden_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises RuntimeError, but for waiting for an event."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outputs = llm.generate(asked, params, use_tqdm=False)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert calls > 0 and all(output.error is None for output in outputs)
+
+
+@pytest.mark.parametrize("selector", ["question_attention", "value_deviation", None])
+def test_the_host_waits_for_the_device_only_to_read_its_tokens(selector: str | None) -> None:
+    """Prefilling, blending by either kind of rule, decoding; greedy and random tokens, with log-probabilities."""
+    llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=selector is not None, **SMALL)
+    options: dict[str, Any] = {} if selector is None else {"blend_selector": selector, "blend_recompute_ratio": 0.15}
+    params = [
+        SamplingParams(temperature=0, max_tokens=4),
+        SamplingParams(seed=1, top_p=0.9, top_k=50, max_tokens=4, logprobs=2),
+    ]
+    llm.generate(prompts(2, **options), params, use_tqdm=False)  # the chunks are stored, everything lazy is done
+    with no_hidden_waiting():
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device="cuda").item()
+        outputs = llm.generate(prompts(2, **options), params, use_tqdm=False)
+    assert all(output.error is None and len(output.outputs[0].token_ids) > 0 for output in outputs)
