@@ -44,7 +44,8 @@ class QuestionGraphs:
             raise ValueError(f"the attention backend {backend.name!r} cannot be captured measuring attention mass")
         self.model, self.cache, self.backend = model, cache, backend
         self.max_model_len = max_model_len
-        self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS}
+        # Rows that fill a bucket up need positions too.
+        self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS if bucket <= max_model_len}
 
     def run(self, request: Request, positions: np.ndarray, num_suffix: int) -> torch.Tensor | None:
         """Mean attention mass [max_model_len] float32 that a request's last `num_suffix` rows pay to its positions.
