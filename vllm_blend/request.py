@@ -102,7 +102,8 @@ class Request:
         Raises RuntimeError when pieces are missing or overlap: KV of the wrong length must not be stored.
         """
         assert self.collect_from is not None
-        kv = torch.cat([self.collected[start] for start in sorted(self.collected)], 2)
+        pieces = [self.collected[start] for start in sorted(self.collected)]
+        kv = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
         expected = self.num_prompt_tokens - self.collect_from
         if kv.shape[2] != expected:
             raise RuntimeError(f"request {self.request_id}: KV of {kv.shape[2]} tokens collected, not of {expected}")

@@ -13,11 +13,12 @@ from vllm_blend.blend.selectors import Evidence, choose
 
 
 class CaptureHook(LayerHook):
-    """Keeps K before RoPE and V of some requests' rows, from a position on."""
+    """Keeps K before RoPE and V of some requests' rows, in the memory where they stay: a chunk is large."""
 
-    def __init__(self, first_positions: dict[int, int]) -> None:
-        self.first_positions = first_positions  # request -> first position of interest
-        self._layers: dict[int, list[torch.Tensor]] = {request: [] for request in first_positions}
+    def __init__(self, first_rows: dict[int, int], num_layers: int) -> None:
+        """first_rows: request of the step -> the first of its rows to keep."""
+        self.first_rows, self.num_layers = first_rows, num_layers
+        self._captured: dict[int, torch.Tensor] = {}
 
     def on_kv(
         self,
@@ -28,15 +29,18 @@ class CaptureHook(LayerHook):
         cache: LayerCache,
         metadata: AttentionMetadata,
     ) -> None:
-        for request, captured in self._layers.items():
+        for request, first in self.first_rows.items():
             rows = metadata.rows(request)
-            captured.append(torch.stack([k_unrotated[rows], v[rows]]))  # a copy: the rows are views of the packed QKV
+            rows = slice(rows.start + first, rows.stop)
+            kept = k_unrotated[rows]
+            if request not in self._captured:
+                self._captured[request] = kept.new_empty(2, self.num_layers, *kept.shape)
+            self._captured[request][0, layer_idx] = kept
+            self._captured[request][1, layer_idx] = v[rows]
 
-    def captured(self, request: int, start: int) -> torch.Tensor:
-        """[2, layers, tokens, kv_heads, head_dim] of a request whose rows begin at position `start` and have no
-        holes."""
-        pieces = torch.stack(self._layers[request], 1)
-        return pieces[:, :, max(0, self.first_positions[request] - start) :].contiguous()
+    def captured(self, request: int) -> torch.Tensor:
+        """[2, layers, tokens, kv_heads, head_dim] of a request's rows from the first to keep on."""
+        return self._captured[request]
 
 
 class QuestionMassHook(LayerHook):

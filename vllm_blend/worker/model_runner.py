@@ -91,7 +91,7 @@ class ModelRunner:
         arriving = self.placement.start([item.request for item in items if item.is_blend])
         spans = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
-        capture = _capture_hook(items)
+        capture = _capture_hook(items, self.cache.key.shape[0])
         narrowing = _narrowing_hook(spans, self.cache.key.device)
         hooks = [*arriving, *(hook for hook in (capture, narrowing) if hook is not None)]
         context = ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks, _num_outputs(items))
@@ -100,9 +100,8 @@ class ModelRunner:
         self._sample(items, hidden, context.metadata, result)
         for index, item in enumerate(items):
             request = item.request
-            if capture is not None and index in capture.first_positions:
-                first = request.blend.suffix_start if item.is_blend and request.blend else item.start
-                request.collected[first] = capture.captured(index, first)
+            if capture is not None and index in capture.first_rows:
+                request.collected[_first_row_position(item)] = capture.captured(index)
             if item.is_blend:
                 result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
         if narrowing is not None:
@@ -166,13 +165,18 @@ def _num_outputs(items: Sequence[ScheduledRequest]) -> list[int]:
     return [item.num_tokens if _wants_prompt_logprobs(item) else int(item.samples) for item in items]
 
 
-def _capture_hook(items: Sequence[ScheduledRequest]) -> CaptureHook | None:
+def _capture_hook(items: Sequence[ScheduledRequest], num_layers: int) -> CaptureHook | None:
+    """Rows to keep of each request that wants any. Where KV is kept, a blend computes its suffix alone: no holes."""
     first = {
-        index: item.request.collect_from
+        index: max(0, item.request.collect_from - _first_row_position(item))
         for index, item in enumerate(items)
         if item.request.collect_from is not None and item.start < item.request.num_prompt_tokens
     }
-    return CaptureHook(first) if first else None
+    return CaptureHook(first, num_layers) if first else None
+
+
+def _first_row_position(item: ScheduledRequest) -> int:
+    return item.request.blend.suffix_start if item.is_blend and item.request.blend else item.start
 
 
 def _narrowing_hook(spans: Sequence[Span], device: torch.device) -> NarrowingHook | None:
