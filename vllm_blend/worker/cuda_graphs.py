@@ -31,33 +31,20 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block.
-
-    `sizes` are the batch sizes captured, `buckets` by default.
-    """
+    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        cache: KVCache,
-        backend: AttentionBackend,
-        max_num_seqs: int,
-        max_model_len: int,
-        sizes: Sequence[int] | None = None,
+        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_num_seqs: int, max_model_len: int
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // cache.block_size)
         self._graphs: dict[int, _Graph] = {}
         self.pool: Any = None  # the memory that they share, and others may: no two of them run at the same time
-        for size in buckets(max_num_seqs) if sizes is None else sizes:
-            self.add(size)
-
-    def add(self, size: int) -> None:
-        """Capture the step of a batch size, in memory that all these graphs share."""
-        captured = self._capture(size, self.pool)
-        self.pool = self.pool or captured.graph.pool()
-        self._graphs[size] = captured
+        for size in buckets(max_num_seqs):
+            captured = self._capture(size, self.pool)
+            self.pool = self.pool or captured.graph.pool()
+            self._graphs[size] = captured
         self._sizes = sorted(self._graphs)
 
     def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
@@ -103,11 +90,9 @@ def capture(
     work: Callable[[], torch.Tensor], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of `work`, and the tensor that it fills at every replay."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # outside the graph first: lazy initialisation must not be captured
-        work()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    # Outside the graph first: lazy initialisation must not be captured. And on the stream that there is: cuBLAS keeps a
+    # workspace for every stream it has seen, 32 MiB on an H200.
+    work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = work()
