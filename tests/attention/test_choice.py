@@ -78,7 +78,7 @@ def fit_the_cpu(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def misses(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    raise RuntimeError("no kernel image is available\nmore lines")
+    raise RuntimeError("the kernel failed\n  inputs: many\n  no kernel image is available\n")
 
 
 def lies(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +111,9 @@ class TestUsable:
 
     def test_imports_and_fails_to_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install_fake(monkeypatch, misses)
-        with pytest.raises(Unusable, match=r"does not work here: RuntimeError: no kernel image is available$"):
+        with pytest.raises(
+            Unusable, match=r"does not work here: RuntimeError: the kernel failed \.\.\. no kernel image is available$"
+        ):
             usable("flashinfer", LAYOUT)
 
     def test_runs_and_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:

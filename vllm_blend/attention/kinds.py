@@ -57,8 +57,10 @@ def usable(name: str, layout: HeadLayout, workload: Workload | None = None) -> A
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    """An exception in one line: libraries say what failed in the first of theirs, and often why in the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    return f"{type(error).__name__}: {text[:400]}"
 
 
 def _cpu(layout: HeadLayout) -> AttentionBackend:
