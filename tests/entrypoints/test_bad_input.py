@@ -14,6 +14,7 @@ from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, greedy, new_llm, run, tiny_model, tokens_of
 from tests.models.tiny import edit_config
 from vllm_blend import SamplingParams
+from vllm_blend.attention.torch_native import TorchNativeBackend
 
 TINY = tiny_model("llama")
 GOOD: Any = {"prompt_token_ids": [5, 6, 7]}
@@ -111,6 +112,12 @@ def test_engine_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_blend_settings_that_exclude_each_other(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_llm(TINY, enable_blending=True, **arguments)
+
+
+def test_pages_smaller_than_the_attention_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchNativeBackend, "smallest_block", 32)
+    with pytest.raises(ValueError, match=r"'torch_native': block_size=16, but .* 32 tokens and more; raise block_size"):
+        new_llm(TINY, attention_backend="torch_native")
 
 
 def test_an_unknown_argument() -> None:

@@ -90,6 +90,17 @@ def test_graphs_change_nothing() -> None:
     assert texts[0] == texts[1]
 
 
+def test_pages_that_the_kernels_do_not_take(caplog: pytest.LogCaptureFixture) -> None:
+    """An error where the kernels were forced, plain torch and a warning where they were not."""
+    arguments: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 8, **SMALL}
+    with pytest.raises(ValueError, match=r"'cuda': block_size=8, but .* 16 tokens and more; raise block_size"):
+        LLM(MODEL, attention_backend="cuda", **arguments)
+    llm = LLM(MODEL, **arguments)
+    assert "plain torch: block_size=8" in caplog.text
+    [output] = llm.generate(prompts(1), SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert output.error is None
+
+
 @contextmanager
 def no_hidden_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device raises RuntimeError, but for waiting for an event."""

@@ -28,6 +28,7 @@ class CUDABackend(AttentionBackend):
     """
 
     name = "cuda"
+    smallest_block = 16
     capturable_decode = True
     capturable_mass = True
 

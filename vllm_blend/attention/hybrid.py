@@ -31,6 +31,7 @@ class HybridBackend(AttentionBackend):
     ) -> None:
         self.dense, self.scattered, self.decode, self.mass = dense, scattered, decode, mass
         self.name = f"hybrid({dense.name}, {scattered.name}, {decode.name}, {mass.name})"
+        self.smallest_block = max(backend.smallest_block for backend in (dense, scattered, decode, mass))
         self.capturable_decode = decode.capturable_decode
         self.capturable_mass = mass.capturable_mass
         self._metadata: AttentionMetadata | None = None

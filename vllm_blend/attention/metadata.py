@@ -83,6 +83,7 @@ class AttentionBackend(ABC):
     """One way to compute the contract. Implementations are registered by name in `attention/registry.py`."""
 
     name: str
+    smallest_block: int = 1  # tokens of a page of the cache, at least
     capturable_decode: bool = False  # whether steps of one row a request may be captured into a CUDA graph
     capturable_mass: bool = False  # whether passes that measure attention mass may, for any number of rows and keys
 

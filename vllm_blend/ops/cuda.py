@@ -204,7 +204,7 @@ def _expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, contiguous: boo
 def _rows(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> int:
     """As `_expect` for [tokens, heads, head_dim] whose tokens may be strided (a slice of a packed projection)."""
     pointer = _expect(tensor, name, dtype, contiguous=False)
-    if tensor.dim() != 3 or tensor.stride(1) != tensor.shape[2]:
+    if tensor.dim() != 3 or (tensor.stride(1) != tensor.shape[2] and tensor.shape[0] * (tensor.shape[1] - 1) > 0):
         raise ValueError(f"{name} must be [tokens, heads, head_dim] with contiguous heads")
     return pointer
 

@@ -78,15 +78,15 @@ class Worker:
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
     def _make_backend(self) -> AttentionBackend:
-        return make_backend(
-            self.config.attention_backend,
-            self.device,
-            self.dtype,
-            self.head_dim,
-            self.num_heads,
-            self.num_kv_heads,
-            self.wants_graphs,
-        )
+        heads = (self.head_dim, self.num_heads, self.num_kv_heads)
+        name, size = self.config.attention_backend, self.config.cache.block_size
+        backend = make_backend(name, self.device, self.dtype, *heads, self.wants_graphs)
+        if size >= backend.smallest_block:
+            return backend
+        unfit = f"block_size={size}, but {backend.name!r} takes pages of {backend.smallest_block} tokens and more"
+        require(name == "auto", f"attention_backend={name!r}: {unfit}; raise block_size, or use 'auto'")
+        logger.warning("attention runs in plain torch: %s", unfit)
+        return make_backend("torch_native", self.device, self.dtype, *heads)
 
     @property
     def _block_bytes(self) -> int:
