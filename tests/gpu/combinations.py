@@ -1,10 +1,11 @@
-"""Prints the attention backends that work on this GPU, with each dtype they take: `backend dtype`, one pair a line."""
+"""Prints the attention backends that work on this GPU, with each dtype they take: `backend dtype`, one pair a line.
+
+Where there are several, "auto" is one more: it may divide the work among them.
+"""
 
 from __future__ import annotations
 
 import sys
-
-import torch
 
 from tests.tolerances import TOLERANCES
 from vllm_blend.attention.kinds import KINDS
@@ -13,12 +14,14 @@ from vllm_blend.config import resolve_device, resolve_dtype
 
 if __name__ == "__main__":
     device = resolve_device("cuda")
-    for name in KINDS:
-        for dtype in TOLERANCES:
+    for dtype in TOLERANCES:
+        found = []
+        for name in KINDS:
             try:
                 make_backend(name, device, resolve_dtype(dtype, None, device), head_dim=64)
             except (ImportError, ValueError, RuntimeError) as reason:
                 print(f"left out: {name} {dtype}: {reason}", file=sys.stderr)
             else:
-                print(name, dtype)
-    torch.cuda.synchronize()
+                found.append(name)
+        for name in [*found, *(["auto"] if len(found) > 1 else [])]:
+            print(name, dtype)

@@ -229,5 +229,4 @@ def test_bfloat16_is_as_accurate_as_hugging_face(architecture: str, tmp_path: Pa
     exact = hf_logits(hf_model.float(), ids)
     theirs = (hf_logits(hf_model.bfloat16(), ids) - exact).square().mean().sqrt()
     ours = PagedRunner(load_tiny(str(tmp_path), dtype=torch.bfloat16)).run(ids, [30, 40])
-    assert ours.dtype == torch.float32
     assert (ours - exact).square().mean().sqrt() <= 1.3 * theirs

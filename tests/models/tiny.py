@@ -125,11 +125,11 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(self, steps: Sequence[tuple[int, torch.Tensor]], hooks: Sequence[LayerHook] = ()) -> torch.Tensor:
-        """Logits [rows, vocab] of one forward pass, on the host."""
+        """Logits [rows, vocab] of one forward pass, on the host in float32."""
         context = ForwardContext(self.metadata(steps), self.caches, self.backend, hooks)
         with forward_context(context):
             hidden = self.model(torch.cat([ids for _, ids in steps]).to(DEVICE))
-        return self.model.compute_logits(hidden).cpu()
+        return self.model.compute_logits(hidden).cpu().float()
 
     def run(self, ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
         """Logits of one request computed in consecutive chunks of these lengths."""
