@@ -1,6 +1,6 @@
 """Checks and times every CUDA kernel on this GPU in one call; builds nothing.
 
-    python benchmarks/kernels_gpu.py [--only prefill,decode,memory,select]
+    python benchmarks/kernels_gpu.py [--only prefill,decode,few,memory,select]
 
 A time is the median over replays of a CUDA graph of several calls whose rotating inputs together exceed the L2 cache,
 as the layers of a model do. Beside it: its rate, and torch or cuDNN at the same work in the same run. The shape is 32
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_blend.ops import cuda
+from vllm_blend import ops
+from vllm_blend.ops import cuda, cuda_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 SCALE = DIM**-0.5
@@ -78,7 +79,7 @@ def sampled_error(
     for row in [*range(0, len(q), max(1, len(q) // 24)), len(q) - 1]:
         n = int(positions[row]) + 1
         scores = torch.einsum("hgd,khd->hgk", q[row].double().view(KV_HEADS, -1, DIM), k[:n].double()) * SCALE
-        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:n].double()).reshape(HEADS, DIM)
+        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:n].double()).reshape(-1, DIM)
         worst = max(worst, relative(out[row], expected))
     return worst
 
@@ -95,13 +96,16 @@ def prefill_case(length: int, ratio: float) -> None:
     inner = max(n, min(32, int(4e12 // flop)))  # about 8 ms of work a replay
 
     def measure(variant: str) -> None:
-        plan = cuda.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant)
-        cuda.prefill_attention(qs[0], *caches[0], plan, SCALE, out.fill_(float("nan")), lse)
+        plan = cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant)
+        cuda_attention.attention(qs[0], *caches[0], plan, SCALE, out.fill_(float("nan")), lse)
         error = sampled_error(out, qs[0], caches[0], table[0], positions)
-        ms = time_ms(lambda i: cuda.prefill_attention(qs[i % n], *caches[i % n], plan, SCALE, out), inner)
-        burst = time_ms(lambda i: cuda.prefill_attention(qs[i % n], *caches[i % n], plan, SCALE, out), 1, 9)
-        again = plan.workspace
-        plan_ms = time_ms(lambda i: cuda.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant, again))
+        ms = time_ms(lambda i: cuda_attention.attention(qs[i % n], *caches[i % n], plan, SCALE, out), inner)
+        burst = time_ms(lambda i: cuda_attention.attention(qs[i % n], *caches[i % n], plan, SCALE, out), 1, 9)
+        needed = cuda_attention.prefill_workspace_bytes(count, 1, HEADS, KV_HEADS, DIM)
+        again = torch.empty(needed, dtype=torch.uint8, device=DEVICE)
+        plan_ms = time_ms(
+            lambda i: cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant, again)
+        )
         name = f"{variant:6} {100 * ratio:3.0f}% of {length:6}"
         speed = f"{ms:8.4f} ms {flop / ms / 1e9:6.0f} TFLOP/s (alone {burst:.4f} ms)"
         print(f"{name}: {speed}  error {error:.1e}  plan {1000 * plan_ms:.1f} us")
@@ -125,32 +129,56 @@ def bench_prefill() -> None:
         prefill_case(length, ratio)
 
 
-def decode_case(batch: int, length: int) -> None:
-    read = 2 * batch * length * KV_HEADS * DIM * 2
+def reading_ms(moved: int) -> float:
+    """Of `moved` bytes: what no kernel that reads K and V once can beat."""
+    sets = max(1, int(4e8 // moved))
+    pool = [torch.randint(-9, 9, (moved // 4,), dtype=torch.int32, device=DEVICE) for _ in range(sets)]
+    return time_ms(lambda i: pool[i % sets].amax(), max(4, sets))
+
+
+def decode_case(lengths: list[int], heads: int = HEADS, queries: int = 1, name: str = "") -> None:
+    batch, read = len(lengths), 2 * sum(lengths) * KV_HEADS * DIM * 2
     sets = max(1, min(16, int(4e8 // read) + 1))
-    caches, table = paged([length] * batch, sets)
-    q = random(batch, HEADS, DIM)
-    positions = torch.full((batch,), length - 1, device=DEVICE)
-    workspace = cuda.decode_workspace(batch, HEADS, KV_HEADS, DIM, DEVICE, 64)
+    caches, table = paged(lengths, sets)
+    q = random(batch * queries, heads, DIM)
+    positions = torch.tensor([n - queries + i for n in lengths for i in range(queries)], device=DEVICE)
+    starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(q)
 
-    def run(i: int, splits: int = 0) -> None:
-        cuda.decode_attention(q, *caches[i % sets], positions, table, SCALE, workspace, length, None, splits, out)
+    def plan() -> cuda_attention.AttentionPlan:
+        if queries > cuda_attention.decode_max_queries(heads, KV_HEADS, DIM):
+            return cuda_attention.plan_prefill(positions, starts, table, *caches[0], heads)
+        return cuda_attention.plan_decode(positions, table, *caches[0], heads, None, starts, queries)
 
-    def timed(splits: int) -> str:
-        ms = time_ms(lambda i: run(i, splits), max(4, sets))
-        return f"{splits or 'auto'}: {1000 * ms:.1f} us {read / ms / 1e6:.0f} GB/s"
+    planned = plan()
+
+    def run(i: int) -> None:
+        cuda_attention.attention(q, *caches[i % sets], planned, SCALE, out)
 
     run(0)
-    error = sampled_error(out[:1], q[:1], caches[0], table[0], positions)
-    finer = [s for s in sorted({max(1, c // (batch * KV_HEADS)) for c in (132, 264, 528, 1056)}) if s <= 64]
-    print(f"batch {batch:3} @ {length}: error {error:.1e}; splits " + ", ".join(timed(s) for s in [0, *finer]))
+    error = sampled_error(out[:queries], q[:queries], caches[0], table[0], positions)
+    ms, plan_ms = time_ms(run, max(4, sets)), time_ms(lambda i: plan())
+    what = name or f"batch {batch:3} @ {lengths[0]:5}, {queries} queries"
+    floor = reading_ms(read)
+    ours, best = (f"{1000 * t:6.1f} us {read / t / 1e6:5.0f} GB/s" for t in (ms, floor))
+    print(f"{what:28}: {ours}, reading {best}, plan {1000 * plan_ms:.1f} us, error {error:.1e}")
 
 
 def bench_decode() -> None:
-    print("\npaged decode attention, one layer, GB/s of K and V read")
-    for batch, length in [(1, 4096), (8, 4096), (32, 4096), (128, 2048), (1, 32000)]:
-        decode_case(batch, length)
+    print("\npaged decode attention, one layer, GB/s of K and V read; beside it torch.amax of as many bytes")
+    for batch, length in [(1, 512), (1, 4096), (8, 4096), (32, 4096), (128, 2048), (1, 32000)]:
+        decode_case([length] * batch)
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randint(100, 1600, (256,), generator=generator).tolist()
+    decode_case(mix, 16, name="256 of 100 - 1600, 16/8 heads")
+
+
+def bench_few() -> None:
+    print("\nfew queries over long keys, one layer: up to 8 by the decode kernel, more by the prefill kernel")
+    for length in (4096, 32000):
+        for queries in (2, 4, 8, 16, 32):
+            decode_case([length], queries=queries)
+    decode_case([2048] * 32, queries=5)
 
 
 def report(name: str, moved: float, ours: float, other: float, error: float) -> None:
@@ -202,9 +230,15 @@ def rope_case(tokens: int) -> None:
         values.view(-1, KV_HEADS, DIM).index_copy_(0, slots, x[:, HEADS + KV_HEADS :])
 
     expected = rotate(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], cos, sin)
-    cuda.rope_and_cache(qkvs[0], cos, sin, positions, keys, values, slots, HEADS)
+    packed = [x.view(tokens, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1) for x in qkvs]
+
+    def rope(i: int) -> None:
+        q, k, v = packed[i % 16]
+        cuda.rope_and_cache(q, k, v, cos, sin, positions, keys, values, slots)
+
+    rope(0)
     error = relative(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], expected)
-    ours = time_ms(lambda i: cuda.rope_and_cache(qkvs[i % 16], cos, sin, positions, keys, values, slots, HEADS), 16)
+    ours = time_ms(rope, 16)
     report(f"rope_and_cache {tokens}", 4 * qkvs[0].numel(), ours, time_ms(plain, 4), error)
 
 
@@ -249,15 +283,13 @@ def deviation_case(length: int) -> None:
     caches, table = paged([length], 4)
     slots = (table[0].long()[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length].contiguous()
     fresh = [random(length, KV_HEADS, DIM) for _ in range(4)]
-    deviation = torch.empty(length, device=DEVICE)
 
     def plain(i: int) -> torch.Tensor:
         old = caches[i % 4][1].view(-1, KV_HEADS, DIM)[slots]
         return (fresh[i % 4].float() - old.float()).pow(2).sum((1, 2))
 
-    cuda.kv_deviation(fresh[0], caches[0][1], slots, deviation)
-    error = relative(deviation, plain(0))
-    ours = time_ms(lambda i: cuda.kv_deviation(fresh[i % 4], caches[i % 4][1], slots, deviation))
+    error = relative(ops.kv_deviation(fresh[0], caches[0][1], slots), plain(0))
+    ours = time_ms(lambda i: ops.kv_deviation(fresh[i % 4], caches[i % 4][1], slots))
     report(f"kv_deviation {length}", 4 * fresh[0].numel(), ours, time_ms(plain, 4), error)
 
 
@@ -266,7 +298,7 @@ def mass_case(length: int, rows: int) -> None:
     q = random(rows, HEADS, DIM)
     positions = torch.arange(length - rows, length, device=DEVICE)
     start = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
-    plan = cuda.plan_prefill(positions, start, table, *caches[0], HEADS)
+    plan = cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS)
     lse, mass = torch.empty(rows, HEADS, device=DEVICE), torch.zeros(KV_HEADS, length, device=DEVICE)
 
     def plain(i: int) -> torch.Tensor:
@@ -275,11 +307,11 @@ def mass_case(length: int, rows: int) -> None:
         seen = torch.arange(length, device=DEVICE) <= positions[:, None]
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).sum(1).mean(0)
 
-    cuda.prefill_attention(q, *caches[0], plan, SCALE, lse=lse)
-    cuda.attention_mass(q, lse, positions, *caches[0], table[0], mass, SCALE)
+    cuda_attention.attention(q, *caches[0], plan, SCALE, lse=lse)
+    cuda_attention.attention_mass(q, lse, positions, *caches[0], table[0], mass, SCALE)
     error = relative(mass.sum(0), plain(0))
-    attend = time_ms(lambda i: cuda.prefill_attention(q, *caches[i % 4], plan, SCALE, lse=lse))
-    ours = time_ms(lambda i: cuda.attention_mass(q, lse, positions, *caches[i % 4], table[0], mass, SCALE))
+    attend = time_ms(lambda i: cuda_attention.attention(q, *caches[i % 4], plan, SCALE, lse=lse))
+    ours = time_ms(lambda i: cuda_attention.attention_mass(q, lse, positions, *caches[i % 4], table[0], mass, SCALE))
     report(f"attention_mass {rows} x {length}", 2 * caches[0][0].numel(), ours, time_ms(plain, 2), error)
     print(f"    and the attention that gives its LSE: {1000 * attend:.1f} us")
 
@@ -292,7 +324,13 @@ def bench_select() -> None:
             mass_case(length, rows)
 
 
-BENCHES = {"prefill": bench_prefill, "decode": bench_decode, "memory": bench_memory, "select": bench_select}
+BENCHES = {
+    "prefill": bench_prefill,
+    "decode": bench_decode,
+    "few": bench_few,
+    "memory": bench_memory,
+    "select": bench_select,
+}
 
 
 def main() -> None:

@@ -112,6 +112,7 @@ inline bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 
 // Properties of the current device, read once per device: cudaDeviceGetAttribute is cheap but not free.
 struct DeviceInfo {
   int sms, major;
+  int smem;  // bytes of shared memory a block may ask for
 };
 inline int device_info(DeviceInfo* info) {
   constexpr int kMax = 64;
@@ -124,6 +125,7 @@ inline int device_info(DeviceInfo* info) {
     return 0;
   }
   if ((e = cudaDeviceGetAttribute(&info->major, cudaDevAttrComputeCapabilityMajor, device)) != cudaSuccess) return e;
+  if ((e = cudaDeviceGetAttribute(&info->smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) != cudaSuccess) return e;
   if ((e = cudaDeviceGetAttribute(&info->sms, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess) return e;
   if (device < kMax) known[device] = *info;
   return 0;

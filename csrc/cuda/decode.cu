@@ -1,343 +1,352 @@
-// Paged decode attention: one query a request, bound by reading K and V once.
+// Paged decode attention: one query a request, or a few, bound by reading K and V once.
 //
-// A block of four warps takes one request, one KV head (its query heads packed, up to eight) and one span of keys. Warps take
-// 16-key tiles in turn and read K and V straight from the pages into tensor-core fragments, 16 bytes a lane: the contraction
-// runs over channels in whatever order those loads deliver, since the query is read in the same order, and pairs of V rows are
-// interleaved in registers. The last block of a request and head to finish merges the spans.
-#include "common.cuh"
+// A block computes its share of the plan for one unit. Its warps take 16-key tiles in turn, each through a ring of its own in
+// shared memory that is filled ahead, into the next requests too: nothing but the end of a request joins the warps. What the
+// warps found is merged through shared memory; parts of a cut request are merged by the block that finishes last.
+#include "decode_plan.cuh"
 
 namespace vb {
 namespace {
 
-constexpr int kWarps = 4, kThreads = kWarps * 32, kHeads = 8, kKeys = 16;
-constexpr int kMaxSplits = 128;
-constexpr int kMaxCells = 65536;  // (request, heads) pairs that may be split
+template <typename T, int D, int kRows, bool kLarge>
+__global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+  using S = DecodeShape<D, kRows, kLarge>;
+  constexpr int kWarps = S::kWarps, kThreads = S::kThreads, kStages = S::kStages;
+  constexpr int kRowTiles = (kRows + 15) / 16, kHalves = kRows > 8 ? 2 : 1;  // halves: eight rows of a 16-row product
+  constexpr int kChunks = D / 8, kSteps = (D + 31) / 32, kCopies = (kDecodeKeys * kChunks + 31) / 32;
+  // 16-byte chunks of a row trade places so that eight lanes hit all banks: K is read as rows 2 i and 2 i + 1 times four chunks,
+  // V as one chunk of eight rows.
+  constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+  auto k_place = [](int row, int chunk) { return row * (D * 2) + (chunk ^ (kChunks % 8 ? 0 : (row & 1) << 2)) * 16; };
+  auto v_place = [](int row, int chunk) { return row * (D * 2) + (chunk ^ (row / (8 / kSpread) & (kSpread - 1))) * 16; };
+  extern __shared__ __align__(128) char smem[];
+  char* query_smem = smem + kStages * kWarps * 2 * S::kTile;
+  float* merge = reinterpret_cast<float*>(query_smem + S::kQuery);
+  float2* warp_stats = reinterpret_cast<float2*>(query_smem + S::kQuery + S::kMerge);  // [kWarps][kRows]
+  int* arrived = reinterpret_cast<int*>(warp_stats + kWarps * kRows);
 
-struct DecodeParams {
-  const void* q;
-  void* out;
-  float* lse;
-  const void* key;
-  const void* value;
-  const int64_t* positions;
-  const int32_t* block_tables;
-  int32_t* counters;  // [batch, units]
-  float2* stats;      // [batch, units, splits, kHeads]
-  float* partial;     // [batch, units, splits, kHeads, head_dim]
-  int64_t q_token_stride, out_token_stride, page_stride, slot_stride, head_stride;
-  int block_table_stride, log_block, kv_heads, group, head_blocks, window;
-  float scale_log2;
-};
-
-__device__ __forceinline__ uint4 load_stream(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-// The product of m16n8k16 whose rows 8-15 are unused.
-template <typename T>
-__device__ __forceinline__ void mma_upper(float (&c)[2], uint32_t a0, uint32_t a2, uint32_t b0, uint32_t b1) {
-  float full[4] = {c[0], c[1], 0.f, 0.f};
-  const uint32_t a[4] = {a0, 0u, a2, 0u};
-  mma16816<T>(full, a, b0, b1);
-  c[0] = full[0];
-  c[1] = full[1];
-}
-
-template <typename T, int D>
-__global__ void __launch_bounds__(kThreads, D == 256 ? 2 : 3) decode_kernel(DecodeParams p) {
-  constexpr int kK = (D + 31) / 32;  // 32-channel loads of a key
-  constexpr int kV = (D + 63) / 64;  // 64-channel loads of a value
-  __shared__ float warp_out[kWarps][kHeads][D];
-  __shared__ float2 warp_stats[kWarps][kHeads];
-  __shared__ int arrived;
-
-  const int split = blockIdx.x, unit = blockIdx.y, request = blockIdx.z;
-  const int kv_head = unit / p.head_blocks, head0 = (unit % p.head_blocks) * kHeads;
-  const int heads = min(kHeads, p.group - head0);
+  const int units = p.work.units, share_index = blockIdx.x / units, unit = blockIdx.x % units;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q4 = lane & 3;
+  const int kv_head = unit / p.head_blocks, head0 = (unit % p.head_blocks) * kRows;
+  const int heads = min(p.head_blocks == 1 ? p.group : kRows, p.group - head0);
+  const DecodeShare share = p.work.shares[share_index];
+  if (share.last < share.first) return;
+  auto span_of = [&](int request) {
+    const int4 v = reinterpret_cast<const int4*>(p.work.spans)[request];
+    return DecodeSpan{v.x, v.y, v.z, v.w};
+  };
+  auto begin_of = [&](int request, const DecodeSpan& s) { return request == share.first ? share.tile_begin : s.tile_begin(); };
+  auto end_of = [&](int request, const DecodeSpan& s) { return request == share.last ? share.tile_end : s.tile_end(); };
 
-  // The span of this block, in 16-key tiles; blocks past the end of a short context have nothing to do.
-  const int position = static_cast<int>(p.positions[request]);
-  const int low = p.window ? max(0, position - p.window + 1) : 0;
-  const int first_tile = low / kKeys, tiles = position / kKeys + 1 - first_tile;
-  const int per_split = (tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps) * kWarps;
-  const int splits = max(1, (tiles + per_split - 1) / per_split);
-  if (split >= splits) return;
-  const int tile_end = first_tile + min(tiles, (split + 1) * per_split);
-
-  const T* query = static_cast<const T*>(p.q) + request * p.q_token_stride + int64_t(kv_head * p.group + head0 + g) * D;
-  uint4 qf[kK];
-#pragma unroll
-  for (int s = 0; s < kK; ++s) {
-    const int dim = 32 * s + 8 * q4;
-    qf[s] = g < heads && dim < D ? *reinterpret_cast<const uint4*>(query + dim) : make_uint4(0, 0, 0, 0);
-  }
-
-  const int32_t* table = p.block_tables + int64_t(request) * p.block_table_stride;
+  // Loads, kStages tiles ahead of the products. The page of the next tile is looked up one load early.
+  const uint32_t ring = smem_address(smem) + warp * kStages * 2 * S::kTile;
   const int block_mask = (1 << p.log_block) - 1;
-  auto page_offset = [&](int page, int tile) {
-    return int64_t(page) * p.page_stride + int64_t((tile * kKeys) & block_mask) * p.slot_stride + kv_head * p.head_stride;
-  };
-  auto page_of = [&](int tile) { return tile < tile_end ? table[(tile * kKeys) >> p.log_block] : 0; };
-  uint4 kf[2][kK], vf[4][kV];
-  auto load_keys = [&](int64_t offset) {
-    const T* base = static_cast<const T*>(p.key) + offset + 8 * q4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int s = 0; s < kK; ++s)
-        kf[i][s] = 32 * s + 8 * q4 < D ? load_stream(base + (8 * i + g) * p.slot_stride + 32 * s) : make_uint4(0, 0, 0, 0);
-  };
-  auto load_values = [&](int64_t offset, int tile) {
-    const T* base = static_cast<const T*>(p.value) + offset + 8 * g;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 2 * q4 + (i & 1) + 8 * (i >> 1), key = tile * kKeys + row;
-      const bool seen = key >= low && key <= position;  // unseen slots may never have been written
-#pragma unroll
-      for (int c = 0; c < kV; ++c)
-        vf[i][c] = seen && 64 * c + 8 * g < D ? load_stream(base + row * p.slot_stride + 64 * c) : make_uint4(0, 0, 0, 0);
+  DecodeSpan load_span = span_of(share.first);
+  int load_request = share.first, load_tile = begin_of(share.first, load_span) + warp, load_end = end_of(share.first, load_span);
+  int load_page = 0;
+  auto find_page = [&] {
+    while (load_tile >= load_end) {
+      if (++load_request > share.last) return;
+      load_span = span_of(load_request);
+      load_tile = begin_of(load_request, load_span) + warp;
+      load_end = end_of(load_request, load_span);
     }
+    load_page = p.block_tables[int64_t(load_request) * p.block_table_stride + ((load_tile * kDecodeKeys) >> p.log_block)];
   };
-
-  float o[kV * 8][2], m = -INFINITY, sum = 0.f;
+  auto load = [&](int stage) {
+    if (load_request <= share.last) {
+      const int key0 = load_tile * kDecodeKeys;
+      const int64_t offset =
+          int64_t(load_page) * p.page_stride + int64_t(key0 & block_mask) * p.slot_stride + kv_head * p.head_stride;
+      const uint32_t to = ring + stage * 2 * S::kTile;
 #pragma unroll
-  for (int i = 0; i < kV * 8; ++i) o[i][0] = o[i][1] = 0.f;
-  int tile = first_tile + split * per_split + warp;
-  int64_t offset = page_offset(page_of(tile), tile);
-  int next_page = page_of(tile + kWarps);
-  if (tile < tile_end) load_keys(offset);
-  while (tile < tile_end) {
-    load_values(offset, tile);
-    float s[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int k = 0; k < kK; ++k) {
-        mma_upper<T>(s[i], qf[k].x, qf[k].y, kf[i][k].x, kf[i][k].y);
-        mma_upper<T>(s[i], qf[k].z, qf[k].w, kf[i][k].z, kf[i][k].w);
+      for (int i = 0; i < kCopies; ++i) {
+        const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
+        if (kDecodeKeys * kChunks % 32 && row >= kDecodeKeys) break;
+        // What no query sees may never have been written: zeros take its place, since 0 * NaN is NaN.
+        const bool seen = key0 + row >= load_span.low && key0 + row <= load_span.high;
+        const int64_t from = offset + row * p.slot_stride + chunk * 8;
+        cp_async16(to + k_place(row, chunk), static_cast<const T*>(p.key) + from, seen);
+        cp_async16(to + S::kTile + v_place(row, chunk), static_cast<const T*>(p.value) + from, seen);
       }
-    const int next = tile + kWarps;
-    offset = page_offset(next_page, next);
-    next_page = page_of(next + kWarps);
-    if (next < tile_end) load_keys(offset);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int key = tile * kKeys + 8 * i + 2 * q4 + e;
-        if (key > position || key < low) s[i][e] = -INFINITY;
-      }
-    const float top = fmaxf(m, quad_max(fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1]))));
-    const float shift = top == -INFINITY ? 0.f : top * p.scale_log2;
-    const float alpha = exp2_fast(m * p.scale_log2 - shift);
-    m = top;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) s[i][e] = exp2_fast(s[i][e] * p.scale_log2 - shift);
-    sum = sum * alpha + (s[0][0] + s[0][1]) + (s[1][0] + s[1][1]);
-#pragma unroll
-    for (int i = 0; i < kV * 8; ++i) o[i][0] *= alpha, o[i][1] *= alpha;
-    const uint32_t a0 = Type<T>::pack(s[0][0], s[0][1]), a2 = Type<T>::pack(s[1][0], s[1][1]);
-#pragma unroll
-    for (int c = 0; c < kV; ++c)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        auto word = [&](int i) { return w == 0 ? vf[i][c].x : w == 1 ? vf[i][c].y : w == 2 ? vf[i][c].z : vf[i][c].w; };
-        const uint32_t r0 = word(0), r1 = word(1), r2 = word(2), r3 = word(3);
-        mma_upper<T>(o[c * 8 + 2 * w], a0, a2, __byte_perm(r0, r1, 0x5410), __byte_perm(r2, r3, 0x5410));
-        mma_upper<T>(o[c * 8 + 2 * w + 1], a0, a2, __byte_perm(r0, r1, 0x7632), __byte_perm(r2, r3, 0x7632));
-      }
-    tile = next;
-  }
-
-  // Column 2 q4 + e of product t holds channel 64 c + 8 (2 q4 + e) + t.
-  sum = quad_sum(sum);
-  if (q4 == 0) warp_stats[warp][g] = make_float2(m, sum);
-#pragma unroll
-  for (int c = 0; c < kV; ++c)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int dim = 64 * c + 8 * (2 * q4 + e);
-      if (dim < D) {
-        float4* to = reinterpret_cast<float4*>(&warp_out[warp][g][dim]);
-        to[0] = make_float4(o[c * 8][e], o[c * 8 + 1][e], o[c * 8 + 2][e], o[c * 8 + 3][e]);
-        to[1] = make_float4(o[c * 8 + 4][e], o[c * 8 + 5][e], o[c * 8 + 6][e], o[c * 8 + 7][e]);
-      }
+      load_tile += kWarps;
+      find_page();
     }
-  __syncthreads();
+    cp_async_commit();
+  };
+  find_page();
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) load(i);
 
-  auto write = [&](int head, int dim, float4 v, float2 total) {
-    const float inverse = total.y > 0.f ? 1.f / total.y : 0.f;
-    const int64_t h = kv_head * p.group + head0 + head;
-    *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + request * p.out_token_stride + h * D + dim) =
-        make_uint2(Type<T>::pack(v.x * inverse, v.y * inverse), Type<T>::pack(v.z * inverse, v.w * inverse));
-    if (p.lse && dim == 0)
-      p.lse[int64_t(request) * (p.kv_heads * p.group) + h] =
-          total.y > 0.f ? (total.x * p.scale_log2 + __log2f(total.y)) * kLn2 : -INFINITY;
+  auto query_of = [&](const DecodeSpan& span, int row, int chunk) {
+    const T* q = static_cast<const T*>(p.q) + (span.token + row / heads) * p.q_token_stride;
+    return *reinterpret_cast<const uint4*>(q + int64_t(kv_head * p.group + head0 + row % heads) * D + chunk * 8);
   };
-  auto weight_of = [&](float part, float top) { return part == -INFINITY ? 0.f : exp2_fast((part - top) * p.scale_log2); };
-  auto add = [](float4& acc, float weight, float4 v) {
-    acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
-  };
-  const int64_t cell = int64_t(request) * gridDim.y + unit;
-  float2* stats = p.stats + cell * gridDim.x * kHeads;
-  float* partial = p.partial + cell * gridDim.x * kHeads * D;
-  for (int i = tid; i < heads * (D / 4); i += kThreads) {
-    const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    float2 total = make_float2(-INFINITY, 0.f);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) total.x = fmaxf(total.x, warp_stats[w][head].x);
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = weight_of(warp_stats[w][head].x, total.x);
-      total.y += weight * warp_stats[w][head].y;
-      add(v, weight, *reinterpret_cast<const float4*>(&warp_out[w][head][dim]));
-    }
-    if (splits == 1) {
-      write(head, dim, v, total);
+  uint4 held[kRows > 8 ? 1 : kSteps];
+  auto fetch_query = [&](const DecodeSpan& span) {
+    const int rows = span.queries * heads;
+    if constexpr (kRows > 8) {
+      for (int i = tid; i < kRows * kChunks; i += kThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const uint4 v = row < rows ? query_of(span, row, chunk) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(query_smem + k_place(row, chunk)) = v;
+      }
     } else {
-      __stcg(reinterpret_cast<float4*>(partial + (int64_t(split) * kHeads + head) * D + dim), v);
-      if (dim == 0) __stcg(stats + split * kHeads + head, total);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        held[s] = g < rows && 4 * s + q4 < kChunks ? query_of(span, g, 4 * s + q4) : make_uint4(0, 0, 0, 0);
     }
-  }
-  if (splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (tid == 0) {
-    arrived = atomicAdd(p.counters + cell, 1);
-    if (arrived == splits - 1) p.counters[cell] = 0;
-  }
-  __syncthreads();
-  if (arrived != splits - 1) return;
-  __threadfence();
-  // The last block: weights of all parts first (a warp a head, a lane a part), then parts eight at a time.
-  float(*weights)[kMaxSplits] = reinterpret_cast<float(*)[kMaxSplits]>(&warp_out[0][0][0]);
-  static_assert(kMaxSplits <= kWarps * D, "weights reuse the space of the warps' outputs");
-  __shared__ float2 totals[kHeads];
-  for (int head = warp; head < heads; head += kWarps) {
-    float2 mine[kMaxSplits / 32];
-    float top = -INFINITY, all = 0.f;
+  };
+  DecodeSpan span = span_of(share.first);
+  fetch_query(span);
+  if constexpr (kRows > 8) __syncthreads();
+
+  int stage = 0;
+  for (int request = share.first; request <= share.last; ++request) {
+    const int rows = span.queries * heads;
+    int position[kRowTiles][kHalves];
 #pragma unroll
-    for (int j = 0; j < kMaxSplits / 32; ++j) {
-      const int s = lane + 32 * j;
-      mine[j] = s < splits ? __ldcg(stats + s * kHeads + head) : make_float2(-INFINITY, 0.f);
-      top = fmaxf(top, mine[j].x);
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        const int row = 16 * t + 8 * h + g;
+        position[t][h] = row >= rows          ? -1
+                         : span.queries == 1 ? span.high
+                                             : static_cast<int>(p.positions[span.token + row / heads]);
+      }
+    float o[kRowTiles][D / 8][4], m[kRowTiles][kHalves], sum[kRowTiles][kHalves];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) o[t][j][0] = o[t][j][1] = o[t][j][2] = o[t][j][3] = 0.f;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) m[t][h] = -INFINITY, sum[t][h] = 0.f;
     }
+    const int tile_end = end_of(request, span);
+    for (int tile = begin_of(request, span) + warp; tile < tile_end; tile += kWarps) {
+      cp_async_wait<kStages - 1>();
+      __syncwarp();
+      const char* k_tile = smem + (warp * kStages + stage) * 2 * S::kTile;
+      const uint32_t v_tile = ring + stage * 2 * S::kTile + S::kTile;
+      float s[kRowTiles][2][4] = {};
 #pragma unroll
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+      for (int k = 0; k < kSteps; ++k) {
+        // The contraction runs over channels in the order that 16-byte reads give, of K and of the query alike.
+        const bool inside = kChunks % 4 == 0 || 4 * k + q4 < kChunks;
+        uint4 kf[2];
 #pragma unroll
-    for (int j = 0; j < kMaxSplits / 32; ++j) {
-      const float weight = weight_of(mine[j].x, top);
-      all += weight * mine[j].y;
-      weights[head][lane + 32 * j] = weight;
+        for (int i = 0; i < 2; ++i)
+          kf[i] = inside ? *reinterpret_cast<const uint4*>(k_tile + k_place(8 * i + g, 4 * k + q4)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          uint4 a = make_uint4(0, 0, 0, 0), b = a;
+          if constexpr (kRows <= 8) {
+            a = held[k];
+          } else if (inside) {
+            a = *reinterpret_cast<const uint4*>(query_smem + k_place(16 * t + g, 4 * k + q4));
+            b = *reinterpret_cast<const uint4*>(query_smem + k_place(16 * t + 8 + g, 4 * k + q4));
+          }
+          const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            mma16816<T>(s[t][i], even, kf[i].x, kf[i].y);
+            mma16816<T>(s[t][i], odd, kf[i].z, kf[i].w);
+          }
+        }
+      }
+      uint32_t prob[kRowTiles][4] = {};
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          const int last = position[t][h] - tile * kDecodeKeys - 2 * q4, before = p.window ? last - p.window : INT32_MIN;
+          float top = m[t][h];
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& v = s[t][i][2 * h + e];
+              if (8 * i + e > last || 8 * i + e <= before) v = -INFINITY;
+              top = fmaxf(top, v);
+            }
+          top = quad_max(top);
+          const float shift = top == -INFINITY ? 0.f : top * p.scale_log2;
+          const float alpha = exp2_fast(m[t][h] * p.scale_log2 - shift);
+          m[t][h] = top;
+          sum[t][h] *= alpha;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float a = exp2_fast(s[t][i][2 * h] * p.scale_log2 - shift), b = exp2_fast(s[t][i][2 * h + 1] * p.scale_log2 - shift);
+            sum[t][h] += a + b;
+            prob[t][2 * i + h] = Type<T>::pack(a, b);
+          }
+#pragma unroll
+          for (int j = 0; j < D / 8; ++j) o[t][j][2 * h] *= alpha, o[t][j][2 * h + 1] *= alpha;
+        }
+#pragma unroll
+      for (int n = 0; n < D / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, v_tile + v_place(lane & 15, 2 * n + (lane >> 4)));
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          mma16816<T>(o[t][2 * n], prob[t], b[0], b[1]);
+          mma16816<T>(o[t][2 * n + 1], prob[t], b[2], b[3]);
+        }
+      }
+      __syncwarp();
+      load(stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    all = warp_sum(all);
-    if (lane == 0) totals[head] = make_float2(top, all);
-  }
-  __syncthreads();
-  for (int i = tid; i < heads * (D / 4); i += kThreads) {
-    const int head = i / (D / 4), dim = i % (D / 4) * 4;
-    float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int s0 = 0; s0 < splits; s0 += 8) {
-      float4 v[8];
+
+    const DecodeSpan done = span;
+    if (request < share.last) {  // on its way while the warps merge
+      span = span_of(request + 1);
+      if constexpr (kRows <= 8) fetch_query(span);
+    }
+    const bool at_first = request == share.first;
+    const int first_share = at_first ? share.first_share : share_index, part = share_index - first_share;
+    const int parts = at_first ? share.first_parts : share.last_parts;
+    const bool whole = parts == 1 || (!at_first && request != share.last);
+    auto cell = [&](int i) { return int64_t(p.work.slot(first_share, i)) * units + unit; };
+    auto weight_of = [&](float m_part, float top) { return m_part == -INFINITY ? 0.f : exp2_fast((m_part - top) * p.scale_log2); };
+    auto add = [](float4& acc, float weight, float4 v) {
+      acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
+    };
+    auto write = [&](int row, int dim, float4 v, float2 total) {
+      const float inverse = total.y > 0.f ? 1.f / total.y : 0.f;
+      const int64_t token = done.token + row / heads;
+      const int head = kv_head * p.group + head0 + row % heads;
+      *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.out_token_stride + int64_t(head) * D + dim) =
+          make_uint2(Type<T>::pack(v.x * inverse, v.y * inverse), Type<T>::pack(v.z * inverse, v.w * inverse));
+      if (p.lse && dim == 0)
+        p.lse[token * (p.kv_heads * p.group) + head] = total.y > 0.f ? (total.x * p.scale_log2 + __log2f(total.y)) * kLn2 : -INFINITY;
+    };
+
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        v[j] = s0 + j < splits ? __ldcg(reinterpret_cast<const float4*>(partial + (int64_t(s0 + j) * kHeads + head) * D + dim))
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        const int row0 = 16 * t + 8 * h, count = min(8, rows - row0);
+        if (count <= 0) continue;
+        sum[t][h] = quad_sum(sum[t][h]);
+        if (q4 == 0) warp_stats[warp * kRows + row0 + g] = make_float2(m[t][h], sum[t][h]);
+        float* mine = merge + (warp * 8 + g) * S::kOutRow + 2 * q4;
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j)
+          *reinterpret_cast<float2*>(mine + 8 * j) = make_float2(o[t][j][2 * h], o[t][j][2 * h + 1]);
+        __syncthreads();
+        for (int i = tid; i < count * (D / 4); i += kThreads) {
+          const int row = i / (D / 4), dim = i % (D / 4) * 4;
+          float2 total = make_float2(-INFINITY, 0.f);
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) total.x = fmaxf(total.x, warp_stats[w * kRows + row0 + row].x);
+          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) {
+            const float2 one = warp_stats[w * kRows + row0 + row];
+            const float weight = weight_of(one.x, total.x);
+            total.y += weight * one.y;
+            add(v, weight, *reinterpret_cast<const float4*>(merge + (w * 8 + row) * S::kOutRow + dim));
+          }
+          if (whole) {
+            write(row0 + row, dim, v, total);
+          } else {
+            const int64_t at = cell(part) * kRows + row0 + row;
+            __stcg(reinterpret_cast<float4*>(p.work.partial + at * D + dim), v);
+            if (dim == 0) __stcg(p.work.stats + at, total);
+          }
+        }
+        __syncthreads();
+      }
+    if constexpr (kRows > 8) {
+      if (request < share.last) {
+        if (rows == 0) __syncthreads();  // nothing above joined the warps
+        fetch_query(span);
+        __syncthreads();
+      }
+    }
+    if (whole) continue;
+
+    __threadfence();
+    __syncthreads();
+    if (tid == 0) {
+      int32_t* counter = p.work.counters + first_share * units + unit;
+      *arrived = atomicAdd(counter, 1);
+      if (*arrived == parts - 1) *counter = 0;  // ready for the next layer
+    }
+    __syncthreads();
+    if (*arrived != parts - 1) continue;
+    __threadfence();
+    // Eight rows at a time: the weights of all parts first, a warp a row and a lane a part, then the parts, eight in flight.
+    float* weights = merge;  // [8][kMaxShares]
+    float4* sums = reinterpret_cast<float4*>(merge + 8 * kMaxShares);
+    for (int row0 = 0; row0 < rows; row0 += 8) {
+      const int count = min(8, rows - row0);
+      for (int row = warp; row < count; row += kWarps) {
+        float top = -INFINITY, all = 0.f;
+        for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(p.work.stats + cell(i) * kRows + row0 + row).x);
+#pragma unroll
+        for (int w = 16; w; w >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, w));
+        for (int i = lane; i < parts; i += 32) {
+          const float2 one = __ldcg(p.work.stats + cell(i) * kRows + row0 + row);
+          const float weight = weight_of(one.x, top);
+          all += weight * one.y;
+          weights[row * kMaxShares + i] = weight;
+        }
+        all = warp_sum(all);
+        if (lane == 0) warp_stats[row] = make_float2(top, all);
+      }
+      __syncthreads();
+      const int cells = count * (D / 4), team = max(1, kThreads / cells);  // threads to a cell, each with its parts
+      for (int base = 0; base < cells; base += kThreads) {
+        const int at = base + tid % cells, first = tid / cells, row = at / (D / 4), dim = at % (D / 4) * 4;
+        float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (first < team && at < cells)
+          for (int i0 = first; i0 < parts; i0 += 8 * team) {
+            float4 v[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              const int i = i0 + j * team;
+              v[j] = i < parts ? __ldcg(reinterpret_cast<const float4*>(p.work.partial + (cell(i) * kRows + row0 + row) * D + dim))
                                : make_float4(0.f, 0.f, 0.f, 0.f);
+            }
 #pragma unroll
-      for (int j = 0; j < 8; ++j) add(acc, s0 + j < splits ? weights[head][s0 + j] : 0.f, v[j]);
+            for (int j = 0; j < 8; ++j) {
+              const int i = i0 + j * team;
+              add(acc, i < parts ? weights[row * kMaxShares + i] : 0.f, v[j]);
+            }
+          }
+        if (team > 1) {
+          sums[tid] = acc;
+          __syncthreads();
+          if (first == 0)
+            for (int i = 1; i < team; ++i) add(acc, 1.f, sums[i * cells + tid]);
+        }
+        if (first == 0 && at < cells) write(row0 + row, dim, acc, warp_stats[row]);
+      }
+      __syncthreads();
     }
-    write(head, dim, acc, totals[head]);
   }
 }
 
-int units_of(int q_heads, int kv_heads) { return kv_heads * ((q_heads / kv_heads + kHeads - 1) / kHeads); }
-
-// Two blocks a multiprocessor where the batch alone gives fewer, but no span below 128 keys.
-int choose_splits(int cells, int sms, int max_seq_len) {
-  const int wanted = sms * 2 / cells, most = (max_seq_len + 127) / 128;
-  const int splits = wanted < most ? wanted : most;
-  return splits < 1 ? 1 : splits > kMaxSplits ? kMaxSplits : splits;
-}
-
-struct DecodeWorkspace {
-  int32_t* counters;
-  float2* stats;
-  float* partial;
-  size_t bytes;
-};
-
-// Counters have a place of their own that no batch size shifts: they must stay zero between calls.
-DecodeWorkspace carve(void* base, size_t parts, int head_dim) {
-  DecodeWorkspace w;
-  char* p = static_cast<char*>(base);
-  size_t at = kMaxCells * sizeof(int32_t);
-  w.counters = reinterpret_cast<int32_t*>(p);
-  w.stats = reinterpret_cast<float2*>(p + at);
-  at += (parts * kHeads * sizeof(float2) + 255) / 256 * 256;
-  w.partial = reinterpret_cast<float*>(p + at);
-  w.bytes = at + parts * kHeads * head_dim * sizeof(float);
-  return w;
+template <typename T, int D, int kRows, bool kLarge>
+int launch(const DecodeParams& p, cudaStream_t stream) {
+  using S = DecodeShape<D, kRows, kLarge>;
+  auto* kernel = decode_kernel<T, D, kRows, kLarge>;
+  if (int e = allow_smem(kernel, S::kSmem)) return e;
+  kernel<<<p.work.num_shares * p.work.units, S::kThreads, S::kSmem, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace
-}  // namespace vb
 
-using namespace vb;
-
-extern "C" size_t vb_decode_workspace_bytes(int batch, int q_heads, int kv_heads, int head_dim, int num_splits) {
-  DeviceInfo info;
-  if (kv_heads < 1 || q_heads < kv_heads || batch < 1 || device_info(&info)) return 0;
-  const size_t cells = size_t(batch) * units_of(q_heads, kv_heads), chosen = size_t(info.sms) * 2;
-  const size_t parts = cells * num_splits;
-  return carve(nullptr, parts > chosen ? parts : chosen, head_dim).bytes;
-}
-
-extern "C" int vb_decode_attention(const VbDecode* a, const VbCache* c, void* stream) {
-  if (int e = check_cache(*c)) return e;
-  if (a->q_heads < c->kv_heads || a->q_heads % c->kv_heads) return VB_ERROR_HEADS;
-  if (a->batch < 0 || a->batch > 65535 || a->window < 0 || a->num_splits < 0 || a->num_splits > kMaxSplits) return VB_ERROR_SHAPE;
-  if (!aligned16(a->q) || !aligned16(a->out) || a->q_token_stride & 7 || a->out_token_stride & 3) return VB_ERROR_ALIGNMENT;
-  if (a->batch == 0) return 0;
-  DeviceInfo info;
-  if (int e = device_info(&info)) return e;
-  const int units = units_of(a->q_heads, c->kv_heads);
-  const int splits = a->num_splits ? a->num_splits : choose_splits(a->batch * units, info.sms, a->max_seq_len);
-  if (splits > 1 && int64_t(a->batch) * units > kMaxCells) return VB_ERROR_SHAPE;
-  const DecodeWorkspace w = carve(a->workspace, splits > 1 ? size_t(a->batch) * units * splits : 0, c->head_dim);
-  if (w.bytes > a->workspace_bytes) return VB_ERROR_WORKSPACE;
-  DecodeParams p{};
-  p.q = a->q;
-  p.out = a->out;
-  p.lse = a->lse;
-  p.key = c->key;
-  p.value = c->value;
-  p.positions = a->positions;
-  p.block_tables = a->block_tables;
-  p.counters = w.counters;
-  p.stats = w.stats;
-  p.partial = w.partial;
-  p.q_token_stride = a->q_token_stride;
-  p.out_token_stride = a->out_token_stride;
-  p.page_stride = c->page_stride;
-  p.slot_stride = c->slot_stride;
-  p.head_stride = c->head_stride;
-  p.block_table_stride = a->block_table_stride;
-  p.log_block = floor_log2(c->block_size);
-  p.kv_heads = c->kv_heads;
-  p.group = a->q_heads / c->kv_heads;
-  p.head_blocks = units / c->kv_heads;
-  p.window = a->window;
-  p.scale_log2 = a->scale * kLog2e;
-  return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
-    decode_kernel<decltype(t), decltype(d)::value><<<dim3(splits, units, a->batch), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-    return cudaGetLastError();
+int launch_decode(const DecodeParams& p, const VbCache& cache, bool large, cudaStream_t stream) {
+  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+    using T = decltype(t);
+    constexpr int D = decltype(d)::value, kMany = decode_rows(D);
+    if (p.work.rows == 8) return large ? launch<T, D, 8, true>(p, stream) : launch<T, D, 8, false>(p, stream);
+    return large ? launch<T, D, kMany, true>(p, stream) : launch<T, D, kMany, false>(p, stream);
   });
 }
+
+}  // namespace vb

@@ -58,21 +58,24 @@ int vb_prefill_plan(const VbPrefill* args, const VbCache* cache, void* stream);
 int vb_prefill_attention(const VbPrefill* args, const VbCache* cache, void* stream);
 
 typedef struct {
-  const void* q;  // [batch, q_heads, head_dim], one query a request
+  const void* q;  // [tokens, q_heads, head_dim]
   void* out;
-  float* lse;                // [batch, q_heads] or null
-  const int64_t* positions;  // [batch]: the query sees keys 0..position
+  float* lse;                      // [tokens, q_heads], natural log, or null
+  const int64_t* positions;        // [tokens], ascending inside a request: a query sees keys 0..position
+  const int32_t* query_start_loc;  // [num_requests + 1], or null: one query a request
   const int32_t* block_tables;
-  void* workspace;  // zeroed once by the caller; the kernel leaves its counters at zero
+  void* workspace;
   size_t workspace_bytes;
   int64_t q_token_stride, out_token_stride;
-  int32_t block_table_stride, batch, q_heads, window;
-  int32_t num_splits;  // 0: chosen from the batch and the device
-  int32_t max_seq_len; // upper bound of the contexts, used only to choose num_splits
+  int32_t block_table_stride, num_requests, q_heads, window;
+  int32_t max_queries;  // no request has more; at most vb_decode_max_queries
   float scale;
 } VbDecode;
 
-size_t vb_decode_workspace_bytes(int batch, int q_heads, int kv_heads, int head_dim, int num_splits);
+// Planned once a step like prefill. Memory-bound: K and V are read once for all queries and query heads of a KV head.
+int vb_decode_max_queries(int q_heads, int kv_heads, int head_dim);
+size_t vb_decode_workspace_bytes(const VbDecode* args, const VbCache* cache);  // 0: bad arguments; reads no pointer
+int vb_decode_plan(const VbDecode* args, const VbCache* cache, void* stream);
 int vb_decode_attention(const VbDecode* args, const VbCache* cache, void* stream);
 
 // out, lse = the attention over the union of the keys behind two partial states (normalised outputs, natural-log LSE).
@@ -120,16 +123,18 @@ int vb_rms_norm_quantize_fp8(const void* x, const float* x_row_scales, const flo
 int vb_silu_and_mul_quantize_fp8(const void* gate_up, const float* row_scales, const float* column_scales, void* out, float* scales,
                                  int64_t rows, int n, int dtype, void* stream);
 
-// deviation[t] (+)= sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32.
-int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, int64_t page_stride,
-                    int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate, int tokens, int kv_heads,
+// deviation[i] = sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32, for t = rows[i], or i where rows is null.
+int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, const int64_t* rows,
+                    int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int count, int kv_heads,
                     int head_dim, int block_size, int dtype, void* stream);
 
 // mass[kv_head][p] += sum over its query heads and the query rows of exp(score - lse) / q_heads, for p < num_keys, one
 // request: added over KV heads it is a key's mass averaged over heads. Heads are apart so that no order of addition varies.
-// q: [rows, q_heads, head_dim]; lse: [rows, q_heads]; positions: [rows]; block_table: one row.
+// q: [rows, q_heads, head_dim]; lse: [rows, q_heads], infinite in rows that do not count; positions: [rows]; block_table: one row;
+// variant: as above.
 int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
-                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, const VbCache* cache, void* stream);
+                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, int variant, const VbCache* cache,
+                      void* stream);
 
 // The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
 // top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.

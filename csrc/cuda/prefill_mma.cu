@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams 
     if (item.num_splits == 1 || combine_splits(p, item, tid, o, m, sum))
       write_rows<T>(p, rows, o, m, sum);
   }
+  merge_shares<T, D / 2>(p, tid);
 }
 
 }  // namespace

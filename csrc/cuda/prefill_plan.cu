@@ -1,5 +1,6 @@
 // Plans the work of scattered-prefill attention on the device (positions never come to the host) and dispatches it.
 #include "prefill_plan.cuh"
+#include "scan.cuh"
 
 namespace vb {
 namespace {
@@ -16,28 +17,6 @@ struct PlanParams {
   int num_requests, kv_heads, queries, key_tile, window, sms;
   int whole_percent;  // whole tiles when an even share is at least this part of the longest tile
 };
-
-// Inclusive prefix sum over the block; `warps` is 32 ints of shared memory.
-__device__ int block_prefix(int v, int* warps) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int o = 1; o < 32; o <<= 1) {
-    const int u = __shfl_up_sync(0xffffffffu, v, o);
-    if (lane >= o) v += u;
-  }
-  __syncthreads();
-  if (lane == 31) warps[warp] = v;
-  __syncthreads();
-  if (warp == 0) {
-    int w = warps[lane];
-    for (int o = 1; o < 32; o <<= 1) {
-      const int u = __shfl_up_sync(0xffffffffu, w, o);
-      if (lane >= o) w += u;
-    }
-    warps[lane] = w;
-  }
-  __syncthreads();
-  return v + (warp ? warps[warp - 1] : 0);
-}
 
 // Tile number `tile` of a KV head, as one item.
 __device__ PrefillItem find_tile(const PlanParams& p, int tile) {

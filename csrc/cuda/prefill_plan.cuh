@@ -187,47 +187,83 @@ __device__ __forceinline__ void rescale(float (&o)[N], const float (&alpha)[2]) 
   }
 }
 
-// Parts of a split tile. The block with a tile's first part (its last item) adds the others, each the first item of a later
-// block, so that they are nearly always there already. Warps exchange with the same warp of the other blocks, through a flag
-// each: no barrier. Waiting is safe: first items wait for nobody, and blocks start in order.
-// Returns whether this block writes the output.
-template <int N>
-__device__ __forceinline__ bool combine_splits(const PrefillParams& p, const PrefillItem& item, int thread, float (&o)[N],
-                                               float (&m)[2], float (&sum)[2]) {
-  constexpr int kThreads = 2 * kTileRows;
-  const int warp = thread / 32, lane = thread % 32;
-  auto flag = [&](int split) { return p.work.flags + (item.slot + split) * (kThreads / 32) + warp; };
-  auto stats = [&](int split, int i) { return p.work.stats + (int64_t(item.slot + split) * 2 + i) * kThreads + thread; };
-  auto part = [&](int split) { return p.work.partial + int64_t(item.slot + split) * (N * kThreads) + thread; };
-  if (item.split > 0) {
-    float* mine = part(item.split);
+// Parts of a split tile, exchanged between the same warps of the blocks through counters of their own: no barrier.
+//
+// Two or three parts: the block with the first (its last item) adds the others, each the first item of a later block, so that
+// they are nearly always there already. More would be read one after another by one block while the others idle: then every
+// block leaves its part, and once it is through with its items merges some columns of all parts (merge_shares).
+// Waiting is safe: first items wait for nobody, merging comes after all items, and blocks start in order.
+constexpr int kDirectParts = 3;
+
+struct SplitTile {
+  static constexpr int kThreads = 2 * kTileRows;
+  const PrefillWorkspace& work;
+  int slot, warp, thread;
+
+  __device__ __forceinline__ SplitTile(const PrefillParams& p, const PrefillItem& item, int thread)
+      : work(p.work), slot(item.slot), warp(thread / 32), thread(thread) {}
+  __device__ __forceinline__ int32_t* flag(int part) const { return work.flags + (slot + part) * (kThreads / 32) + warp; }
+  __device__ __forceinline__ int32_t* arrived() const { return flag(0); }
+  __device__ __forceinline__ int32_t* merged() const { return flag(1); }
+  __device__ __forceinline__ float2* stats(int part, int i) const {
+    return work.stats + (int64_t(slot + part) * 2 + i) * kThreads + thread;
+  }
+  template <int N>
+  __device__ __forceinline__ float* outputs(int part) const {
+    return work.partial + int64_t(slot + part) * (N * kThreads) + thread;
+  }
+  template <int N>
+  __device__ __forceinline__ void store(int part, const float (&o)[N], const float (&m)[2], const float (&sum)[2]) const {
+    float* mine = outputs<N>(part);
 #pragma unroll
     for (int i = 0; i < N; ++i) __stcg(mine + i * kThreads, o[i]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) __stcg(stats(item.split, i), make_float2(m[i], sum[i]));
+    for (int i = 0; i < 2; ++i) __stcg(stats(part, i), make_float2(m[i], sum[i]));
     __threadfence();
     __syncwarp();
-    if (lane == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag(item.split)) : "memory");
+  }
+};
+
+__device__ __forceinline__ void wait_for(const int32_t* counter, int value) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  while (seen != value);
+  __syncwarp();
+}
+
+// Returns whether this block writes the output of the item now.
+template <int N>
+__device__ __forceinline__ bool combine_splits(const PrefillParams& p, const PrefillItem& item, int thread, float (&o)[N],
+                                               float (&m)[2], float (&sum)[2]) {
+  const SplitTile tile(p, item, thread);
+  const bool leader = thread % 32 == 0;
+  if (item.num_splits > kDirectParts) {
+    tile.store(item.split, o, m, sum);
+    if (leader) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(tile.arrived()) : "memory");
+    return false;
+  }
+  if (item.split > 0) {
+    tile.store(item.split, o, m, sum);
+    if (leader) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(tile.flag(item.split)) : "memory");
     return false;
   }
   for (int split = 1; split < item.num_splits; ++split) {
-    int ready = 0;
-    while (!ready) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(ready) : "l"(flag(split)) : "memory");
-    __syncwarp();
+    wait_for(tile.flag(split), 1);
     float mine[2], theirs[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 other = __ldcg(stats(split, i));
+      const float2 other = __ldcg(tile.stats(split, i));
       const float top = fmaxf(m[i], other.x);
       mine[i] = m[i] == -INFINITY ? 0.f : exp2_fast((m[i] - top) * p.scale_log2);
       theirs[i] = other.x == -INFINITY ? 0.f : exp2_fast((other.x - top) * p.scale_log2);
       sum[i] = sum[i] * mine[i] + other.y * theirs[i];
       m[i] = top;
     }
-    const float* other = part(split);
+    const float* other = tile.outputs<N>(split);
 #pragma unroll
-    for (int i = 0; i < N; ++i) o[i] = o[i] * mine[(i >> 1) & 1] + __ldcg(other + i * kThreads) * theirs[(i >> 1) & 1];
-    if (lane == 0) *flag(split) = 0;  // ready for the next layer
+    for (int i = 0; i < N; ++i)
+      o[i] = o[i] * mine[(i >> 1) & 1] + __ldcg(other + i * SplitTile::kThreads) * theirs[(i >> 1) & 1];
+    if (leader) *tile.flag(split) = 0;  // ready for the next layer
   }
   return true;
 }
@@ -248,6 +284,80 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const RowPair
     if (p.lse && lane4 == 0)
       p.lse[rows.token[i] * (p.kv_heads * p.group) + rows.head[i]] =
           sum[i] > 0.f ? (m[i] * p.scale_log2 + __log2f(sum[i])) * kLn2 : -INFINITY;
+  }
+}
+
+// Merges this block's share of the columns (in groups of eight) of the tiles that it left parts of, at most two: its first item
+// and its last. N: accumulators of a thread, head_dim / 2. Called by the threads that computed the items.
+template <typename T, int N>
+__device__ __forceinline__ void merge_shares(const PrefillParams& p, int thread) {
+  constexpr int kGroups = N / 4, kAhead = 8;
+  const int4 range = p.work.ranges[blockIdx.x];
+  if (range.z != kEqualShares || range.x >= range.y) return;
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  for (int at = range.x;; at = range.y - 1) {
+    const PrefillItem item = p.work.items[at];
+    const int parts = item.num_splits;
+    if (parts > kDirectParts) {
+      const SplitTile tile(p, item, thread);
+      const int begin = item.split * kGroups / parts, end = (item.split + 1) * kGroups / parts;
+      if (begin < end) {
+        const RowPair rows = own_rows(p, item, row);
+        wait_for(tile.arrived(), parts);
+        float m[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll kAhead
+          for (int part = 0; part < parts; ++part) m[i] = fmaxf(m[i], __ldcg(tile.stats(part, i)).x);
+          m[i] = m[i] == -INFINITY ? 0.f : m[i];  // no part saw a key: every weight below is 0
+        }
+        for (int group = begin; group < end; ++group) {
+          float o[4] = {0.f, 0.f, 0.f, 0.f};
+          sum[0] = sum[1] = 0.f;
+          for (int part0 = 0; part0 < parts; part0 += kAhead) {
+            float v[kAhead][4];
+            float2 one[kAhead][2];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+              const int part = min(part0 + k, parts - 1);
+#pragma unroll
+              for (int i = 0; i < 2; ++i) one[k][i] = __ldcg(tile.stats(part, i));
+              const float* from = tile.outputs<N>(part) + group * (4 * SplitTile::kThreads);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) v[k][i] = __ldcg(from + i * SplitTile::kThreads);
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+              if (part0 + k >= parts) break;
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const float weight = exp2_fast((one[k][i].x - m[i]) * p.scale_log2);
+                sum[i] += weight * one[k][i].y;
+                o[2 * i] += weight * v[k][2 * i];
+                o[2 * i + 1] += weight * v[k][2 * i + 1];
+              }
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (!rows.valid[i]) continue;
+            const float inverse = sum[i] > 0.f ? 1.f / sum[i] : 0.f;
+            const int64_t head = rows.head[i];
+            T* out = static_cast<T*>(p.out) + rows.token[i] * p.out_token_stride + head * (N * 2) + 8 * group + 2 * (lane & 3);
+            *reinterpret_cast<uint32_t*>(out) = Type<T>::pack(o[2 * i] * inverse, o[2 * i + 1] * inverse);
+            if (p.lse && group == 0 && (lane & 3) == 0)
+              p.lse[rows.token[i] * (p.kv_heads * p.group) + head] =
+                  sum[i] > 0.f ? (m[i] * p.scale_log2 + __log2f(sum[i])) * kLn2 : -INFINITY;
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        __threadfence();
+        if (atomicAdd(tile.merged(), 1) == parts - 1) *tile.arrived() = *tile.merged() = 0;  // ready for the next layer
+      }
+    }
+    if (at == range.y - 1) return;
   }
 }
 

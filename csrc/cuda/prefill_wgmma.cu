@@ -5,6 +5,7 @@
 // each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
 #include "hopper.cuh"
 #include "prefill_plan.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 namespace vb {
@@ -13,12 +14,10 @@ namespace {
 constexpr int kThreads = 384, kConsumers = 256;
 enum { kBarTurn = 1, kBarConsumers = 3, kBarGroup = 4 };  // kBarTurn and kBarGroup: one for each consumer warpgroup
 
-constexpr int kBoxRows = 16;  // tokens a copy brings: the smallest page
-
 template <int D, int kKeyTile>
 struct Shape {
   static constexpr int kKeys = kKeyTile;
-    static constexpr int kStages = 2;
+  static constexpr int kStages = 2;
   static constexpr int kChunks = (D + 63) / 64;  // columns of 64 channels, 128 bytes a row
   static constexpr int kQuery = kTileRows * 128 * kChunks;
   static constexpr int kTile = kKeys * 128 * kChunks;
@@ -214,31 +213,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (item.num_splits == 1 || combine_splits(p, item, thread, o, m, sum))
         write_rows<T>(p, rows, o, m, sum);
     }
+    merge_shares<T, D / 2>(p, thread);
   }
 #endif
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled find_encoder() {  // through the runtime, so that the library needs no link to the driver's
-  void* f = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found) != cudaSuccess) return nullptr;
-  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(f) : nullptr;
-}
-
-// The cache as [num_blocks, block_size, kv_heads, head_dim], read in boxes of one page's tokens, one head, 64 channels.
-int encode_map(CUtensorMap* map, const void* base, const VbCache& c) {
-  static const EncodeTiled encode = find_encoder();
-  if (!encode) return VB_ERROR_TENSOR_MAP;
-  const cuuint64_t dims[4] = {cuuint64_t(c.head_dim), cuuint64_t(c.kv_heads), cuuint64_t(c.block_size), cuuint64_t(c.num_blocks)};
-  const cuuint64_t strides[3] = {cuuint64_t(c.head_stride) * 2, cuuint64_t(c.slot_stride) * 2, cuuint64_t(c.page_stride) * 2};
-  const cuuint32_t box[4] = {64, 1, kBoxRows, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult r = encode(map, c.dtype ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                            const_cast<void*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? 0 : static_cast<int>(VB_ERROR_TENSOR_MAP);
 }
 
 }  // namespace

@@ -1,16 +1,17 @@
 // What token selection measures: deviation of fresh K or V from the cached, and the attention mass a question gives to keys.
 #include "elementwise.cuh"
+#include "mass.cuh"
 
 namespace vb {
 namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(256)
-    kv_deviation_kernel(const T* fresh, int64_t token_stride, const T* cache, const int64_t* slots, Pages pages, float* deviation,
-                        bool accumulate, int tokens, int kv_heads, int head_dim) {
-  const int token = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
-  if (token >= tokens) return;
-  const int64_t slot = slots[token];
+    kv_deviation_kernel(const T* fresh, int64_t token_stride, const T* cache, const int64_t* slots, const int64_t* rows, Pages pages,
+                        float* deviation, int count, int kv_heads, int head_dim) {
+  const int index = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (index >= count) return;
+  const int64_t token = rows ? rows[index] : index, slot = slots[token];
   const int units = head_dim / 8;
   float total = 0.f;
   for (int i = lane; i < kv_heads * units; i += 32) {
@@ -22,20 +23,8 @@ __global__ void __launch_bounds__(256)
     for (int j = 0; j < 8; ++j) total += (a[j] - b[j]) * (a[j] - b[j]);
   }
   total = warp_sum(total);
-  if (lane == 0) deviation[token] = accumulate ? deviation[token] + total : total;
+  if (lane == 0) deviation[index] = total;
 }
-
-struct MassParams {
-  const void* q;
-  const float* lse;
-  const void* key;
-  const int64_t* positions;
-  const int32_t* block_table;
-  float* mass;
-  int64_t q_token_stride, page_stride, slot_stride, head_stride;
-  int log_block, rows, num_keys, kv_heads, group, window;
-  float scale_log2;
-};
 
 constexpr int kMassWarps = 4, kMassThreads = kMassWarps * 32, kMassRows = 64;
 
@@ -142,37 +131,42 @@ __global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams
 using namespace vb;
 
 extern "C" int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots,
-                               int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int accumulate,
-                               int tokens, int kv_heads, int head_dim, int block_size, int dtype, void* stream) {
+                               const int64_t* rows, int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation,
+                               int count, int kv_heads, int head_dim, int block_size, int dtype, void* stream) {
   Pages pages;
   if (int e = make_pages(&pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (head_dim < 8 || head_dim % 8) return VB_ERROR_HEAD_DIM;
-  if (tokens < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
+  if (count < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
   if (!aligned16(fresh) || !aligned16(cache) || token_stride & 7) return VB_ERROR_ALIGNMENT;
-  if (tokens == 0) return 0;
+  if (count == 0) return 0;
   return dispatch_dtype(dtype, [&](auto t) -> int {
     using T = decltype(t);
-    kv_deviation_kernel<T><<<(tokens + 7) / 8, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(fresh), token_stride, static_cast<const T*>(cache), slots, pages, deviation, accumulate != 0, tokens,
-        kv_heads, head_dim);
+    kv_deviation_kernel<T><<<(count + 7) / 8, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const T*>(fresh), token_stride, static_cast<const T*>(cache), slots, rows, pages, deviation, count, kv_heads,
+        head_dim);
     return cudaGetLastError();
   });
 }
 
 extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions,
                                  const int32_t* block_table, float* mass, int rows, int num_keys, int q_heads, int window,
-                                 float scale, const VbCache* c, void* stream) {
+                                 float scale, int variant, const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (q_heads < c->kv_heads || q_heads % c->kv_heads) return VB_ERROR_HEADS;
   if (rows < 0 || num_keys < 0 || window < 0) return VB_ERROR_SHAPE;
   if (!aligned16(q) || q_token_stride & 7) return VB_ERROR_ALIGNMENT;
+  const int chosen = vb_prefill_variant(c->head_dim, variant);
+  if (chosen < 0) return chosen;
   if (rows == 0 || num_keys == 0) return 0;
-  MassParams p{q, lse, c->key, positions, block_table, mass, q_token_stride, c->page_stride, c->slot_stride, c->head_stride,
-               floor_log2(c->block_size), rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window, scale * kLog2e};
+  const MassParams p{q, lse, c->key, positions, block_table, mass, q_token_stride, c->page_stride, c->slot_stride, c->head_stride,
+                     floor_log2(c->block_size), c->num_blocks, rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window,
+                     scale * kLog2e};
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  if (chosen == VB_PREFILL_WGMMA) return launch_mass_wgmma(p, *c, s);
   return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
     constexpr int D = decltype(d)::value, kKeys = D == 256 ? 16 : 32;
     const dim3 grid((num_keys + kKeys * kMassWarps - 1) / (kKeys * kMassWarps), c->kv_heads);
-    attention_mass_kernel<decltype(t), D, kKeys><<<grid, kMassThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    attention_mass_kernel<decltype(t), D, kKeys><<<grid, kMassThreads, 0, s>>>(p);
     return cudaGetLastError();
   });
 }

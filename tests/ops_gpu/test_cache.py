@@ -76,7 +76,8 @@ def test_rope_and_cache(tokens: int, head_dim: int, half: int, dtype: torch.dtyp
     slots = torch.randperm(128, device="cuda")[:tokens]
     key = torch.full((8, 16, kv_heads, head_dim), float("nan"), device="cuda", dtype=dtype)
     value = torch.full_like(key, float("nan"))
-    cuda.rope_and_cache(qkv, cos, sin, positions, key, value, slots, q_heads)
+    q, k, v = qkv.view(tokens, q_heads + 2 * kv_heads, head_dim).split([q_heads, kv_heads, kv_heads], 1)
+    cuda.rope_and_cache(q, k, v, cos, sin, positions, key, value, slots)
     after = qkv.view(tokens, q_heads + 2 * kv_heads, head_dim)
     rotated = rotate64(before, cos[positions], sin[positions])
     assert_close(after[:, :q_heads], rotated[:, :q_heads], TOLERANCE[dtype])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops_gpu.reference import TOLERANCE, Problem, assert_close, attention, make_problem
-from vllm_blend.ops import cuda
+from vllm_blend.ops import cuda_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -14,14 +14,14 @@ VARIANTS = ["mma", "wgmma"]
 def check(p: Problem, variant: str, window: int | None = None) -> None:
     if variant == "wgmma" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("wgmma is Hopper's")
-    plan = cuda.plan_prefill(
+    plan = cuda_attention.plan_prefill(
         p.positions, p.query_start_loc, p.block_tables, p.key, p.value, p.q.shape[1], window, variant
     )
     expected, expected_lse = attention(p, window)
     for _ in range(2):  # the second run finds whatever the first left in the workspace
         out = torch.full_like(p.q, float("nan"))
         lse = torch.full(p.q.shape[:2], float("nan"), device=p.q.device)
-        cuda.prefill_attention(p.q, p.key, p.value, plan, p.scale, out, lse)
+        cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out, lse)
         assert_close(out, expected, TOLERANCE[p.q.dtype])
         assert_close(lse, expected_lse, 1e-3)
 
@@ -67,8 +67,8 @@ def test_lone_tokens_and_empty_requests(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens(variant: str) -> None:
     p = make_problem([5], [0])
-    plan = cuda.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8, None, "mma")
-    assert cuda.prefill_attention(p.q, p.key, p.value, plan, p.scale).shape == (0, 8, 128)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8, None, "mma")
+    assert cuda_attention.attention(p.q, p.key, p.value, plan, p.scale).shape == (0, 8, 128)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -78,6 +78,16 @@ def test_split_keys(head_dim: int, variant: str) -> None:
     p = make_problem([6000, 50], [20, 3], q_heads=8, kv_heads=2, head_dim=head_dim, seed=3)
     check(p, variant)
     check(p, variant, 1500)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("kv_heads", "count"), [(1, 32), (8, 32), (1, 2), (4, 70)])
+def test_few_tiles_of_many_parts(kv_heads: int, count: int, head_dim: int, variant: str) -> None:
+    """More parts of a tile than blocks that merge columns, as many, and fewer; two and three parts beside them."""
+    p = make_problem([7000, 600], [count, 5], 4 * kv_heads, kv_heads, head_dim, seed=kv_heads)
+    check(p, variant)
+    check(p, variant, 3000)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,14 +113,14 @@ def test_graph_replay_after_positions_change(variant: str) -> None:
     """Planning and attention captured together follow new positions: nothing of them is baked into the graph."""
     p = make_problem([500], [100], seed=1)
     positions = p.positions.clone()
-    workspace = torch.empty(cuda.prefill_workspace_bytes(100, 1, 8, 2, 128), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(cuda_attention.prefill_workspace_bytes(100, 1, 8, 2, 128), dtype=torch.uint8, device="cuda")
     out = torch.empty_like(p.q)
 
     def step() -> None:
-        plan = cuda.plan_prefill(
+        plan = cuda_attention.plan_prefill(
             positions, p.query_start_loc, p.block_tables, p.key, p.value, 8, None, variant, workspace
         )
-        cuda.prefill_attention(p.q, p.key, p.value, plan, p.scale, out)
+        cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out)
 
     step()
     torch.cuda.synchronize()
@@ -127,11 +137,13 @@ def test_graph_replay_after_positions_change(variant: str) -> None:
 def test_bad_input_names_the_fault() -> None:
     p = make_problem([40], [8])
     with pytest.raises(TypeError, match="positions"):
-        cuda.plan_prefill(p.positions.int(), p.query_start_loc, p.block_tables, p.key, p.value, 8)
+        cuda_attention.plan_prefill(p.positions.int(), p.query_start_loc, p.block_tables, p.key, p.value, 8)
     with pytest.raises(RuntimeError, match="query heads"):
-        cuda.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 7)
+        cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 7)
     with pytest.raises(RuntimeError, match="head_dim"):
-        cuda.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key[..., :72], p.value[..., :72], 8)
-    plan = cuda.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8)
+        cuda_attention.plan_prefill(
+            p.positions, p.query_start_loc, p.block_tables, p.key[..., :72], p.value[..., :72], 8
+        )
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8)
     with pytest.raises(ValueError, match="the plan is for"):
-        cuda.prefill_attention(p.q[:4], p.key, p.value, plan, p.scale)
+        cuda_attention.attention(p.q[:4], p.key, p.value, plan, p.scale)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.ops_gpu.reference import DEVICE, TOLERANCE, assert_close, attention, make_problem, probabilities
-from vllm_blend.ops import cuda
+from vllm_blend import ops
+from vllm_blend.ops import cuda_attention
+from vllm_blend.ops.deviation import kv_deviation_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -16,33 +18,52 @@ def test_kv_deviation(tokens: int, kv_heads: int, head_dim: int, dtype: torch.dt
     cache = torch.randn(6, 16, kv_heads, head_dim, device=DEVICE).to(dtype)
     fresh = torch.randn(tokens, kv_heads + 1, head_dim, device=DEVICE).to(dtype)[:, 1:]
     slots = torch.randperm(96, device=DEVICE)[:tokens]
-    expected = (fresh.double() - cache.view(-1, kv_heads, head_dim)[slots].double()).pow(2).sum((1, 2))
-    deviation = torch.full((tokens,), float("nan"), device=DEVICE)
-    cuda.kv_deviation(fresh, cache, slots, deviation)
-    assert_close(deviation, expected, 1e-5)
-    cuda.kv_deviation(fresh, cache, slots, deviation, accumulate=True)
-    assert_close(deviation, 2 * expected, 1e-5)
+    expected = kv_deviation_reference(fresh.double(), cache.double(), slots)
+    assert_close(ops.kv_deviation(fresh, cache, slots), expected, 1e-5)
+    rows = torch.randperm(tokens, device=DEVICE)[: tokens // 2]
+    assert_close(ops.kv_deviation(fresh, cache, slots, rows), expected[rows], 1e-5)
 
 
+@pytest.mark.parametrize("variant", ["mma", "wgmma"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("head_dim", "q_heads", "kv_heads", "rows", "window"),
-    [(128, 32, 8, 20, None), (64, 14, 2, 1, None), (80, 9, 9, 17, 100), (96, 5, 1, 33, None), (256, 8, 2, 7, 64)],
+    [
+        (128, 32, 8, 20, None),
+        (64, 14, 2, 1, None),
+        (80, 9, 9, 17, 100),
+        (96, 5, 1, 33, None),
+        (256, 8, 2, 7, 64),
+        (128, 32, 8, 100, None),
+        (128, 4, 1, 70, 130),
+        (256, 16, 2, 50, None),
+    ],
 )
 def test_attention_mass(
-    head_dim: int, q_heads: int, kv_heads: int, rows: int, window: int | None, dtype: torch.dtype
+    head_dim: int, q_heads: int, kv_heads: int, rows: int, window: int | None, dtype: torch.dtype, variant: str
 ) -> None:
-    """The mass of a request's queries, from the LSE that prefill attention returns for them."""
-    p = make_problem([430], [rows], q_heads, kv_heads, head_dim, dtype=dtype)
-    plan = cuda.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, q_heads, window)
+    """The mass of a request's queries, from the LSE that attention returns for them; the same bits every time."""
+    if variant == "wgmma" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma is Hopper's")
+    n = 1030
+    p = make_problem([n], [rows], q_heads, kv_heads, head_dim, dtype=dtype)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, q_heads, window)
     lse = torch.full(p.q.shape[:2], float("nan"), device=DEVICE)
-    cuda.prefill_attention(p.q, p.key, p.value, plan, p.scale, lse=lse)
-    mass = torch.zeros(kv_heads, 430, device=DEVICE)
-    for _ in range(2):  # two layers
-        cuda.attention_mass(p.q, lse, p.positions, p.key, p.value, p.block_tables[0], mass, p.scale, window)
+    cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, lse=lse)
+
+    def measure() -> torch.Tensor:
+        mass = torch.zeros(kv_heads, n, device=DEVICE)
+        for _ in range(2):  # two layers
+            cuda_attention.attention_mass(
+                p.q, lse, p.positions, p.key, p.value, p.block_tables[0], mass, p.scale, window, variant
+            )
+        return mass
+
+    mass = measure()
     expected = 2 * probabilities(p, 0, window)[0].sum(1).mean(0)
     assert_close(mass.sum(0), expected, 2e-3)
     assert abs(mass.sum().item() - 2 * rows) < 2e-3 * rows
+    assert torch.equal(mass, measure())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -50,7 +71,6 @@ def test_attention_mass(
 def test_merge_states(head_dim: int, dtype: torch.dtype) -> None:
     """Two halves of the keys merge to the whole; a state that saw nothing changes nothing, whatever it holds."""
     whole = make_problem([512], [1], 8, 2, head_dim, dtype=dtype)
-    workspace = cuda.decode_workspace(1, 8, 2, head_dim, whole.q.device)
     states = []
     for first, count in ((0, 200), (200, 312)):
         rows = [c[whole.block_tables[0].long()].flatten(0, 1)[first : first + count] for c in (whole.key, whole.value)]
@@ -58,13 +78,14 @@ def test_merge_states(head_dim: int, dtype: torch.dtype) -> None:
         table = torch.arange(key.shape[0], dtype=torch.int32, device=DEVICE)[None]
         lse = torch.empty(1, 8, device=DEVICE)
         position = torch.tensor([count - 1], device=DEVICE)
-        out = cuda.decode_attention(whole.q, key, value, position, table, whole.scale, workspace, 512, lse=lse)
+        plan = cuda_attention.plan_decode(position, table, key, value, 8)
+        out = cuda_attention.attention(whole.q, key, value, plan, whole.scale, lse=lse)
         states.append((out, lse))
-    out, lse = cuda.merge_states(*states[0], *states[1])
+    out, lse = cuda_attention.merge_states(*states[0], *states[1])
     expected, expected_lse = attention(whole)
     assert_close(out, expected, TOLERANCE[dtype])
     assert_close(lse, expected_lse, 1e-3)
     nothing = torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf"))
-    for merged in (cuda.merge_states(out, lse, *nothing), cuda.merge_states(*nothing, out, lse)):
+    for merged in (cuda_attention.merge_states(out, lse, *nothing), cuda_attention.merge_states(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
         assert_close(merged[1], lse, 1e-6)

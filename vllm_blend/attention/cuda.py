@@ -1,24 +1,37 @@
-"""The contract on our CUDA kernels: scattered and dense prefill on tensor cores, split-K decode."""
+"""The contract on our CUDA kernels: tensor-core prefill of any positions, and decode that reads K and V once.
+
+A step's requests fall into groups of neighbours: those with one query and those with a few are decoded, the rest are
+prefilled. Each group is planned once a step, at its first layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.ops import cuda
+from vllm_blend.attention.runs import to_device
+from vllm_blend.ops import cuda, cuda_attention
+from vllm_blend.ops.cuda_attention import AttentionPlan
+
+
+@dataclass(frozen=True)
+class _Group:
+    rows: slice
+    plan: AttentionPlan
 
 
 @dataclass
 class _Step:
-    """What the layers of a step share. Leading rows that are the only one of their request are decoded."""
+    """What the layers of a step share, by heads, cache shape and window."""
 
     metadata: AttentionMetadata
-    num_decodes: int
-    longest: int  # of the decoded requests, in tokens
-    query_start_loc: torch.Tensor | None  # of the requests after those, [requests + 1] int32 on the device
-    plans: dict[tuple[int, int | None], cuda.PrefillPlan] = field(default_factory=dict)
+    captured: bool  # a plan made outside a graph would be stale in its replays
+    groups: dict[tuple[int, int, int, int | None], list[_Group]] = field(default_factory=dict)
 
 
 class CUDABackend(AttentionBackend):
@@ -40,7 +53,6 @@ class CUDABackend(AttentionBackend):
                 f"'torch_native': {reason}"
             )
         self._step: _Step | None = None
-        self._decode_workspace: torch.Tensor | None = None
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None  # queries and output of a mass measurement
 
     def attend(
@@ -54,15 +66,7 @@ class CUDABackend(AttentionBackend):
         attended, self._attended = self._attended, None
         if attended is not None and attended[0] is q:
             return attended[1]
-        step = self._prepare(metadata)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        d = step.num_decodes
-        if d:
-            self._decode(q[:d], out[:d], cache, step, scale, sliding_window)
-        if step.query_start_loc is not None:
-            plan = self._plan(step, cache, q.shape[1], sliding_window)
-            cuda.prefill_attention(q[d:], cache.key, cache.value, plan, scale, out[d:])
-        return out
+        return self._attend(q, cache, metadata, scale, sliding_window, None)
 
     def attention_mass(
         self,
@@ -89,14 +93,13 @@ class CUDABackend(AttentionBackend):
         ignored: torch.Tensor | None = None,
     ) -> None:
         lse = torch.empty(q.shape[:2], device=q.device)
-        plan = self._plan_all(metadata, cache, q.shape[1], sliding_window)
         # The output comes with the log-sum-exp that is wanted here; the layer asks for it next.
-        self._attended = (q, cuda.prefill_attention(q, cache.key, cache.value, plan, scale, lse=lse))
+        self._attended = (q, self._attend(q, cache, metadata, scale, sliding_window, lse))
         if ignored is not None:
             lse.masked_fill_(ignored[:, None], torch.inf)  # exp(score - inf) is no mass
         for request, rows in enumerate(query_rows):
             if rows.stop > rows.start:
-                cuda.attention_mass(
+                cuda_attention.attention_mass(
                     q[rows],
                     lse[rows],
                     metadata.positions[rows],
@@ -108,74 +111,85 @@ class CUDABackend(AttentionBackend):
                     sliding_window,
                 )
 
-    def _prepare(self, metadata: AttentionMetadata) -> _Step:
-        if self._step is None or self._step.metadata is not metadata:
-            starts = metadata.query_start_loc
-            d = 0
-            while d < metadata.num_requests and starts[d + 1] == d + 1:
-                d += 1
-            rest = None
-            if d == 0 and metadata.device_query_start_loc is not None:
-                rest = metadata.device_query_start_loc
-            elif d < metadata.num_requests:
-                offsets = torch.tensor([start - d for start in starts[d:]], dtype=torch.int32)
-                rest = offsets.pin_memory().to(metadata.positions.device, non_blocking=True)
-            self._step = _Step(metadata, d, max(metadata.seq_lens[:d], default=0), rest)
-        return self._step
+    def _attend(
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        groups = self._groups(q, cache, metadata, window)
+        if len(groups) == 1:  # nearly always: no slices
+            return cuda_attention.attention(q, cache.key, cache.value, groups[0].plan, scale, None, lse)
+        out = torch.empty_like(q)
+        for group in groups:
+            part = None if lse is None else lse[group.rows]
+            cuda_attention.attention(q[group.rows], cache.key, cache.value, group.plan, scale, out[group.rows], part)
+        return out
 
-    def _plan(self, step: _Step, cache: LayerCache, heads: int, window: int | None) -> cuda.PrefillPlan:
-        key = (heads, window)
-        if key not in step.plans:
-            assert step.query_start_loc is not None
-            d, metadata = step.num_decodes, step.metadata
-            step.plans[key] = cuda.plan_prefill(
-                metadata.positions[d:],
-                step.query_start_loc,
-                metadata.block_tables[d:],
-                cache.key,
-                cache.value,
-                heads,
-                window,
-            )
-        return step.plans[key]
+    def _groups(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, window: int | None
+    ) -> list[_Group]:
+        step, capturing = self._step, torch.cuda.is_current_stream_capturing()
+        if step is None or step.metadata is not metadata or step.captured is not capturing:
+            self._step = step = _Step(metadata, capturing)
+        heads, kv_heads, dim = q.shape[1], cache.key.shape[2], q.shape[2]
+        key = (heads, kv_heads, dim, window)
+        groups = step.groups.get(key)
+        if groups is None:
+            groups = _plan(metadata, cache, heads, window)
+            step.groups[key] = groups
+        return groups
 
-    def _plan_all(
-        self, metadata: AttentionMetadata, cache: LayerCache, heads: int, window: int | None
-    ) -> cuda.PrefillPlan:
-        """A plan of every row, for the pass that measures attention mass: its step may begin with single rows."""
-        step = self._prepare(metadata)
-        if step.num_decodes == 0:
-            return self._plan(step, cache, heads, window)
-        offsets = torch.tensor(metadata.query_start_loc, dtype=torch.int32).pin_memory()
-        return cuda.plan_prefill(
-            metadata.positions,
-            offsets.to(metadata.positions.device, non_blocking=True),
-            metadata.block_tables,
-            cache.key,
-            cache.value,
-            heads,
-            window,
-        )
 
-    def _decode(
-        self, q: torch.Tensor, out: torch.Tensor, cache: LayerCache, step: _Step, scale: float, window: int | None
-    ) -> None:
-        metadata, d = step.metadata, step.num_decodes
-        kv_heads, head_dim = cache.key.shape[2:]
-        workspace = self._decode_workspace
-        needed = cuda.decode_workspace_bytes(d, q.shape[1], kv_heads, head_dim)
-        if workspace is None or workspace.numel() < needed:
-            workspace = cuda.decode_workspace(d, q.shape[1], kv_heads, head_dim, q.device)
-            self._decode_workspace = workspace
-        cuda.decode_attention(
-            q,
-            cache.key,
-            cache.value,
-            metadata.positions[:d],
-            metadata.block_tables[:d],
-            scale,
-            workspace,
-            step.longest,
-            window,
-            out=out,
-        )
+def _parts(counts: list[int], few: int) -> Iterator[slice]:
+    """Neighbouring requests that are planned together, by their numbers of queries: one, up to `few`, any."""
+    singles = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+    some = next((i for i in range(singles, len(counts)) if counts[i] > few), len(counts))
+    for part in (slice(0, singles), slice(singles, some), slice(some, len(counts))):
+        if any(counts[part]):
+            yield part
+
+
+def _plan(metadata: AttentionMetadata, cache: LayerCache, heads: int, window: int | None) -> list[_Group]:
+    few = cuda_attention.decode_max_queries(heads, *cache.key.shape[2:])
+    if metadata.device_query_start_loc is not None:  # what the host knows are bounds
+        everything = slice(0, metadata.num_requests)
+        most = metadata.num_tokens
+        return [_group(metadata, everything, metadata.device_query_start_loc, most, few, cache, heads, window)]
+    counts = [stop - start for start, stop in pairwise(metadata.query_start_loc)]
+    groups = []
+    for part in _parts(counts, few):
+        own = counts[part]
+        starts = None if min(own) == max(own) == 1 else _offsets(own, metadata.positions.device)
+        groups.append(_group(metadata, part, starts, max(own), few, cache, heads, window))
+    return groups
+
+
+def _group(
+    metadata: AttentionMetadata,
+    requests: slice,
+    starts: torch.Tensor | None,
+    most: int,
+    few: int,
+    cache: LayerCache,
+    heads: int,
+    window: int | None,
+) -> _Group:
+    """starts: [requests + 1] int32 offsets of their rows, None for one row each; `most`: rows of the longest."""
+    rows = slice(metadata.query_start_loc[requests.start], metadata.query_start_loc[requests.stop])
+    positions, tables = metadata.positions[rows], metadata.block_tables[requests]
+    if starts is None or most <= few:
+        plan = cuda_attention.plan_decode(positions, tables, cache.key, cache.value, heads, window, starts, most)
+    else:
+        plan = cuda_attention.plan_prefill(positions, starts, tables, cache.key, cache.value, heads, window)
+    return _Group(rows, plan)
+
+
+def _offsets(counts: list[int], device: torch.device) -> torch.Tensor:
+    """[requests + 1] int32 on the device; made there where all have the same number, as a graph may capture that."""
+    if min(counts) == max(counts):
+        return torch.arange(0, (len(counts) + 1) * counts[0], counts[0], dtype=torch.int32, device=device)
+    return to_device(np.cumsum([0, *counts], dtype=np.int32), device)

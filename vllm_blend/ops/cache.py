@@ -83,27 +83,15 @@ def _rotary_and_cache_cuda(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    tokens, heads, head_dim = q.shape
-    packed = _packed(q, k, v)
-    if packed is None:
-        packed = torch.cat([t.reshape(tokens, -1) for t in (q, k, v)], 1)
+    tokens = q.shape[0]
+    if tokens == 0:
+        return q
+    if not cuda.are_packed(q, k, v):
+        packed = torch.cat([q, k, v], 1)
+        q, k, v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
     # The tables are gathered already: token i has row i of them.
-    rows = _arange(tokens, q.device)
-    cuda.rope_and_cache(packed, cos, sin, rows, key_cache, value_cache, slot_mapping, heads)
-    return packed[:, : heads * head_dim].unflatten(1, (heads, head_dim))
-
-
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """[tokens, channels] when q, k and v lie side by side in one buffer, as a packed projection leaves them."""
-    width = q.stride(0)
-    sizes = [t.shape[1] * t.shape[2] for t in (q, k, v)]
-    starts = [t.storage_offset() - q.storage_offset() for t in (q, k, v)]
-    adjacent = (
-        starts == [0, sizes[0], sizes[0] + sizes[1]]
-        and k.stride(0) == v.stride(0) == width == sum(sizes)
-        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    )
-    return q.as_strided((q.shape[0], width), (width, 1)) if adjacent else None
+    cuda.rope_and_cache(q, k, v, cos, sin, _arange(tokens, q.device), key_cache, value_cache, slot_mapping)
+    return q
 
 
 @lru_cache(maxsize=4)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
-from dataclasses import dataclass
+import weakref
+from ctypes import Structure, addressof, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -39,49 +39,28 @@ _ERRORS = {
 }
 
 
-class _Cache(Structure):
+class CacheView(Structure):
+    """A layer's cache as the kernels see it (VbCache)."""
+
     _fields_ = (
         [(n, c_void_p) for n in ("key", "value")]
         + [(n, c_int64) for n in ("page_stride", "slot_stride", "head_stride")]
         + [(n, c_int32) for n in ("num_blocks", "block_size", "kv_heads", "head_dim", "dtype")]
     )
-
-
-class _Prefill(Structure):
-    _fields_ = (
-        [(n, c_void_p) for n in ("q", "out", "lse", "positions", "query_start_loc", "block_tables", "workspace")]
-        + [("workspace_bytes", c_size_t)]
-        + [(n, c_int64) for n in ("q_token_stride", "out_token_stride")]
-        + [(n, c_int32) for n in ("block_table_stride", "num_tokens", "num_requests", "q_heads", "window", "variant")]
-        + [("scale", c_float)]
-    )
-
-
-class _Decode(Structure):
-    _fields_ = (
-        [(n, c_void_p) for n in ("q", "out", "lse", "positions", "block_tables", "workspace")]
-        + [("workspace_bytes", c_size_t)]
-        + [(n, c_int64) for n in ("q_token_stride", "out_token_stride")]
-        + [(n, c_int32) for n in ("block_table_stride", "batch", "q_heads", "window", "num_splits", "max_seq_len")]
-        + [("scale", c_float)]
-    )
+    address: int  # of this structure
+    torch_dtype: torch.dtype
 
 
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 _SIGNATURES = {
     "vb_prefill_variant": (_I, _I),
-    "vb_prefill_plan": (POINTER(_Prefill), POINTER(_Cache), _P),
-    "vb_prefill_attention": (POINTER(_Prefill), POINTER(_Cache), _P),
-    "vb_decode_attention": (POINTER(_Decode), POINTER(_Cache), _P),
-    "vb_merge_states": (_P, _P, _P, _P, _P, _P, _L, _I, _I, _P),
     "vb_place_chunk": (_P, _P, _L, _L, _P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _I, _I, _P),
     "vb_reshape_and_cache": (_P, _P, _L, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _P),
     "vb_rope_and_cache": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _I, _I, _P),
     "vb_rms_norm": (_P, _P, _P, _P, _L, _I, _F, _I, _P),
     "vb_silu_and_mul": (_P, _P, _L, _I, _I, _P),
-    "vb_kv_deviation": (_P, _L, _P, _P, _L, _L, _L, _P, _I, _I, _I, _I, _I, _I, _P),
+    "vb_kv_deviation": (_P, _L, _P, _P, _P, _L, _L, _L, _P, _I, _I, _I, _I, _I, _P),
     "vb_copy_pieces": (_P, _I, _I, _I, _P, _P, _P),
-    "vb_attention_mass": (_P, _L, _P, _P, _P, _P, _I, _I, _I, _I, _F, POINTER(_Cache), _P),
 }
 
 
@@ -159,8 +138,6 @@ def _library() -> ctypes.CDLL:
         for name, arguments in _SIGNATURES.items():
             function = getattr(lib, name)
             function.argtypes, function.restype = arguments, c_int
-        lib.vb_prefill_workspace_bytes.argtypes, lib.vb_prefill_workspace_bytes.restype = (c_int,) * 5, c_size_t
-        lib.vb_decode_workspace_bytes.argtypes, lib.vb_decode_workspace_bytes.restype = (c_int,) * 5, c_size_t
     except AttributeError as error:
         raise RuntimeError(f"{path} was built from other sources ({error}): run scripts/build_cuda.sh again") from error
     code = lib.vb_prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
@@ -181,7 +158,8 @@ def _check(name: str, code: int) -> None:
 
 def _stream(tensor: torch.Tensor) -> int:
     # The raw handle, as compiled torch code reads it: a Stream object costs microseconds, several times a layer.
-    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
+    stream: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    return stream
 
 
 def _dtype(tensor: torch.Tensor, name: str) -> int:
@@ -209,177 +187,31 @@ def _rows(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> int:
     return pointer
 
 
-_CACHES: dict[tuple[int, int], tuple[torch.Size, torch.dtype, tuple[int, ...], _Cache]] = {}
+_Known = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], CacheView]
+_CACHES: dict[tuple[int, int], _Known] = {}
 
 
-def _cache_of(key: torch.Tensor, value: torch.Tensor) -> _Cache:
-    """The C view of a layer's cache, remembered by address: layers ask for the same few over and over."""
-    address = (key.data_ptr(), value.data_ptr())
-    known = _CACHES.get(address)
-    if known is not None and known[:3] == (key.shape, key.dtype, key.stride()) and known[0] == value.shape:
-        return known[3]
-    if len(_CACHES) > 1024:  # engines come and go; addresses of freed caches mean nothing
+def cache_view(key: torch.Tensor, value: torch.Tensor) -> CacheView:
+    """The C view of a layer's cache, remembered by object: layers ask for the same few over and over."""
+    identity = (id(key), id(value))
+    known = _CACHES.get(identity)
+    if known is not None and known[0]() is key and known[1]() is value:
+        return known[2]
+    if len(_CACHES) > 1024:  # engines come and go
         _CACHES.clear()
     made = _make_cache(key, value)
-    _CACHES[address] = (key.shape, key.dtype, key.stride(), made)
+    _CACHES[identity] = (weakref.ref(key), weakref.ref(value), made)
     return made
 
 
-def _make_cache(key: torch.Tensor, value: torch.Tensor) -> _Cache:
+def _make_cache(key: torch.Tensor, value: torch.Tensor) -> CacheView:
     if key.shape != value.shape or key.stride() != value.stride() or key.dim() != 4:
         raise ValueError("key and value caches must be [num_blocks, block_size, kv_heads, head_dim] with equal strides")
     k, v = _expect(key, "key cache", key.dtype, False), _expect(value, "value cache", key.dtype, False)
     blocks, block_size, kv_heads, head_dim = key.shape
-    return _Cache(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, _dtype(key, "key cache"))
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """The work list of one step on the device, shared by all layers (see csrc/cuda/prefill_plan.cuh)."""
-
-    positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    block_tables: torch.Tensor
-    workspace: torch.Tensor
-    q_heads: int
-    window: int
-    variant: int
-
-
-def prefill_workspace_bytes(num_tokens: int, num_requests: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
-    return int(_library().vb_prefill_workspace_bytes(num_tokens, num_requests, q_heads, kv_heads, head_dim))
-
-
-def plan_prefill(
-    positions: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_tables: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    q_heads: int,
-    sliding_window: int | None = None,
-    variant: str = "auto",
-    workspace: torch.Tensor | None = None,
-) -> PrefillPlan:
-    """Plan attention of positions [tokens] int64 (ascending in a request), rows query_start_loc [requests + 1] int32,
-    block_tables [requests, max_blocks] int32. The plan holds for every layer with caches of this shape. `workspace`
-    (uint8, `prefill_workspace_bytes`) may be given to reuse one; a plan is void once another uses its workspace."""
-    cache = _cache_of(key_cache, value_cache)
-    tokens, requests = positions.shape[0], query_start_loc.shape[0] - 1
-    if workspace is None:
-        needed = prefill_workspace_bytes(tokens, requests, q_heads, cache.kv_heads, cache.head_dim)
-        workspace = torch.empty(needed, dtype=torch.uint8, device=positions.device)
-    plan = PrefillPlan(
-        positions, query_start_loc, block_tables, workspace, q_heads, sliding_window or 0, VARIANTS[variant]
-    )
-    _expect(positions, "positions", torch.int64)
-    _expect(query_start_loc, "query_start_loc", torch.int32)
-    _expect(block_tables, "block_tables", torch.int32, contiguous=False)
-    args = _prefill_args(plan, 0, 0, 0, q_heads * cache.head_dim, q_heads * cache.head_dim, 1.0)
-    _check("plan_prefill", _library().vb_prefill_plan(byref(args), byref(cache), _stream(positions)))
-    return plan
-
-
-def _prefill_args(
-    plan: PrefillPlan, q: int, out: int, lse: int, q_stride: int, out_stride: int, scale: float
-) -> _Prefill:
-    return _Prefill(
-        q, out, lse, plan.positions.data_ptr(), plan.query_start_loc.data_ptr(), plan.block_tables.data_ptr(),
-        plan.workspace.data_ptr(), plan.workspace.numel(), q_stride, out_stride, plan.block_tables.stride(0),
-        plan.positions.shape[0], plan.query_start_loc.shape[0] - 1, plan.q_heads, plan.window, plan.variant, scale,
-    )  # fmt: skip
-
-
-def prefill_attention(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    plan: PrefillPlan,
-    scale: float,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of q [tokens, q_heads, head_dim] at the plan's positions -> out, like q; lse [tokens, q_heads] float32
-    receives the natural log-sum-exp when given."""
-    cache = _cache_of(key_cache, value_cache)
-    if q.shape[0] != plan.positions.shape[0] or q.shape[1:] != (plan.q_heads, cache.head_dim):
-        raise ValueError(
-            f"q is {tuple(q.shape)}, the plan is for {(plan.positions.shape[0], plan.q_heads, cache.head_dim)}"
-        )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    args = _prefill_args(
-        plan,
-        _rows(q, "q", key_cache.dtype),
-        _rows(out, "out", key_cache.dtype),
-        0 if lse is None else _expect(lse, "lse", torch.float32),
-        q.stride(0),
-        out.stride(0),
-        scale,
-    )
-    _check("prefill_attention", _library().vb_prefill_attention(byref(args), byref(cache), _stream(q)))
-    return out
-
-
-def decode_workspace_bytes(batch: int, q_heads: int, kv_heads: int, head_dim: int, num_splits: int = 0) -> int:
-    return int(_library().vb_decode_workspace_bytes(batch, q_heads, kv_heads, head_dim, num_splits))
-
-
-def decode_workspace(
-    batch: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, num_splits: int = 0
-) -> torch.Tensor:
-    """A workspace for `batch` requests. Zeroed once here; `decode_attention` leaves it ready for the next call.
-
-    0 splits: as many as `decode_attention` would choose for this batch.
-    """
-    needed = decode_workspace_bytes(batch, q_heads, kv_heads, head_dim, num_splits)
-    return torch.zeros(needed, dtype=torch.uint8, device=device)
-
-
-def decode_attention(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    positions: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    workspace: torch.Tensor,
-    max_seq_len: int,
-    sliding_window: int | None = None,
-    num_splits: int = 0,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of one query a request: q [batch, q_heads, head_dim] at positions [batch] int64 -> out, like q.
-
-    `max_seq_len` bounds the contexts and only guides how finely keys are split (`num_splits` 0).
-    """
-    cache = _cache_of(key_cache, value_cache)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    args = _Decode(
-        _rows(q, "q", key_cache.dtype),
-        _rows(out, "out", key_cache.dtype),
-        0 if lse is None else _expect(lse, "lse", torch.float32),
-        _expect(positions, "positions", torch.int64),
-        _expect(block_tables, "block_tables", torch.int32, contiguous=False),
-        _expect(workspace, "workspace", torch.uint8), workspace.numel(), q.stride(0), out.stride(0),
-        block_tables.stride(0), q.shape[0], q.shape[1], sliding_window or 0, num_splits, max_seq_len, scale,
-    )  # fmt: skip
-    _check("decode_attention", _library().vb_decode_attention(byref(args), byref(cache), _stream(q)))
-    return out
-
-
-def merge_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets: outs [tokens, heads, head_dim], lses [tokens, heads]."""
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    code = _library().vb_merge_states(
-        _expect(out_a, "out_a", out_a.dtype), _expect(lse_a, "lse_a", torch.float32),
-        _expect(out_b, "out_b", out_a.dtype), _expect(lse_b, "lse_b", torch.float32),
-        out.data_ptr(), lse.data_ptr(), lse.numel(), out.shape[-1], _dtype(out_a, "out_a"), _stream(out_a),
-    )  # fmt: skip
-    _check("merge_states", code)
-    return out, lse
+    view = CacheView(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, _dtype(key, "key cache"))
+    view.address, view.torch_dtype = addressof(view), key.dtype
+    return view
 
 
 def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
@@ -425,7 +257,7 @@ def reshape_and_cache(
     k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """`ops.reshape_and_cache`; tokens of k, v may be strided, negative slots are skipped."""
-    cache = _cache_of(key_cache, value_cache)
+    cache = cache_view(key_cache, value_cache)
     code = _library().vb_reshape_and_cache(
         _rows(k, "k", key_cache.dtype), _rows(v, "v", key_cache.dtype), k.stride(0), v.stride(0), cache.key,
         cache.value, _expect(slot_mapping, "slot_mapping", torch.int64), *key_cache.stride()[:3], k.shape[0],
@@ -435,93 +267,115 @@ def reshape_and_cache(
 
 
 def rope_and_cache(
-    qkv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    positions: torch.Tensor,
+    rows: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    q_heads: int,
 ) -> None:
-    """Packed qkv [tokens, (q_heads + 2 * kv_heads) * head_dim]: q is rotated in place, k is rotated into its slot (in
-    qkv it stays unrotated), v is copied into its slot. cos, sin: [max_positions, rotary_dim / 2] float32 tables."""
-    cache = _cache_of(key_cache, value_cache)
-    if qkv.shape[-1] != (q_heads + 2 * cache.kv_heads) * cache.head_dim:
-        raise ValueError(f"qkv has {qkv.shape[-1]} channels, not (q_heads + 2 * kv_heads) * head_dim")
+    """q [tokens, q_heads, head_dim] and k, v [tokens, kv_heads, head_dim] side by side in a packed projection: q is
+    rotated in place, k is rotated into its slot (where it lies it stays unrotated), v is copied into its slot.
+
+    cos, sin: [n, rotary_dim / 2] float32 tables; rows [tokens] int64: the row of the tables for each token.
+    """
+    cache = cache_view(key_cache, value_cache)
+    if q.shape[0] and not are_packed(q, k, v):
+        raise ValueError("q, k and v must lie side by side in one buffer [tokens, q, k and v]")
+    tokens, q_heads, head_dim = q.shape
+    if not (q.dtype == cache.torch_dtype and k.shape[1] == cache.kv_heads and head_dim == cache.head_dim):
+        raise ValueError(f"q {tuple(q.shape)} {q.dtype} and {k.shape[1]} KV heads do not fit the cache")
+    if not (
+        cos.dtype == sin.dtype == torch.float32
+        and rows.dtype == slot_mapping.dtype == torch.int64
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+        and rows.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and cos.is_cuda
+    ):
+        for tensor, name in ((cos, "cos"), (sin, "sin")):
+            _expect(tensor, name, torch.float32)
+        for tensor, name in ((rows, "rows"), (slot_mapping, "slot_mapping")):
+            _expect(tensor, name, torch.int64)
     code = _library().vb_rope_and_cache(
-        _expect(qkv, "qkv", key_cache.dtype, False), qkv.stride(0), _expect(cos, "cos", torch.float32),
-        _expect(sin, "sin", torch.float32), _expect(positions, "positions", torch.int64),
-        _expect(slot_mapping, "slot_mapping", torch.int64), cache.key, cache.value, *key_cache.stride()[:3],
-        qkv.shape[0], q_heads, cache.kv_heads, cache.head_dim, cos.shape[-1], cache.block_size, cache.dtype,
-        _stream(qkv),
+        q.data_ptr(), q.stride(0), cos.data_ptr(), sin.data_ptr(), rows.data_ptr(), slot_mapping.data_ptr(), cache.key,
+        cache.value, cache.page_stride, cache.slot_stride, cache.head_stride, tokens, q_heads, cache.kv_heads,
+        head_dim, cos.shape[1], cache.block_size, cache.dtype, _stream(q),
     )  # fmt: skip
-    _check("rope_and_cache", code)
+    if code:
+        _check("rope_and_cache", code)
+
+
+def are_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim] lie side by side, row for row."""
+    head_dim = q.shape[2]
+    of_q, of_kv, size = q.shape[1] * head_dim, k.shape[1] * head_dim, q.element_size()
+    start, stride = q.data_ptr(), q.stride()
+    return (
+        stride == k.stride() == v.stride()
+        and stride[1:] == (head_dim, 1)
+        and k.data_ptr() - start == of_q * size
+        and v.data_ptr() - start == (of_q + of_kv) * size
+        and k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """`ops.rms_norm` of x [tokens, n]; with a residual, that of x + residual, and residual is replaced by the sum."""
+    dtype = x.dtype
+    if not (
+        dtype in _DTYPES
+        and weight.dtype == dtype
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and weight.is_cuda
+        and (residual is None or (residual.dtype == dtype and residual.is_contiguous() and residual.is_cuda))
+    ):
+        for tensor, name in ((x, "x"), (weight, "weight"), (residual, "residual")):
+            if tensor is not None:
+                _expect(tensor, name, dtype)
+        _dtype(x, "x")
     out = torch.empty_like(x)
+    n = x.shape[-1]
     code = _library().vb_rms_norm(
-        _expect(x, "x", x.dtype), 0 if residual is None else _expect(residual, "residual", x.dtype),
-        _expect(weight, "weight", x.dtype), out.data_ptr(), x.numel() // x.shape[-1], x.shape[-1], eps, _dtype(x, "x"),
-        _stream(x),
+        x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        x.numel() // n, n, eps, _DTYPES[dtype], _stream(x),
     )  # fmt: skip
-    _check("rms_norm", code)
+    if code:
+        _check("rms_norm", code)
     return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`ops.silu_and_mul` of gate_up [tokens, 2 * n] -> [tokens, n]."""
-    n = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype, device=gate_up.device)
+    shape = gate_up.shape
+    n = shape[-1] // 2
     pointer = _expect(gate_up, "gate_up", gate_up.dtype)
+    out = gate_up.new_empty((*shape[:-1], n))
     code = _library().vb_silu_and_mul(
         pointer, out.data_ptr(), out.numel() // n, n, _dtype(gate_up, "gate_up"), _stream(gate_up)
     )
-    _check("silu_and_mul", code)
+    if code:
+        _check("silu_and_mul", code)
     return out
 
 
 def kv_deviation(
-    fresh: torch.Tensor,
-    cached: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    deviation: torch.Tensor,
-    accumulate: bool = False,
-) -> None:
-    """deviation [tokens] float32 (+)= sum of squares of fresh [tokens, kv_heads, head_dim] minus the cache (K or V) at
-    its slots: CacheBlend's measure (Yao et al., 2024, section 4)."""
+    fresh: torch.Tensor, cached: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`ops.kv_deviation`; tokens of fresh may be strided."""
+    count = fresh.shape[0] if rows is None else rows.shape[0]
+    deviation = torch.empty(count, dtype=torch.float32, device=fresh.device)
+    wanted = None if rows is None else _expect(rows, "rows", torch.int64)
     code = _library().vb_kv_deviation(
         _rows(fresh, "fresh", cached.dtype), fresh.stride(0), _expect(cached, "cached", cached.dtype, False),
-        _expect(slot_mapping, "slot_mapping", torch.int64), *cached.stride()[:3],
-        _expect(deviation, "deviation", torch.float32), accumulate, fresh.shape[0], fresh.shape[1], fresh.shape[2],
-        cached.shape[1], _dtype(fresh, "fresh"), _stream(fresh),
+        _expect(slot_mapping, "slot_mapping", torch.int64), wanted, *cached.stride()[:3], deviation.data_ptr(), count,
+        fresh.shape[1], fresh.shape[2], cached.shape[1], _dtype(fresh, "fresh"), _stream(fresh),
     )  # fmt: skip
     _check("kv_deviation", code)
-
-
-def attention_mass(
-    q: torch.Tensor,
-    lse: torch.Tensor,
-    positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    mass: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-) -> None:
-    """mass [kv_heads, num_keys] float32 += attention probability each key gets from q [rows, q_heads, head_dim] of one
-    request, summed over rows, divided by q_heads: `mass.sum(0)`, once after all layers, is the mean over heads.
-
-    lse [rows, q_heads]: `prefill_attention`'s for the same q.
-    """
-    cache = _cache_of(key_cache, value_cache)
-    code = _library().vb_attention_mass(
-        _rows(q, "q", key_cache.dtype), q.stride(0), _expect(lse, "lse", torch.float32),
-        _expect(positions, "positions", torch.int64), _expect(block_table, "block_table", torch.int32),
-        _expect(mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
-        byref(cache), _stream(q),
-    )  # fmt: skip
-    _check("attention_mass", code)
+    return deviation

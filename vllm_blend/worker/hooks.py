@@ -9,7 +9,8 @@ import torch
 from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, choose
+from vllm_blend.blend.selectors import choose
+from vllm_blend.worker.evidence import LayerEvidence
 
 
 class CaptureHook(LayerHook):
@@ -140,7 +141,7 @@ class NarrowingHook(LayerHook):
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            evidence = _evidence(plan, start + state.candidates, k, v, cache, metadata)
+            evidence = LayerEvidence(plan, start + state.candidates, k, v, cache, metadata)
             chosen = state.candidates[choose(plan.selector, evidence, budget)]
         except Exception as error:  # a user's selector may raise anything; it may only cost its own request
             self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
@@ -157,23 +158,3 @@ def _start(plan: BlendPlan, positions: torch.Tensor, device: torch.device) -> _N
     rows = torch.arange(len(positions))
     candidates, others = rows[is_candidate], rows[~is_candidate]
     return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True))
-
-
-def _evidence(
-    plan: BlendPlan,
-    rows: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: LayerCache,
-    metadata: AttentionMetadata,
-) -> Evidence:
-    slots, positions = metadata.slot_mapping[rows], metadata.positions[rows]
-    return Evidence(
-        positions=positions,
-        chunk_offsets=plan.chunk_offsets.to(k.device, non_blocking=True)[positions],
-        seed=plan.content_seed,
-        k_new=k[rows],
-        k_old=cache.key.flatten(0, 1)[slots],
-        v_new=v[rows],
-        v_old=cache.value.flatten(0, 1)[slots],
-    )

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import torch
 
+from vllm_blend.ops.deviation import squared_distance
+
 
 class LooksAt(Enum):
     """What a selector has to see, which decides when the tokens are chosen and what choosing costs."""
@@ -34,6 +36,18 @@ class Evidence:
     k_old: torch.Tensor | None = None
     v_new: torch.Tensor | None = None
     v_old: torch.Tensor | None = None
+
+    def k_deviation(self) -> torch.Tensor:
+        """[n] float32: squared distance between each candidate's fresh and reused K, with LooksAt.LAYERS."""
+        if self.k_new is None or self.k_old is None:
+            raise ValueError(f"K is compared at check layers only: the selector's looks_at must be {LooksAt.LAYERS}")
+        return squared_distance(self.k_new, self.k_old)
+
+    def v_deviation(self) -> torch.Tensor:
+        """[n] float32: the same of V."""
+        if self.v_new is None or self.v_old is None:
+            raise ValueError(f"V is compared at check layers only: the selector's looks_at must be {LooksAt.LAYERS}")
+        return squared_distance(self.v_new, self.v_old)
 
 
 class Selector(ABC):

@@ -26,10 +26,7 @@ class Gradual(Selector):
     first: float = 2.0
 
     def score(self, evidence: Evidence) -> torch.Tensor:
-        assert evidence.k_new is not None and evidence.k_old is not None
-        assert evidence.v_new is not None and evidence.v_old is not None
-        k_change = (evidence.k_new.float() - evidence.k_old.float()).square().sum((1, 2))
-        v_change = (evidence.v_new.float() - evidence.v_old.float()).square().sum((1, 2))
+        k_change, v_change = evidence.k_deviation(), evidence.v_deviation()
         # K and V differ in scale from model to model: each counts relative to its own total.
         return k_change / k_change.sum().clamp_min(1e-12) + v_change / v_change.sum().clamp_min(1e-12)
 

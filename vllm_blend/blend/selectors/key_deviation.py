@@ -21,5 +21,4 @@ class KeyDeviation(Selector):
     looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
 
     def score(self, evidence: Evidence) -> torch.Tensor:
-        assert evidence.k_new is not None and evidence.k_old is not None
-        return (evidence.k_new.float() - evidence.k_old.float()).square().sum((1, 2))
+        return evidence.k_deviation()

@@ -18,5 +18,4 @@ class ValueDeviation(Selector):
     looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
 
     def score(self, evidence: Evidence) -> torch.Tensor:
-        assert evidence.v_new is not None and evidence.v_old is not None
-        return (evidence.v_new.float() - evidence.v_old.float()).square().sum((1, 2))
+        return evidence.v_deviation()

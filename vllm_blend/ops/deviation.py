@@ -1,0 +1,41 @@
+"""How far fresh K or V is from what the cache holds for the same tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_blend.ops import cuda
+
+
+def kv_deviation(
+    fresh: torch.Tensor, cached: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Squared distance, over heads and channels, of each token's fresh K (or V) from the cached: [tokens] float32.
+
+    CacheBlend's measure (Yao et al., arXiv:2405.16444, section 4.3). fresh: [tokens, kv_heads, head_dim]; cached: K or
+    V of a layer [num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens] int64; rows: [n] int64, the tokens
+    to compare, for a result [n]. Neither side is copied. Raises ValueError for shapes that do not fit together.
+    """
+    if slot_mapping.shape != fresh.shape[:1] or fresh.shape[1:] != cached.shape[2:]:
+        raise ValueError(
+            f"fresh {tuple(fresh.shape)}, slot_mapping {tuple(slot_mapping.shape)} and a cache "
+            f"{tuple(cached.shape)} do not fit together"
+        )
+    if cuda.takes(fresh) and cached.dtype == fresh.dtype:
+        return cuda.kv_deviation(fresh, cached, slot_mapping, rows)
+    return kv_deviation_reference(fresh, cached, slot_mapping, rows)
+
+
+def kv_deviation_reference(
+    fresh: torch.Tensor, cached: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The plain torch twin of `kv_deviation`; float64 stays float64."""
+    if rows is not None:
+        fresh, slot_mapping = fresh[rows], slot_mapping[rows]
+    return squared_distance(fresh, cached.flatten(0, 1)[slot_mapping])
+
+
+def squared_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[n] of a, b [n, heads, channels], computed in float32, or float64 for float64."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(dtype) - b.to(dtype)).square().sum((1, 2))
