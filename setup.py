@@ -217,6 +217,8 @@ setup(
     ],
     extras_require={
         "gpu": ["xformers", "flashinfer-python"],
+        "flashinfer": ["flashinfer-python"],
+        "xformers": ["xformers"],
         "ray": ["ray"],
         "server": ["fastapi", "uvicorn"],
         "colbert": ["ragatouille"],

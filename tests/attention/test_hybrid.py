@@ -77,6 +77,13 @@ def test_one_kind_of_work_goes_on_as_it_is(parts: list[Recording]) -> None:
     assert parts[2].attended == [step.metadata] and not parts[0].attended and not parts[1].attended
 
 
+def test_a_step_without_rows(parts: list[Recording]) -> None:
+    """As the last layer of a pass of which nothing is wanted."""
+    step = make_step([9, 20], [[], []], 2, 2, 16, 8, None, seed=4)
+    out = HybridBackend(*parts).attend(step.q, step.cache, step.metadata, step.scale)
+    assert out.shape == step.q.shape and not any(part.attended for part in parts)
+
+
 def test_unknown_positions_are_scattered(parts: list[Recording]) -> None:
     step = make_step([20], [list(range(20))], 2, 2, 16, 8, None, seed=5)
     HybridBackend(*parts).attend(step.q, step.cache, step.metadata, step.scale)

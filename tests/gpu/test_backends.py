@@ -25,6 +25,7 @@ CASES = [
     ("cuda", torch.float16, 64),
     ("flashinfer", torch.bfloat16, 128),
     ("flashinfer", torch.bfloat16, 64),
+    ("flashinfer", torch.float16, 128),
     ("xformers", torch.bfloat16, 128),
     ("xformers", torch.float16, 64),
     ("torch_native", torch.bfloat16, 128),

@@ -92,8 +92,6 @@ class HybridBackend(AttentionBackend):
             if rows.stop > rows.start:
                 backend = self._backend_of(metadata, request, rows.stop - rows.start)
                 by_backend.setdefault(id(backend), (backend, []))[1].append(request)
-        if not by_backend:  # a step without rows
-            return [_Part(self.dense, slice(0, 0), metadata)]
         if len(by_backend) == 1:
             [(backend, _)] = by_backend.values()
             return [_Part(backend, slice(0, metadata.num_tokens), metadata)]
@@ -122,5 +120,6 @@ def _part(backend: AttentionBackend, requests: list[int], metadata: AttentionMet
             query_start_loc=[0, *accumulate(span.stop - span.start for span in spans)],
             seq_lens=[metadata.seq_lens[request] for request in requests],
             at_end=None if metadata.at_end is None else tuple(metadata.at_end[request] for request in requests),
+            device_query_start_loc=None,
         ),
     )
