@@ -99,7 +99,7 @@ def test_a_chunk_that_leaves_in_mid_load_arrives_whole() -> None:
 def test_a_chunk_is_usable_while_it_is_being_stored() -> None:
     """`put` does not wait for the GPU; the GPU's reads and the host's do wait for the copy."""
     store, ring, source = new_store(4), ring_of(64), random_chunk(300, 1)
-    store.put("warm", random_chunk(10, 2))
+    store.put("first", ChunkKV(source.k + 0, source.v + 0))  # loading a kernel for the first time waits for the GPU
     torch.cuda.synchronize()
     torch.cuda._sleep(DELAY)
     late = ChunkKV(source.k + 0, source.v + 0)
@@ -217,8 +217,8 @@ def test_the_gpu_is_not_charged_for_chunks_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("selector", ["question_attention", "value_deviation"])
-def test_a_blend_waits_for_the_device_only_to_read_its_token(selector: str, engines: tuple[LLM, LLM]) -> None:
-    llm = engines[1]
+def test_a_blend_waits_for_the_device_only_to_read_its_token(selector: str) -> None:
+    llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, blend_chunk_device="cpu", **SMALL)
     params = SamplingParams(temperature=0, max_tokens=4)
     asked = prompts(2, blend_selector=selector, blend_recompute_ratio=0.15)
     llm.generate(asked, params, use_tqdm=False)  # the chunks are stored, everything lazy is done

@@ -23,6 +23,9 @@ from vllm_blend.request import Request
 from vllm_blend.worker.batch import to_device
 from vllm_blend.worker.kv_cache import KVCache
 
+_Caches = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer: K and V, [1, num_blocks, block_size, ...]
+_Target = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a group's rows: cos, sin, slots
+
 
 class ChunkPlacement:
     """Writes stored KV to the pages of the requests that reuse it, K rotated to the positions it has in each.
@@ -35,6 +38,7 @@ class ChunkPlacement:
         self.cache, self.ring = cache, ring
         self.in_flight = InFlight()
         self._rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
+        self._caches: _Caches = [(cache.key[i : i + 1], cache.value[i : i + 1]) for i in range(len(self._rotaries))]
         self._load: LayerwiseLoad | None = None
 
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
@@ -58,7 +62,7 @@ class ChunkPlacement:
             chunks = [segment.kv for _, segment in travelling]
             self._load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
             self.in_flight.hold(self._load, self._load)
-            hooks.append(_ArrivalHook(self._load, self.cache, self._rotaries, self._rows(travelling)))
+            hooks.append(_ArrivalHook(self._load, self._caches, self._rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
         return hooks
@@ -93,10 +97,10 @@ class _ArrivalHook(LayerHook):
     """Places a layer of a load just before the layer writes its own K and V, in the first forward that comes to it."""
 
     def __init__(
-        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+        self, load: LayerwiseLoad, caches: _Caches, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
     ) -> None:
-        self._load, self._cache, self._rotaries, self._rows = load, cache, rotaries, rows
-        self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._load, self._caches, self._rotaries, self._rows = load, caches, rotaries, rows
+        self._targets: dict[RotaryEmbedding, list[_Target]] = {}  # by group of the load
         self._next_layer = 0
 
     def before_layer(self, layer_idx: int) -> None:
@@ -104,14 +108,13 @@ class _ArrivalHook(LayerHook):
             return
         self._next_layer = layer_idx + 1
         rotary = self._rotaries[layer_idx]
-        if rotary not in self._tables:
-            self._tables[rotary] = rotary.cos_sin(self._rows[0])
-        cos, sin = self._tables[rotary]
-        layer = slice(layer_idx, layer_idx + 1)
-        keys, values = self._cache.key[layer], self._cache.value[layer]
+        if rotary not in self._targets:
+            cos, sin = rotary.cos_sin(self._rows[0])
+            self._targets[rotary] = [(cos[rows], sin[rows], self._rows[1, rows]) for rows in self._load.rows]
+        targets, (keys, values) = self._targets[rotary], self._caches[layer_idx]
         for arrival in self._load.layer(layer_idx):
-            rows = arrival.rows
-            ops.place_chunk(arrival.k, arrival.v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
+            cos, sin, slots = targets[arrival.group]
+            ops.place_chunk(arrival.k, arrival.v, cos, sin, keys, values, slots)
 
 
 def _runs_of_layers(rotaries: Sequence[RotaryEmbedding]) -> Iterator[tuple[slice, RotaryEmbedding]]:
