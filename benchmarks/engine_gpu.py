@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.kv_store.transfer import LayerwiseLoad
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
 CHUNK = 512
@@ -175,7 +176,6 @@ def from_host(
     """The same blends with chunk KV in pinned host memory, against what they take with it on the GPU (compute) and what
     the host link takes for their chunk KV (load)."""
     rate = link_speed()
-    print(f"one pinned copy: {rate:.1f} GB/s", flush=True)
     config = MISTRAL_7B
     per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]  # K and V, bf16
     gib = sum(prompts) * per_token / 2**30 + 1
@@ -186,6 +186,9 @@ def from_host(
         over = measured / max(load_ms, compute_ms)
         what = f"{name}, from the host (load {load_ms:.1f}, compute {compute_ms:.1f} ms: {over:.2f} x the larger)"
         report(what, measured, VLLM_PREFILL.get(n), None)
+    for n, prompt in prompts.items():
+        speed = load_speed(llm, prompt)
+        print(f"chunks of {n} tokens, layer by layer: {speed:.1f} GB/s; one pinned copy: {rate:.1f}", flush=True)
     unload(llm)
 
 
@@ -193,14 +196,38 @@ def link_speed() -> float:
     """GB/s of one large copy from pinned memory."""
     host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device="cuda")
+    return host.nbytes / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9
+
+
+def load_speed(llm: LLM, prompt: dict[str, Any]) -> float:
+    """GB/s at which the stored chunks of a prompt arrive when nothing is computed meanwhile."""
+    engine = llm.llm_engine
+    worker = engine.model_executor.driver_worker
+    ring = worker.model_runner.placement.ring
+    assert ring is not None
+    _, ids = engine.identify_chunks(prompt["prefix"], prompt["chunks"])
+    chunks = [chunk for chunk in (engine.chunk_store.get(each.key) for each in ids) if chunk is not None]
+    assert len(chunks) == len(ids)
+
+    def load_all() -> None:
+        load = LayerwiseLoad(ring, chunks, worker.num_layers)
+        for layer in range(worker.num_layers):
+            for _ in load.layer(layer):
+                pass
+
+    return sum(chunk.nbytes for chunk in chunks) / seconds(load_all) / 1e9
+
+
+def seconds(work: Callable[[], object], repeats: int = 6) -> float:
+    """Median time until the device has done `work`."""
     times = []
-    for _ in range(6):
+    for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        target.copy_(host, non_blocking=True)
+        work()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return host.nbytes / statistics.median(times) / 1e9
+    return statistics.median(times)
 
 
 def ttft(llm: LLM, prompts: list[Any]) -> float:
