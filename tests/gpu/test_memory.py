@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 TOKENIZER = "inputs/demo-model"
 LENGTH = 8192
 MIB = 2**20
-GRAPHS_OFF_BY = 24 * MIB  # most that the graphs of a few batch sizes told too little of all of them
+SLACK = 8 * MIB  # for what CUDA and torch take in pieces of their own; measured on an H200: 1 to 3 MiB
 SHAPE = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -83,16 +83,14 @@ def test_the_cache_fills_the_share_and_no_step_leaves_it(tmp_path: Path, dtype: 
 
     now = Usage.settled(DEVICE)
     waiting = share.activations + share.chunk_store  # not in use yet
-    print(f"{dtype} {blending}: {share}; off by {(now.used + waiting - share.budget) / MIB:.1f} MiB")
-    assert abs(now.used + waiting - share.budget) < pool.block_bytes + 2 * GRANULARITY + GRAPHS_OFF_BY
+    assert abs(now.used + waiting - share.budget) < pool.block_bytes + 2 * GRANULARITY + SLACK
 
     torch.cuda.reset_peak_memory_stats(DEVICE)
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=3)
     for output in llm.generate(largest_prompts(blending), params, use_tqdm=False):
         assert output.error is None
     peak = Usage.now(DEVICE).other + torch.cuda.max_memory_reserved(DEVICE)
-    print(f"peak above the budget by {(peak - share.budget - share.chunk_store) / MIB:.1f} MiB without stored chunks")
-    assert peak <= share.budget + GRAPHS_OFF_BY
+    assert peak <= share.budget + SLACK
     assert peak > share.budget - share.chunk_store - share.activations  # these were no small steps
 
 
@@ -119,8 +117,8 @@ def test_measuring_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         ({"num_hidden_layers": 3000}, {}, "the model's weights did not fit.*quantization='fp8'"),
         (
-            {},
-            {"max_num_batched_tokens": 2**23, "max_num_seqs": 2048},
+            {"num_hidden_layers": 1, "intermediate_size": 2**17},
+            {"max_num_batched_tokens": 2**19, "max_num_seqs": 2048},
             "the activations of the largest step did not fit.*lower max_num_batched_tokens or max_num_seqs",
         ),
         ({}, {"num_gpu_blocks_override": 10**6}, "the KV cache did not fit.*num_gpu_blocks_override"),
