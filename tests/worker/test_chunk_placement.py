@@ -5,6 +5,7 @@ What arrives is played by the host here, a few rows at a time; tests/gpu/test_pi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -128,6 +129,16 @@ def test_encoding_loads_the_prefix(layerwise: LLM) -> None:
     assert output.error is None
     assert len(Load.made) > 1
     layerwise.llm_engine.chunk_store.clear()
+
+
+def test_only_copies_in_flight_keep_a_load_alive(layerwise: LLM) -> None:
+    """A chunk that the store evicts gives its memory back as soon as no copy and no request needs it."""
+    run(layerwise, tiny_prompt(), PARAMS)
+    loads = [weakref.ref(load) for load in Load.made]
+    Load.made.clear()
+    layerwise.llm_engine.model_executor.driver_worker.model_runner.placement.in_flight.release()
+    assert loads
+    assert not any(load() for load in loads)
 
 
 def test_a_step_that_failed_leaves_no_load_behind(layerwise: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

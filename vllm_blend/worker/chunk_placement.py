@@ -6,6 +6,7 @@ engine is on a GPU travels layer by layer during the forward passes that need it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -39,16 +40,16 @@ class ChunkPlacement:
         self.in_flight = InFlight()
         self._rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
         self._caches: _Caches = [(cache.key[i : i + 1], cache.value[i : i + 1]) for i in range(len(self._rotaries))]
-        self._load: LayerwiseLoad | None = None
+        self._last: weakref.ref[LayerwiseLoad] | None = None  # of `in_flight`: only copies may keep chunks alive
 
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
         """Begin to place the stored KV of `requests`; the hooks that the forward passes up to the blend's need.
 
         A layer's KV is in place when the layer writes its own: the tokens that are computed again come later.
         """
-        if self._load is not None:  # a step that failed may have left the rest of its load
-            self._load.abandon()
-            self._load = None
+        last = self._last() if self._last is not None else None
+        if last is not None:  # a step that failed may have left the rest of its load
+            last.abandon()
         self.in_flight.release()
         at_once: list[tuple[Request, Segment]] = []
         travelling: list[tuple[Request, Segment]] = []
@@ -60,9 +61,10 @@ class ChunkPlacement:
         hooks: list[LayerHook] = []
         if self.ring is not None and travelling:
             chunks = [segment.kv for _, segment in travelling]
-            self._load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
-            self.in_flight.hold(self._load, self._load)
-            hooks.append(_ArrivalHook(self._load, self._caches, self._rotaries, self._rows(travelling)))
+            load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
+            self.in_flight.hold(load, load)
+            self._last = weakref.ref(load)
+            hooks.append(_ArrivalHook(load, self._caches, self._rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
         return hooks
