@@ -134,6 +134,19 @@ def test_placing_chunks(tokens: int, head_dim: int, stored_dtype: torch.dtype, d
             assert_only_these_written(cache[layer], slots)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_deviation(tokens: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Of every token, and of some of them in any order."""
+    cached = random(11, 8, 2, head_dim, dtype=dtype, seed=13)
+    fresh, slots = random(tokens, 2, head_dim, dtype=dtype, seed=14), random_slots(tokens, 88, 15, skipped=False)
+    expected = (fresh.double() - at(cached, slots).double()).square().sum((1, 2))
+    assert_close(ops.kv_deviation(fresh, cached, slots), expected, 1e-5)
+    rows = torch.arange(tokens, device=DEVICE).flip(0)[::2]
+    assert_close(ops.kv_deviation(fresh, cached, slots, rows), expected[rows], 1e-5)
+
+
 def test_sizes_that_the_kernels_do_not_take_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     x = random(3, 24, dtype=torch.bfloat16, seed=12)
     with caplog.at_level(logging.WARNING):

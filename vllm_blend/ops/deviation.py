@@ -21,7 +21,7 @@ def kv_deviation(
             f"fresh {tuple(fresh.shape)}, slot_mapping {tuple(slot_mapping.shape)} and a cache "
             f"{tuple(cached.shape)} do not fit together"
         )
-    if cuda.takes(fresh) and cached.dtype == fresh.dtype:
+    if cuda.takes(fresh, fresh.shape[2]) and cached.dtype == fresh.dtype:
         return cuda.kv_deviation(fresh, cached, slot_mapping, rows)
     return kv_deviation_reference(fresh, cached, slot_mapping, rows)
 
