@@ -139,14 +139,17 @@ int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, c
 // The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
 // top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.
 enum { VB_SAMPLE_UNFILTERED = 1, VB_SAMPLE_FILTERED = 2 };  // filtered: random, with min-p, top-k or top-p on
-enum { VB_TOKEN_BROKEN = -1 };                              // a row without a finite maximum
+// Instead of a token: the row has no finite maximum; it had one before logits were changed (see places).
+enum { VB_TOKEN_BROKEN = -1, VB_TOKEN_NONE_LEFT = -2 };
 
 typedef struct {
   const void* logits;  // [rows, vocab], the last dimension contiguous
   int64_t row_stride;
   const double* settings;
   const double* uniforms;
-  int64_t* tokens;  // [rows]: the token, or VB_TOKEN_BROKEN
+  int64_t* tokens;  // [rows]
+  // Null, or [rows]: where in uniforms and tokens a row stands. Where the token is VB_TOKEN_BROKEN already it stays so.
+  const int64_t* places;
   void* workspace;
   size_t workspace_bytes;
   int32_t rows, vocab;  // at most 2^19 - 1 of vocabulary
@@ -157,10 +160,11 @@ typedef struct {
 size_t vb_sample_workspace_bytes(int rows, int vocab);
 int vb_sample(const VbSample* args, void* stream);
 
-// Penalties on (rows[i], tokens[i]) pairs, each pair once, of float32 logits, in place. penalties [3, num_rows]: repetition,
-// frequency, presence. counts: how often the token was generated (0: it is in the prompt only).
-int vb_penalize(float* logits, int64_t row_stride, const int64_t* rows, const int64_t* tokens, const float* counts,
-                const float* penalties, int num_rows, int64_t pairs, void* stream);
+// Penalties on float32 logits, in place, for the tokens that row i has had: tables[i] has sizes[i] entries (token, how often it
+// was generated; 0: it is in the prompt only), each token once. penalties [3, rows]: repetition, frequency, presence. Before,
+// changes [num_changes, 4] are written to the tables: row, entry, token, count.
+int vb_penalize(float* logits, int64_t row_stride, int32_t* const* tables, const int32_t* sizes, const int32_t* changes,
+                int num_changes, const float* penalties, int rows, void* stream);
 
 #ifdef __cplusplus
 }

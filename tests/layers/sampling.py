@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_blend import ops
@@ -25,8 +26,12 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0)
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def draw_settings(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> DrawSettings:
+    values = np.array([SamplingState(p, [1], []).draw_settings for p in params])
+    return DrawSettings.make(values, vocab_size, device)
+
+
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: torch.Tensor) -> torch.Tensor:
     """Tokens [rows] of logits [rows, vocabulary] at these numbers in [0, 1), by `ops.sample_tokens`."""
-    rows = [SamplingState(p, [1], []).draw_settings for p in params]
-    settings = DrawSettings.make(rows, logits.shape[-1], logits.device)
+    settings = draw_settings(params, logits.shape[-1], logits.device)
     return ops.sample_tokens(logits, settings, uniforms.to(logits.device))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.layers.sampling import draw, random_logits, state
+from tests.layers.sampling import draw, draw_settings, random_logits, state
 from tests.layers.test_sampler import FIXED
+from vllm_blend import ops
 from vllm_blend.layers.sampler import Sampler
 from vllm_blend.ops import cuda_sampling, sampling
+from vllm_blend.ops.penalties import PenaltyTable, penalize_reference
 from vllm_blend.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -147,7 +150,7 @@ def test_rows_without_a_finite_maximum(settings: dict[str, Any], dtype: torch.dt
     logits[1, 39_999], logits[2, 0], logits[3], logits[4, :39_000] = math.nan, math.inf, -math.inf, -math.inf
     poison()
     tokens = draw(logits, [SamplingParams(**settings)] * 6, numbers)
-    assert tokens[1:4].tolist() == [sampling.NO_TOKEN] * 3
+    assert tokens[1:4].tolist() == [sampling.BROKEN] * 3
     assert torch.equal(tokens[[0, 5]], good[[0, 5]])
     assert tokens[4] >= 39_000
 
@@ -187,14 +190,41 @@ def test_frequencies_fit_the_distribution(settings: dict[str, Any]) -> None:
 
 
 def test_penalties_are_the_twins() -> None:
-    logits = random_logits(5, 1000, seed=2).cuda()
-    pairs = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:700].cuda()
-    counts = torch.randint(0, 4, (700,), generator=torch.Generator().manual_seed(1)).float().cuda()
-    penalties = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)).cuda() + 0.5
-    expected = logits.clone()
-    sampling.penalize_reference(expected, pairs // 1000, pairs % 1000, counts, penalties)
-    sampling.penalize(logits, pairs // 1000, pairs % 1000, counts, penalties)
-    assert torch.equal(logits, expected)
+    """Tables that grow, a little and beyond their room on the device, are rewritten, and move between rows."""
+    generator = torch.Generator().manual_seed(1)
+    logits = random_logits(5, 2000, seed=2).cuda()
+    penalties = torch.rand(3, 5, generator=generator).numpy() + np.float32(0.5)
+    outputs = [torch.randint(0, 2000, (900,), generator=generator).tolist() for _ in range(5)]
+    tables = [PenaltyTable(range(10 * i, 20 * i)) for i in range(5)]
+    for step in (0, 1, 2, 300, 301, 302, 890, 900):
+        for table, output in zip(tables, outputs, strict=True):
+            table.count(output[:step])
+        order = torch.randperm(5, generator=generator).tolist()
+        rows = [None if i == 4 and step % 2 else tables[i] for i in order]
+        expected, actual = logits.clone(), logits.clone()
+        if step:
+            penalize_reference(expected, rows, penalties)
+            ops.penalize(actual, rows, penalties)
+            assert torch.equal(actual, expected) and not torch.equal(actual, logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_changed_rows_are_drawn_again(dtype: torch.dtype) -> None:
+    logits = random_logits(32, 5000, seed=2).to("cuda", dtype)
+    logits[3, 7] = math.nan
+    rows = torch.tensor([3, 5, 6, 20, 31], device="cuda")
+    changed = random_logits(5, 5000, seed=3).cuda()
+    changed[2] = -math.inf
+    draws: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 2}, {"temperature": 0}, {}]
+    settings = draw_settings([SamplingParams(**s) for s in draws], 5000, logits.device)
+    everything = draw_settings([SamplingParams()] * 32, 5000, logits.device)
+    numbers = uniforms(32).cuda()
+    tokens = ops.sample_tokens(logits, everything, numbers)
+    expected = tokens.clone()
+    ops.resample_tokens(tokens, rows, changed, settings, numbers)
+    sampling.resample_tokens_reference(expected, rows, changed, settings, numbers)
+    assert torch.equal(tokens, expected)
+    assert tokens[3] == sampling.BROKEN and tokens[6] == sampling.NONE_LEFT and tokens[20] == changed[3].argmax()
 
 
 def test_bad_arguments_are_named() -> None:
@@ -205,8 +235,10 @@ def test_bad_arguments_are_named() -> None:
         cuda_sampling.sample_tokens(logits.t()[:2], settings, None)
     with pytest.raises(TypeError, match="settings"):
         cuda_sampling.sample_tokens(logits, settings.float(), None)
-    with pytest.raises(ValueError, match="penalties must be"):
-        cuda_sampling.penalize(logits, *(torch.zeros(3, device="cuda"),) * 3, torch.zeros(3, 3, device="cuda"))
+    with pytest.raises(ValueError, match="tokens and places go together"):
+        cuda_sampling.sample_tokens(logits, settings, None, places=torch.zeros(2, dtype=torch.int64, device="cuda"))
+    with pytest.raises(ValueError, match="do not make"):
+        cuda_sampling.penalize(logits, torch.zeros(3, dtype=torch.int32, device="cuda"), 0)
 
 
 def test_steps_are_queued_without_waiting() -> None:

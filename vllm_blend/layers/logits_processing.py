@@ -58,17 +58,12 @@ def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
-    penalized = [(row, state) for row, state in enumerate(states) if state.penalized]
-    if not penalized:
+    if not any(state.penalized for state in states):
         return
-    tables = [state.penalty_table() for _, state in penalized]
-    rows, tokens = _pairs([row for row, _ in penalized], [ids for ids, _ in tables], logits.device)
-    counts = _to_device(np.concatenate([counts for _, counts in tables]), logits.device)
-    per_row = np.ones((3, len(states)), dtype=np.float32)
-    for row, state in penalized:
-        p = state.params
-        per_row[:, row] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
-    ops.penalize(logits, rows, tokens, counts, _to_device(per_row, logits.device))
+    penalties = np.ones((3, len(states)), dtype=np.float32)
+    for row, state in enumerate(states):
+        penalties[:, row] = state.penalties
+    ops.penalize(logits, [state.penalty_table() if state.penalized else None for state in states], penalties)
 
 
 def _pairs(

@@ -15,16 +15,15 @@ from vllm_blend.layers.logprobs import PendingLogprobs, prompt_logprobs, start_l
 from vllm_blend.layers.sampling_batch import SamplingBatch
 from vllm_blend.layers.sampling_state import SamplingState, check_stop
 from vllm_blend.layers.transfer import HostCopy, to_device
-from vllm_blend.ops.sampling import NO_TOKEN
+from vllm_blend.ops.sampling import BROKEN, NONE_LEFT
 from vllm_blend.outputs import Logprob
 
 __all__ = ["PendingSample", "Sampler", "SamplerOutput", "SamplingState", "check_stop", "prompt_logprobs"]
 
-_NOTHING_LEFT = -2
 _ERRORS = {
-    NO_TOKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
+    BROKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
     "and any KV cache that was loaded",
-    _NOTHING_LEFT: "no token is left to choose from: allowed_token_ids, bad_words and min_tokens together exclude all",
+    NONE_LEFT: "no token is left to choose from: allowed_token_ids, bad_words and min_tokens together exclude all",
 }
 
 
@@ -98,10 +97,7 @@ class Sampler(nn.Module):
         for changed in batch.changed:
             own = logits[changed.rows].float()
             process_logits(own, changed.states)
-            chosen = ops.sample_tokens(own, changed.settings, None if uniforms is None else uniforms[changed.rows])
-            chosen = torch.where(chosen == NO_TOKEN, _NOTHING_LEFT, chosen)
-            usable = tokens[changed.rows] != NO_TOKEN
-            tokens[changed.rows] = torch.where(usable, chosen, NO_TOKEN)
+            ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
         return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs))
 
     def _batch_of(self, states: Sequence[SamplingState], logits: torch.Tensor) -> SamplingBatch:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.layers.transfer import to_device
@@ -29,20 +31,21 @@ class SamplingBatch:
 
     def __init__(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> None:
         self.states, self.vocab_size, self.device = list(states), vocab_size, device
-        self._waiting = [state for state in states if state.awaits_min_tokens]
-        changed = [row for row, state in enumerate(states) if state.changes_logits]
-        settings = [state.draw_settings for state in states]
-        self.changed = [self._changed(rows, settings) for rows in _groups(changed, vocab_size)]
-        random = [row for row, values in enumerate(settings) if values[0] > 0]
-        self._seeded = np.array([row for row in random if states[row].seeded], dtype=np.int64)
-        self._shared = np.array([row for row in random if not states[row].seeded], dtype=np.int64)
-        for row in changed:  # all that is asked of their logits as they are is whether they are finite
-            settings[row] = GREEDY
-        self.settings = DrawSettings.make(settings, vocab_size, device)
-        self.logprobs = {row: k for row, state in enumerate(states) if (k := state.params.logprobs) is not None}
+        values = np.fromiter(chain.from_iterable([state.draw_settings for state in states]), np.float64).reshape(-1, 4)
+        special = [row for row, state in enumerate(states) if not state.plain]
+        self._waiting = [states[row] for row in special if states[row].awaits_min_tokens]
+        self.logprobs = {row: k for row in special if (k := states[row].params.logprobs) is not None}
+        changed = [row for row in special if states[row].changes_logits]
+        self.changed = [self._changed(rows, values) for rows in _groups(changed, vocab_size)]
+        random = values[:, 0] > 0
+        self._seeded = np.array([row for row in special if random[row] and states[row].seeded], dtype=np.int64)
+        random[self._seeded] = False
+        self._shared = random.nonzero()[0]
+        values[changed] = GREEDY  # all that is asked of their logits as they are is whether they are finite
+        self.settings = DrawSettings.make(values, vocab_size, device)
 
-    def _changed(self, rows: list[int], settings: list[tuple[float, float, float, float]]) -> ChangedRows:
-        own = DrawSettings.make([settings[row] for row in rows], self.vocab_size, self.device)
+    def _changed(self, rows: list[int], values: NDArray[np.float64]) -> ChangedRows:
+        own = DrawSettings.make(values[rows], self.vocab_size, self.device)
         return ChangedRows([self.states[r] for r in rows], to_device(torch.tensor(rows), self.device), own)
 
     def serves(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_blend.ops.penalties import PenaltyTable
 from vllm_blend.sampling_params import SamplingParams
 
 _DRAWS_AHEAD = 64
@@ -31,7 +31,7 @@ class SamplingState:
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
     generator: torch.Generator | None = field(init=False, default=None)
-    _table: _PenaltyTable | None = field(init=False, default=None, repr=False)
+    _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
 
     def __post_init__(self) -> None:
@@ -39,9 +39,13 @@ class SamplingState:
             self.generator = torch.Generator().manual_seed(int(self.params.seed))
 
     @cached_property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency, presence."""
+        return self.params.repetition_penalty, self.params.frequency_penalty, self.params.presence_penalty
+
+    @cached_property
     def penalized(self) -> bool:
-        p = self.params
-        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        return self.penalties != (1.0, 0.0, 0.0)
 
     @cached_property
     def _changes_logits_always(self) -> bool:
@@ -64,6 +68,12 @@ class SamplingState:
         top_k = p.top_k if p.top_k > 0 else math.inf
         # 2: out of reach of rounding
         return 0.0 if p.greedy else p.temperature, log_min_p, top_k, p.top_p if p.top_p < 1.0 else 2.0
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether nothing but `draw_settings` is to be known for the choice of a token."""
+        p = self.params
+        return not (self._changes_logits_always or p.min_tokens or self.seeded or p.logprobs is not None)
 
     @property
     def seeded(self) -> bool:
@@ -108,35 +118,13 @@ class SamplingState:
                 banned.add(last)
         return banned
 
-    def penalty_table(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens under a penalty, each once, and how often each was generated (0: only in the prompt)."""
+    def penalty_table(self) -> PenaltyTable:
+        """The tokens under a penalty, with the output as it is now."""
         if self._table is None or self._table.num_counted > len(self.output_token_ids):
             # NOTE: only the repetition penalty looks at the prompt
-            self._table = _PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())
+            self._table = PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())
         self._table.count(self.output_token_ids)
-        return self._table.arrays()
-
-
-class _PenaltyTable:
-    """Token counts that grow with the output: a step costs the new tokens, not the whole sequence."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.num_counted = 0
-        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
-        self._ids = array("q", self._slots)
-        self._counts = array("f", bytes(4 * len(self._slots)))
-
-    def count(self, output: list[int]) -> None:
-        for token in output[self.num_counted :]:
-            slot = self._slots.setdefault(token, len(self._ids))
-            if slot == len(self._ids):
-                self._ids.append(token)
-                self._counts.append(0.0)
-            self._counts[slot] += 1.0
-        self.num_counted = len(output)
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+        return self._table
 
 
 def check_stop(

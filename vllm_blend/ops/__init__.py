@@ -17,8 +17,9 @@ from vllm_blend.ops.fp8 import (
 )
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
+from vllm_blend.ops.penalties import penalize
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
-from vllm_blend.ops.sampling import penalize, sample_tokens
+from vllm_blend.ops.sampling import resample_tokens, sample_tokens
 from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "quantize_rows",
     "quantized_linear",
     "quantized_product",
+    "resample_tokens",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_quant",

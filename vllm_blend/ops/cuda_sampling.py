@@ -1,4 +1,4 @@
-"""Bindings of the sampling kernels (csrc/cuda/sampling.cu), by the rules of `ops.cuda`: nothing copies or waits."""
+"""Bindings of the sampling kernels (csrc/cuda/sampling*.cu, penalize.cu), by the rules of `ops.cuda`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Sample(Structure):
     _fields_ = (
         [(n, c_void_p) for n in ("logits",)]
         + [(n, c_int64) for n in ("row_stride",)]
-        + [(n, c_void_p) for n in ("settings", "uniforms", "tokens", "workspace")]
+        + [(n, c_void_p) for n in ("settings", "uniforms", "tokens", "places", "workspace")]
         + [("workspace_bytes", c_size_t)]
         + [(n, c_int32) for n in ("rows", "vocab", "dtype", "kinds")]
     )
@@ -27,7 +27,7 @@ class _Sample(Structure):
 
 _SIGNATURES = {
     "vb_sample": (POINTER(_Sample), c_void_p),
-    "vb_penalize": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_void_p),
+    "vb_penalize": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p),
 }
 
 
@@ -52,21 +52,29 @@ def sample_tokens(
     uniforms: torch.Tensor | None,
     any_filtered: bool = True,
     any_unfiltered: bool = True,
+    tokens: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ops.sample_tokens`: settings [rows, 4] and uniforms [rows], float64 on the device. What rows there are tells
-    which kernels are needed: filtered ones are random with min-p, top-k or top-p on."""
+    which kernels are needed: filtered ones are random with min-p, top-k or top-p on. With places [rows] int64, it is
+    `ops.resample_tokens`: they say where in `tokens` and `uniforms` a row stands."""
     rows, vocab = logits.shape
-    if settings.shape != (rows, 4) or (uniforms is not None and uniforms.shape != (rows,)):
+    if settings.shape != (rows, 4) or (places is None and uniforms is not None and uniforms.shape != (rows,)):
         given = None if uniforms is None else tuple(uniforms.shape)
         raise ValueError(f"{rows} rows of logits, but settings {tuple(settings.shape)} and uniforms {given}")
+    if (tokens is None) != (places is None) or (places is not None and places.shape != (rows,)):
+        raise ValueError(f"tokens and places go together, and {rows} rows of logits need as many places")
     if logits.stride(-1) != 1 and vocab > 1:
         raise ValueError("logits must be contiguous in their last dimension")
     lib = _library()
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if tokens is None:
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     workspace = torch.empty(lib.vb_sample_workspace_bytes(rows, vocab), dtype=torch.uint8, device=logits.device)
     args = _Sample(
         logits.data_ptr(), logits.stride(0), cuda._expect(settings, "settings", torch.float64),
-        None if uniforms is None else cuda._expect(uniforms, "uniforms", torch.float64), tokens.data_ptr(),
+        None if uniforms is None else cuda._expect(uniforms, "uniforms", torch.float64),
+        cuda._expect(tokens, "tokens", torch.int64),
+        None if places is None else cuda._expect(places, "places", torch.int64),
         workspace.data_ptr(), workspace.numel(), rows, vocab, _DTYPES[logits.dtype],
         _FILTERED * any_filtered + _UNFILTERED * any_unfiltered,
     )  # fmt: skip
@@ -74,19 +82,17 @@ def sample_tokens(
     return tokens
 
 
-def penalize(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
-) -> None:
-    """`ops.penalize`."""
-    if penalties.shape != (3, logits.shape[0]) or not (rows.shape == tokens.shape == counts.shape):
-        raise ValueError(
-            f"penalties must be [3, {logits.shape[0]}], and rows, tokens and counts of one length: they are "
-            f"{tuple(penalties.shape)}, {tuple(rows.shape)}, {tuple(tokens.shape)}, {tuple(counts.shape)}"
-        )
+def penalize(logits: torch.Tensor, packed: torch.Tensor, num_changes: int) -> None:
+    """`ops.penalize` of logits [rows, vocabulary] float32. packed: int32, on the device: changes [num_changes, 4] (row,
+    entry, token, count), the addresses of tables as int64 [rows], their sizes [rows], penalties as float32 [3, rows].
+    """
+    rows = logits.shape[0]
+    if packed.shape != (4 * num_changes + 6 * rows,):
+        raise ValueError(f"{num_changes} changes and {rows} rows do not make {tuple(packed.shape)} words")
+    changes = cuda._expect(packed, "packed", torch.int32)
+    tables = changes + 16 * num_changes
     code = _library().vb_penalize(
-        cuda._expect(logits, "logits", torch.float32, False), logits.stride(0),
-        cuda._expect(rows, "rows", torch.int64), cuda._expect(tokens, "tokens", torch.int64),
-        cuda._expect(counts, "counts", torch.float32), cuda._expect(penalties, "penalties", torch.float32),
-        logits.shape[0], rows.shape[0], cuda._stream(logits),
+        cuda._expect(logits, "logits", torch.float32, False), logits.stride(0), tables, tables + 8 * rows, changes,
+        num_changes, tables + 12 * rows, rows, cuda._stream(logits),
     )  # fmt: skip
     cuda._check("penalize", code)

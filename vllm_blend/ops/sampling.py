@@ -6,15 +6,17 @@ depends neither on the order in which a sort leaves ties nor on what else is in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_blend.ops import cuda_sampling
 
-NO_TOKEN = -1  # for a row whose largest logit is NaN or infinite
+# In place of a token: the row's largest logit is NaN or infinite; it is so only after the logits were changed
+BROKEN, NONE_LEFT = -1, -2
 MAX_ELEMENTS_AT_ONCE = 2**24  # of logits: bounds the temporary memory of long prompts and large batches
 
 
@@ -29,11 +31,8 @@ class DrawSettings:
     any_unfiltered: bool  # whether another row has none, or is greedy
 
     @classmethod
-    def make(
-        cls, rows: Sequence[tuple[float, float, float, float]], vocab_size: int, device: torch.device
-    ) -> DrawSettings:
-        """rows: (temperature, log of min_p, top_k, top_p) each; -inf, infinity and 2 turn the filters off."""
-        values = np.array(rows, dtype=np.float64).reshape(-1, 4)
+    def make(cls, values: NDArray[np.float64], vocab_size: int, device: torch.device) -> DrawSettings:
+        """values [rows, 4]: temperature, log of min_p, top_k, top_p; -inf, infinity and 2 turn the filters off."""
         random = values[:, 0] > 0
         filtered = random & ((values[:, 1] > -np.inf) | (values[:, 2] < vocab_size) | (values[:, 3] < 1.0))
         host = torch.from_numpy(values)
@@ -44,15 +43,14 @@ class DrawSettings:
 
 
 def sample_tokens(logits: torch.Tensor, settings: DrawSettings, uniforms: torch.Tensor | None) -> torch.Tensor:
-    """Tokens [rows] int64 of logits [rows, vocabulary]; `NO_TOKEN` for a row whose largest logit is NaN or infinite.
+    """Tokens [rows] int64 of logits [rows, vocabulary]; `BROKEN` for a row whose largest logit is NaN or infinite.
 
     A random row's token inverts its cumulative distribution at its number in `uniforms` [rows] float64, in [0, 1), on
     the logits' device (None when all rows are greedy). The first of several largest logits is the greedy token.
     """
     if cuda_sampling.takes(logits):
-        return cuda_sampling.sample_tokens(
-            logits, settings.on_device, uniforms, settings.any_filtered, settings.any_unfiltered
-        )
+        kinds = (settings.any_filtered, settings.any_unfiltered)
+        return cuda_sampling.sample_tokens(logits, settings.on_device, uniforms, *kinds)
     return sample_tokens_reference(logits, settings, uniforms)
 
 
@@ -66,7 +64,38 @@ def sample_tokens_reference(
         assert uniforms is not None
         rows = group.to(logits.device)
         tokens[rows] = _draw(logits[rows].float(), settings.values[group], uniforms[rows])
-    return torch.where(usable, tokens, NO_TOKEN)
+    return torch.where(usable, tokens, BROKEN)
+
+
+def resample_tokens(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    changed: torch.Tensor,
+    settings: DrawSettings,
+    uniforms: torch.Tensor | None,
+) -> None:
+    """Replace the tokens of `rows` [n] int64, in place, by those of `changed` [n, vocabulary], as `sample_tokens` does.
+
+    `tokens` and `uniforms` are those of the whole batch. A row that is `BROKEN` stays so; `NONE_LEFT` is for one whose
+    changed logits allow no token.
+    """
+    if cuda_sampling.takes(changed):
+        kinds = (settings.any_filtered, settings.any_unfiltered)
+        cuda_sampling.sample_tokens(changed, settings.on_device, uniforms, *kinds, tokens, rows)
+    else:
+        resample_tokens_reference(tokens, rows, changed, settings, uniforms)
+
+
+def resample_tokens_reference(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    changed: torch.Tensor,
+    settings: DrawSettings,
+    uniforms: torch.Tensor | None,
+) -> None:
+    chosen = sample_tokens_reference(changed, settings, None if uniforms is None else uniforms[rows])
+    chosen = torch.where(chosen == BROKEN, NONE_LEFT, chosen)
+    tokens[rows] = torch.where(tokens[rows] == BROKEN, BROKEN, chosen)
 
 
 def _groups(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
@@ -112,26 +141,3 @@ def _threshold(values: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, t
     kept &= cumulative - weights < top_p.unsqueeze(1) * cumulative[:, -1:]
     last = kept.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
     return values.gather(1, last).squeeze(1)
-
-
-def penalize(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
-) -> None:
-    """Penalties on logits [rows, vocabulary] float32, in place, where a sequence had (rows[i], tokens[i]), once a pair.
-
-    penalties [3, rows] float32: repetition (CTRL, Keskar et al., 2019, section 4.1), then OpenAI's frequency and
-    presence, for which counts [pairs] float32 says how often the token was generated; 0: it is in the prompt only.
-    """
-    if cuda_sampling.takes(logits):
-        cuda_sampling.penalize(logits, rows, tokens, counts, penalties)
-    else:
-        penalize_reference(logits, rows, tokens, counts, penalties)
-
-
-def penalize_reference(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
-) -> None:
-    repetition, frequency, presence = penalties[:, rows]
-    values = logits[rows, tokens]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)

@@ -1,0 +1,114 @@
+"""Penalties on the logits of tokens that a sequence has had."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_blend.ops import cuda_sampling
+
+
+class PenaltyTable:
+    """The tokens of a sequence, each once, and how often each was generated; 0: it is in the prompt only.
+
+    It grows with the output, and so does its copy on a GPU: a step costs the new tokens, not the whole sequence.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.num_counted = 0  # of the output
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt_token_ids))}
+        self._ids = array("i", self._slots)
+        self._counts = array("i", bytes(4 * len(self._slots)))
+        self._copy: torch.Tensor | None = None  # [capacity, 2] int32 on a GPU
+        self._changed: set[int] = set()  # slots in which the copy is behind
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def count(self, output_token_ids: list[int]) -> None:
+        """Take in the tokens generated since the last call."""
+        for token in output_token_ids[self.num_counted :]:
+            slot = self._slots.setdefault(token, len(self._ids))
+            if slot == len(self._ids):
+                self._ids.append(token)
+                self._counts.append(0)
+            self._counts[slot] += 1
+            self._changed.add(slot)
+        self.num_counted = len(output_token_ids)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Token ids and counts."""
+        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        """The copy on a GPU, behind in the slots of `changes`."""
+        if self._copy is None or self._copy.shape[0] < len(self) or self._copy.device != device:
+            capacity = max(256, 2 * len(self))
+            host = torch.zeros(capacity, 2, dtype=torch.int32, pin_memory=True)
+            host[: len(self)] = torch.from_numpy(np.stack([self._ids, self._counts], 1))
+            self._copy = host.to(device, non_blocking=True)
+            self._changed.clear()
+        return self._copy
+
+    def changes(self) -> list[tuple[int, int, int]]:
+        """(slot, token, count) where the copy is behind."""
+        return [(slot, self._ids[slot], self._counts[slot]) for slot in self._changed]
+
+    def copy_is_made(self) -> None:
+        """The copy has been given all `changes`."""
+        self._changed.clear()
+
+
+def penalize(logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]) -> None:
+    """Penalties on logits [rows, vocabulary] float32, in place, for the tokens in each row's table (None: no penalty).
+
+    penalties [3, rows]: repetition (CTRL, Keskar et al., 2019, section 4.1), on all tokens of the table; then OpenAI's
+    frequency and presence, on those that were generated.
+    """
+    if cuda_sampling.takes(logits):
+        _penalize_on_gpu(logits, tables, penalties)
+    else:
+        penalize_reference(logits, tables, penalties)
+
+
+def penalize_reference(
+    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
+) -> None:
+    entries = [(row, *table.arrays()) for row, table in enumerate(tables) if table is not None]
+    pairs = np.stack(
+        [
+            np.repeat(np.array([row for row, _, _ in entries], dtype=np.int64), [len(ids) for _, ids, _ in entries]),
+            np.concatenate([ids for _, ids, _ in entries]),
+        ]
+    )
+    rows, tokens = torch.from_numpy(pairs).to(logits.device)
+    counts = torch.from_numpy(np.concatenate([counts for _, _, counts in entries])).to(logits.device)
+    repetition, frequency, presence = torch.from_numpy(penalties).to(logits.device)[:, rows]
+    values = logits[rows, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
+
+
+def _penalize_on_gpu(
+    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
+) -> None:
+    rows = len(tables)
+    copies = [None if table is None else table.copy_on(logits.device) for table in tables]
+    changes = [(row, *c) for row, table in enumerate(tables) if table is not None for c in table.changes()]
+    # in one transfer: changes [n, 4], addresses [rows, 2], sizes [rows], penalties [3, rows], each entry 4 bytes
+    words = np.empty((4 * len(changes) + 6 * rows,), np.int32)
+    sections = np.split(words, np.cumsum([4 * len(changes), 2 * rows, rows]))
+    if changes:
+        sections[0].reshape(-1, 4)[:] = changes
+    sections[1].view(np.int64)[:] = [0 if copy is None else copy.data_ptr() for copy in copies]
+    sections[2][:] = [0 if table is None else len(table) for table in tables]
+    sections[3].view(np.float32).reshape(3, rows)[:] = penalties
+    packed = torch.from_numpy(words).pin_memory().to(logits.device, non_blocking=True)
+    cuda_sampling.penalize(logits, packed, len(changes))
+    for table in tables:
+        if table is not None:
+            table.copy_is_made()
