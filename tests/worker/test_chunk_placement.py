@@ -47,15 +47,11 @@ class Load:
     def layer(self, layer: int) -> Iterator[Arrival]:
         assert layer == self.layers
         self.layers += 1
-        for index, group in enumerate(self.groups):
+        for group in self.groups:
             count = group.stop - group.start
             k, v = (torch.empty(count, *chunks.shape[2:]) for chunks in (self.chunks[0].k, self.chunks[0].v))
             copy_pieces_reference(group.pieces, layer, k, v)
-            yield Arrival(index, k[None], v[None])
-
-    @property
-    def rows(self) -> list[slice]:
-        return [slice(group.start, group.stop) for group in self.groups]
+            yield Arrival(slice(group.start, group.stop), k[None], v[None])
 
     def abandon(self) -> None:
         self.abandoned = True

@@ -119,12 +119,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A layer of a group of a load, on the device: K before RoPE and V, each [1, rows, kv_heads, head_dim].
+    """Rows start .. stop - 1 of a load in one layer, on the device: K before RoPE and V, each [1, rows, kv_heads,
+    head_dim], valid on the current stream until the next one is asked for."""
 
-    Valid on the current stream until the next one is asked for.
-    """
-
-    group: int
+    rows: slice
     k: torch.Tensor
     v: torch.Tensor
 
@@ -140,7 +138,6 @@ class LayerwiseLoad:
         self.ring, self.num_layers = ring, num_layers
         self._chunks = chunks
         self._groups = _groups(chunks, ring.slot_tokens)
-        self._arrivals: dict[tuple[int, int], Arrival] = {}  # by slot and group: many layers have the same
         self._issued = self._taken = 0  # of num_layers * len(groups) transfers
         self._total = num_layers * len(self._groups)
         for chunk in chunks:
@@ -149,32 +146,21 @@ class LayerwiseLoad:
         for _ in range(len(ring.filled)):
             self._issue()
 
-    @property
-    def rows(self) -> list[slice]:
-        """Which rows of the load each group has."""
-        return [slice(group.start, group.stop) for group in self._groups]
-
     def layer(self, layer: int) -> Iterator[Arrival]:
         """The arrivals of a layer. Layers come in ascending order, each once."""
         ring = self.ring
         if self._taken != layer * len(self._groups):
             raise RuntimeError(f"layer {layer} of a load was asked for out of order")
-        stream = torch.cuda.current_stream(ring.slots.device)
-        for index in range(len(self._groups)):
+        for group in self._groups:
             slot = self._taken % len(ring.filled)
+            stream = torch.cuda.current_stream(ring.slots.device)
             stream.wait_event(ring.filled[slot])
-            arrival = self._arrivals.get((slot, index))
-            if arrival is None:
-                arrival = self._arrivals[slot, index] = self._arrival(slot, index)
-            yield arrival
+            count = group.stop - group.start
+            k, v = ring.pairs[slot]
+            yield Arrival(slice(group.start, group.stop), k[None, :count], v[None, :count])
             ring.emptied[slot].record(stream)
             self._taken += 1
             self._issue()
-
-    def _arrival(self, slot: int, index: int) -> Arrival:
-        group, (k, v) = self._groups[index], self.ring.pairs[slot]
-        count = group.stop - group.start
-        return Arrival(index, k[None, :count], v[None, :count])
 
     def abandon(self) -> None:
         """No further layer will be asked for."""

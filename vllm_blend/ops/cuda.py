@@ -15,6 +15,7 @@ from ctypes import Structure, addressof, c_float, c_int, c_int32, c_int64, c_voi
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
@@ -244,12 +245,12 @@ def place_chunk(
     _check("place_chunk", code)
 
 
-def copy_pieces(
-    table: int, count: int, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int
-) -> None:
-    """`ops.copy_pieces`: table: address of the [count, 4] int64 that vb_copy_pieces takes; pinned: whether all pieces
-    are; k, v: device buffers that hold their rows, contiguous; stream: a cudaStream_t other than the default one."""
-    _check("copy_pieces", _library().vb_copy_pieces(table, count, layer, pinned, k.data_ptr(), v.data_ptr(), stream))
+def copy_pieces(table: np.ndarray, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:
+    """`ops.copy_pieces`: table: [pieces, 4] int64 as vb_copy_pieces takes it; pinned: whether all pieces are; k, v:
+    device buffers that hold their rows, contiguous; stream: a cudaStream_t other than the default one."""
+    pointers = (k.data_ptr(), v.data_ptr(), stream)
+    code = _library().vb_copy_pieces(table.ctypes.data, len(table), layer, pinned, *pointers)
+    _check("copy_pieces", code)
 
 
 def reshape_and_cache(

@@ -47,7 +47,6 @@ class HostPieces:
             ],
             np.int64,
         )
-        self.address = self.table.ctypes.data
 
 
 def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -56,7 +55,7 @@ def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor
     Asynchronous where the pieces are pinned; they must stay until the stream is through.
     """
     if cuda.is_available():
-        return cuda.copy_pieces(pieces.address, len(pieces.pieces), layer, pieces.pinned, k, v, stream.cuda_stream)
+        return cuda.copy_pieces(pieces.table, layer, pieces.pinned, k, v, stream.cuda_stream)
     with torch.cuda.stream(stream):
         copy_pieces_reference(pieces, layer, k, v)
 

@@ -24,9 +24,6 @@ from vllm_blend.request import Request
 from vllm_blend.worker.batch import to_device
 from vllm_blend.worker.kv_cache import KVCache
 
-_Caches = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer: K and V, [1, num_blocks, block_size, ...]
-_Target = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a group's rows: cos, sin, slots
-
 
 class ChunkPlacement:
     """Writes stored KV to the pages of the requests that reuse it, K rotated to the positions it has in each.
@@ -39,7 +36,6 @@ class ChunkPlacement:
         self.cache, self.ring = cache, ring
         self.in_flight = InFlight()
         self._rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
-        self._caches: _Caches = [(cache.key[i : i + 1], cache.value[i : i + 1]) for i in range(len(self._rotaries))]
         self._last: weakref.ref[LayerwiseLoad] | None = None  # of `in_flight`: only copies may keep chunks alive
 
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
@@ -64,7 +60,7 @@ class ChunkPlacement:
             load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
             self.in_flight.hold(load, load)
             self._last = weakref.ref(load)
-            hooks.append(_ArrivalHook(load, self._caches, self._rotaries, self._rows(travelling)))
+            hooks.append(_ArrivalHook(load, self.cache, self._rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
         return hooks
@@ -99,10 +95,10 @@ class _ArrivalHook(LayerHook):
     """Places a layer of a load just before the layer writes its own K and V, in the first forward that comes to it."""
 
     def __init__(
-        self, load: LayerwiseLoad, caches: _Caches, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
     ) -> None:
-        self._load, self._caches, self._rotaries, self._rows = load, caches, rotaries, rows
-        self._targets: dict[RotaryEmbedding, list[_Target]] = {}  # by group of the load
+        self._load, self._cache, self._rotaries, self._rows = load, cache, rotaries, rows
+        self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
         self._next_layer = 0
 
     def before_layer(self, layer_idx: int) -> None:
@@ -110,13 +106,14 @@ class _ArrivalHook(LayerHook):
             return
         self._next_layer = layer_idx + 1
         rotary = self._rotaries[layer_idx]
-        if rotary not in self._targets:
-            cos, sin = rotary.cos_sin(self._rows[0])
-            self._targets[rotary] = [(cos[rows], sin[rows], self._rows[1, rows]) for rows in self._load.rows]
-        targets, (keys, values) = self._targets[rotary], self._caches[layer_idx]
+        if rotary not in self._tables:
+            self._tables[rotary] = rotary.cos_sin(self._rows[0])
+        cos, sin = self._tables[rotary]
+        layer = slice(layer_idx, layer_idx + 1)
+        keys, values = self._cache.key[layer], self._cache.value[layer]
         for arrival in self._load.layer(layer_idx):
-            cos, sin, slots = targets[arrival.group]
-            ops.place_chunk(arrival.k, arrival.v, cos, sin, keys, values, slots)
+            rows = arrival.rows
+            ops.place_chunk(arrival.k, arrival.v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
 
 
 def _runs_of_layers(rotaries: Sequence[RotaryEmbedding]) -> Iterator[tuple[slice, RotaryEmbedding]]:
