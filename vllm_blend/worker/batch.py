@@ -45,9 +45,7 @@ class Batch:
     metadata: AttentionMetadata
 
 
-def build_batch(
-    spans: Sequence[Span], block_size: int, device: torch.device, drawn: Drawn = NOTHING_DRAWN
-) -> Batch:
+def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, drawn: Drawn = NOTHING_DRAWN) -> Batch:
     """Rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span.
 
     Positions that are on a GPU stay there, and nothing waits for them: only their number matters on the host.
