@@ -124,7 +124,7 @@ def answer(llm: LLM, dataset: str, samples: Sequence[Sample], prompts: list[Any]
         first[index, list(ids)] = torch.tensor(values, dtype=torch.float64)
     params = SamplingParams(temperature=0, max_tokens=prompt_for(dataset).max_tokens, stop=["\n"])
     texts = [first_line(output.outputs[0].text) for output in llm.generate(prompts, params, use_tqdm=False)]
-    pairs = list(zip(texts, (sample.answers for sample in samples), strict=True))
+    pairs = list(zip(texts, (list(sample.answers) for sample in samples), strict=True))
     exact, f1 = (statistics.fmean(best_score(score, *pair) for pair in pairs) for score in (exact_match, f1_score))
     return Answers(texts, first, exact, f1)
 
