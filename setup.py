@@ -214,8 +214,10 @@ setup(
         "bm25s",
         "rouge-score",
         "pyyaml",
+        "xxhash",
     ],
     extras_require={
+        "store": ["redis", "fsspec"],
         "gpu": ["xformers", "flashinfer-python"],
         "flashinfer": ["flashinfer-python"],
         "xformers": ["xformers"],
@@ -223,6 +225,6 @@ setup(
         "server": ["fastapi", "uvicorn"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "redis", "fsspec"],
     },
 )

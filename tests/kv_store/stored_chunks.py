@@ -1,0 +1,63 @@
+"""Chunks for tests of stores. What a key stands for follows from the key: any process can check what it gets."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+MODEL, OTHER_MODEL = "ab" * 16, "cd" * 16
+PAGE = 4096
+LAYERS, HEADS, HEAD_DIM = 4, 2, 32
+
+
+def key(number: int) -> str:
+    return f"{number:032x}"
+
+
+def chunk(name: str, tokens: int | None = None, dtype: torch.dtype = torch.bfloat16) -> ChunkKV:
+    """KV of 1 to 16 pages, if `tokens` is not given."""
+    generator = torch.Generator().manual_seed(int(name[-8:], 16))
+    tokens = tokens or 8 + int(name[-8:], 16) * 37 % 120
+    k, v = torch.randn(2, LAYERS, tokens, HEADS, HEAD_DIM, generator=generator).to(dtype)
+    return ChunkKV(k, v)
+
+
+def sized(pages: int) -> ChunkKV:
+    """KV that is stored in exactly so many pages."""
+    kv = torch.arange(pages * PAGE // 4, dtype=torch.int16).view(1, -1, 1, 1).view(torch.bfloat16)
+    return ChunkKV(kv, kv.flip(1))
+
+
+def same(a: ChunkKV | None, b: ChunkKV) -> bool:
+    """Whether there is a chunk, bit for bit the other one."""
+    return a is not None and all(
+        x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in ((a.k, b.k), (a.v, b.v))
+    )
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("v1/*.segment"))
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """What the file system has given to the segments."""
+    return sum(path.stat().st_blocks * 512 for path in segments(folder))
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards, in memory where the system has such: tests with thousands of writes."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,278 @@
+"""One chunk's KV as bytes, for the disk and for remote stores: a header that vouches for itself and for every layer,
+and the layers.
+
+A layer is one piece: [scales |] K | V, each [tokens, kv_heads, head_dim] (quantization.py). Layers start on 4 KiB
+pages, so that each can be read by itself past the page cache, straight to where it is wanted. Where a layer is so
+small that rounding it up would cost more than 1/64 of it, layers are packed (16-byte aligned), and reading one reads
+the pages that it touches.
+
+Nothing here is trusted when it is read: the header has a checksum (xxh3, 64 bits) of itself, and one of each layer.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import xxhash
+
+from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
+
+StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
+Fault = Literal["damaged", "foreign", "truncated", "vanished"]
+
+MAGIC = b"VBLENDKV"
+VERSION = 1
+PACKED_ALIGNMENT = 16
+PACK_BELOW = 64 * PAGE  # bytes of a layer
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FORMATS = get_args(StoredFormat)
+_HEAD = struct.Struct("<8sHBBI16s16sIIII")  # magic, version, format, dtype, 0, key, model, shape
+_CHECKSUM = struct.Struct("<Q")
+
+
+class ChunkFault(Exception):
+    """Bytes that are not the chunk that was asked for. `kind` is for counting, the message for people."""
+
+    def __init__(self, kind: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Where the bytes of a chunk lie; everything follows from its shape, its dtype and the format it is stored in."""
+
+    num_layers: int
+    num_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # as the chunk was put, and comes back
+    format: StoredFormat
+
+    @classmethod
+    def of(cls, kv: ChunkKV, stored: StoredFormat) -> ChunkLayout:
+        """The layout of `kv` stored as `stored`. Raises ValueError for a dtype that is not stored."""
+        if kv.k.dtype not in _DTYPES or kv.v.dtype != kv.k.dtype:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ValueError(f"chunk K {kv.k.dtype} and V {kv.v.dtype} must have one dtype of {names}")
+        if kv.k.numel() == 0:
+            raise ValueError(f"chunk K {list(kv.k.shape)} must not be empty")
+        layers, tokens, kv_heads, head_dim = kv.k.shape
+        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored)
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int]:
+        """Of K, and of V."""
+        return (self.num_tokens, self.num_kv_heads, self.head_dim)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """Number of elements and dtype of what makes up a layer, in order. The largest dtypes come first: all are
+        aligned."""
+        count = prod(self.layer_shape)
+        if self.format == "auto":
+            return [(count, self.dtype)] * 2
+        how = QUANTIZATIONS[self.format]
+        steps = [(number, torch.uint8) for number in how.scale_counts(self.layer_shape)]
+        return [(1, torch.float32), (1, torch.float32), *steps, (count, how.dtype), (count, how.dtype)]
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        return sum(count * dtype.itemsize for count, dtype in self.parts)
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from a layer's start to the next one's."""
+        return _round_up(self.layer_bytes, PACKED_ALIGNMENT if self.layer_bytes < PACK_BELOW else PAGE)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all layers, in whole pages."""
+        return _round_up(self.num_layers * self.stride, PAGE)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of memory for the chunk as it comes back, in whole pages."""
+        if self.format == "auto":
+            return self.payload_bytes
+        return _round_up(self.num_layers * 2 * prod(self.layer_shape) * self.dtype.itemsize, PAGE)
+
+    def layer_span(self, layer: int) -> tuple[int, int]:
+        """The bytes of a layer: start and stop in the payload."""
+        return layer * self.stride, layer * self.stride + self.layer_bytes
+
+    def kv_in(self, memory: torch.Tensor) -> ChunkKV:
+        """The chunk as views of `memory` ([at least kv_bytes] uint8, aligned to 16 bytes), of whatever it holds."""
+        stride = self.stride if self.format == "auto" else 2 * prod(self.layer_shape) * self.dtype.itemsize
+        elements = memory[: self.kv_bytes].view(self.dtype)
+        size = (self.num_layers, *self.layer_shape)
+        strides = (stride // self.dtype.itemsize, self.num_kv_heads * self.head_dim, self.head_dim, 1)
+        start, count = elements.storage_offset(), prod(self.layer_shape)
+        k, v = (torch.as_strided(elements, size, strides, start + offset) for offset in (0, count))
+        return ChunkKV(k, v)
+
+    def write_layer(self, kv: ChunkKV, layer: int, payload: torch.Tensor) -> None:
+        """Encode a layer into the payload [payload_bytes] uint8."""
+        for target, source in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
+            if isinstance(target, QuantizedTensor):
+                target.write(source.cpu())
+            else:
+                target.copy_(source)
+
+    def read_layer(self, payload: torch.Tensor, layer: int, kv: ChunkKV) -> None:
+        """Decode a layer of the payload into `kv`."""
+        for source, target in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
+            if isinstance(source, QuantizedTensor):
+                source.read(target)
+            else:
+                target.copy_(source)
+
+    def _stored(self, payload: torch.Tensor, layer: int) -> list[torch.Tensor | QuantizedTensor]:
+        """K and V of a layer where they are stored."""
+        start, pieces = layer * self.stride, []
+        for count, dtype in self.parts:
+            stop = start + count * dtype.itemsize
+            pieces.append(payload[start:stop].view(dtype))
+            start = stop
+        kv = [piece.view(self.layer_shape) for piece in pieces[-2:]]
+        if self.format == "auto":
+            return [*kv]
+        how = QUANTIZATIONS[self.format]
+        return [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
+
+
+@dataclass(frozen=True)
+class ChunkHeader:
+    """What a store keeps beside a chunk's layers."""
+
+    key: str  # ChunkId.key
+    model: str  # ModelFingerprint.digest
+    layout: ChunkLayout
+    checksums: tuple[int, ...]  # of each layer
+
+    def encode(self) -> bytes:
+        layout = self.layout
+        head = _HEAD.pack(
+            MAGIC,
+            VERSION,
+            _FORMATS.index(layout.format),
+            _DTYPES.index(layout.dtype),
+            0,
+            bytes.fromhex(self.key),
+            bytes.fromhex(self.model),
+            layout.num_layers,
+            *layout.layer_shape,
+        )
+        body = head + np.array(self.checksums, "<u8").tobytes()
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def decode(cls, data: bytes, key: str, model: str) -> ChunkHeader:
+        """The header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's."""
+        if len(data) < _HEAD.size + _CHECKSUM.size:
+            raise ChunkFault("truncated", f"its header has {len(data)} bytes")
+        body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
+        magic, version, stored, dtype, _, found_key, found_model, layers, tokens, kv_heads, head_dim = (
+            _HEAD.unpack_from(body)
+        )
+        if magic != MAGIC:
+            raise ChunkFault("foreign", "it is not a stored chunk")
+        if xxhash.xxh3_64_intdigest(body) != checksum:
+            raise ChunkFault("damaged", "the checksum of its header differs")
+        if version != VERSION:
+            raise ChunkFault("foreign", f"it has format version {version}, this package reads {VERSION}")
+        if found_model.hex() != model:
+            raise ChunkFault("foreign", "it was computed by another model")
+        if found_key.hex() != key:
+            raise ChunkFault("foreign", "it is another chunk")
+        checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
+        if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or len(checksums) != layers:
+            raise ChunkFault("damaged", "its header contradicts itself")
+        layout = ChunkLayout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
+        return cls(key, model, layout, tuple(checksums.tolist()))
+
+    def check_layer(self, payload: torch.Tensor, layer: int) -> None:
+        """Raise ChunkFault when a layer of the payload is not what was written."""
+        if layer_checksum(self.layout, payload, layer) != self.checksums[layer]:
+            raise ChunkFault("damaged", f"the checksum of layer {layer} differs")
+
+
+@dataclass(frozen=True)
+class SerializedChunk:
+    header: ChunkHeader
+    payload: torch.Tensor  # [payload_bytes] uint8, page-aligned
+
+
+def serialize(key: str, model: str, kv: ChunkKV, layout: ChunkLayout) -> SerializedChunk:
+    """A chunk as bytes, with whatever device `kv` is on. Raises NotQuantizable."""
+    kv.wait()
+    payload = aligned_empty(layout.payload_bytes)
+    checksums, written = [], 0
+    for layer in range(layout.num_layers):
+        start, stop = layout.layer_span(layer)
+        payload[written:start].zero_()  # no byte of other memory leaves this process
+        layout.write_layer(kv, layer, payload)
+        checksums.append(layer_checksum(layout, payload, layer))
+        written = stop
+    payload[written:].zero_()
+    return SerializedChunk(ChunkHeader(key, model, layout, tuple(checksums)), payload)
+
+
+def to_bytes(chunk: SerializedChunk) -> bytes:
+    """A chunk as one value: the length of its header in 8 bytes, the header, the layers."""
+    header = chunk.header.encode()
+    return b"".join((_CHECKSUM.pack(len(header)), header, chunk.payload.numpy().data))
+
+
+def from_bytes(data: bytes, key: str, model: str) -> ChunkKV:
+    """The chunk of `to_bytes`, in memory of its own. Raises ChunkFault."""
+    if len(data) < _CHECKSUM.size:
+        raise ChunkFault("truncated", f"it has {len(data)} bytes")
+    start = _CHECKSUM.size + _CHECKSUM.unpack_from(data)[0]
+    header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model)
+    layout = header.layout
+    if len(data) - start != layout.payload_bytes:
+        raise ChunkFault("truncated", f"it has {len(data) - start} bytes of KV instead of {layout.payload_bytes}")
+    payload = aligned_empty(layout.payload_bytes)
+    payload.numpy()[:] = np.frombuffer(data, np.uint8, offset=start)
+    kv = layout.kv_in(payload if layout.format == "auto" else aligned_empty(layout.kv_bytes))
+    for layer in range(layout.num_layers):
+        header.check_layer(payload, layer)
+        if layout.format != "auto":
+            layout.read_layer(payload, layer, kv)
+    return kv
+
+
+def layer_checksum(layout: ChunkLayout, payload: torch.Tensor, layer: int) -> int:
+    start, stop = layout.layer_span(layer)
+    return xxhash.xxh3_64_intdigest(payload.numpy()[start:stop].data)
+
+
+def check_key(key: str) -> None:
+    """Raise ValueError unless `key` is one of `ChunkId`."""
+    if not is_key(key):
+        raise ValueError(f"chunk key {key!r} must be 32 hex digits, as ChunkId.key has")
+
+
+def is_key(key: str) -> bool:
+    return len(key) == 32 and not set(key) - set("0123456789abcdef")
+
+
+def aligned_empty(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 of ordinary memory that starts on a page."""
+    memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + num_bytes]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
