@@ -81,6 +81,12 @@ class CUDABackend(AttentionBackend):
         self.add_attention_mass(masses, q, cache, metadata, scale, query_rows, sliding_window)
         return [mass.sum(0) for mass in masses]
 
+    def attend_with_lse(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(q.shape[:2], device=q.device)
+        return self._attend(q, cache, metadata, scale, None, lse), lse
+
     def add_attention_mass(
         self,
         masses: list[torch.Tensor],

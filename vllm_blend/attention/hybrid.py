@@ -70,6 +70,11 @@ class HybridBackend(AttentionBackend):
         self._measured = q
         return self.mass.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
 
+    def attend_with_lse(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decode.attend_with_lse(q, cache, metadata, scale)
+
     def add_attention_mass(
         self,
         masses: list[torch.Tensor],
@@ -105,12 +110,15 @@ class HybridBackend(AttentionBackend):
 
 
 def _part(backend: AttentionBackend, requests: list[int], metadata: AttentionMetadata) -> _Part:
-    """The step of these requests alone."""
+    return _Part(backend, *part_of(requests, metadata))
+
+
+def part_of(requests: list[int], metadata: AttentionMetadata) -> tuple[torch.Tensor, AttentionMetadata]:
+    """The rows ([n] int64) of some requests of a step, and the step of these requests alone, to attend with."""
     device = metadata.positions.device
     spans = [metadata.rows(request) for request in requests]
     rows = row_index(np.concatenate([np.arange(span.start, span.stop) for span in spans]), device)
-    return _Part(
-        backend,
+    return (
         rows,
         replace(
             metadata,
@@ -121,5 +129,6 @@ def _part(backend: AttentionBackend, requests: list[int], metadata: AttentionMet
             seq_lens=[metadata.seq_lens[request] for request in requests],
             at_end=None if metadata.at_end is None else tuple(metadata.at_end[request] for request in requests),
             device_query_start_loc=None,
+            rope_positions=None,  # queries are rotated by then
         ),
     )

@@ -14,6 +14,8 @@ from itertools import pairwise
 
 import torch
 
+from vllm_blend import ops
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -33,6 +35,9 @@ class AttentionMetadata:
     # [requests + 1] int32 on the device: what holds there where a graph is replayed with other numbers of rows than
     # `query_start_loc`, which it was captured with, says.
     device_query_start_loc: torch.Tensor | None = None
+    # [tokens] int64, where RoPE puts the tokens. None: at `positions`. They differ where blocks of a request are left
+    # out of its block table: attention counts the keys that are there.
+    rope_positions: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +69,7 @@ class AttentionMetadata:
             query_start_loc=query_start_loc,
             at_end=None,
             device_query_start_loc=None,
+            rope_positions=None if self.rope_positions is None else self.rope_positions[rows],
         )
 
 
@@ -113,6 +119,16 @@ class AttentionBackend(ABC):
     ) -> list[torch.Tensor]:
         """Attention probability received by each key position, per request: [seq_len] float32, summed over the query
         rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""
+
+    def attend_with_lse(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` of the few rows of decode steps, with the log-sum-exp [tokens, heads] float32 of their scores, to be
+        merged with attention over other keys (`ops.merge_states`)."""
+        positions, tables, starts = metadata.positions, metadata.block_tables, metadata.query_start_loc
+        states = (positions, tables, starts, metadata.seq_lens, scale)
+        out, lse = ops.attention_states(q, cache.key, cache.value, *states)
+        return out.to(q.dtype), lse
 
     def add_attention_mass(
         self,

@@ -44,12 +44,13 @@ class Attention(nn.Module):
         k_unrotated = k.view(-1, self.num_kv_heads, self.head_dim)
         v = v.view(-1, self.num_kv_heads, self.head_dim)
         kept = None
+        at = metadata.positions if metadata.rope_positions is None else metadata.rope_positions
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
         if not watching:
-            cos, sin = self.rotary.at(metadata.positions)
+            cos, sin = self.rotary.at(at)
             q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, cache.key, cache.value, metadata.slot_mapping)
         else:
-            q, k = self.rotary(metadata.positions, q, k_unrotated)
+            q, k = self.rotary(at, q, k_unrotated)
             for hook in watching:
                 kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept
             ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)

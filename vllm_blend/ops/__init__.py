@@ -20,17 +20,20 @@ from vllm_blend.ops.linear import linear
 from vllm_blend.ops.penalties import penalize
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 from vllm_blend.ops.sampling import resample_tokens, sample_tokens
+from vllm_blend.ops.states import attention_states, merge_states
 from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
     "HostKV",
     "HostPieces",
     "attention_mass",
+    "attention_states",
     "copy_pieces",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "kv_deviation",
     "linear",
+    "merge_states",
     "paged_attention",
     "penalize",
     "place_chunk",

@@ -1,0 +1,70 @@
+"""Attention in parts: a part's output with its log-sum-exp, and the union of parts over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_blend.ops import cuda, cuda_attention
+
+
+def attention_states(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as in `paged_attention`, out [tokens, heads, head_dim] float32 with lse [tokens, heads] float32, the
+    natural logarithm of the sum of exponentials of the scaled scores. A row that sees no key gives zeros and -inf.
+
+    Plain torch, for the few rows of decode steps: one small product a request. The caches [num_blocks, block_size,
+    kv_heads, head_dim] may have any strides. float64 stays float64.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads, kv_heads = q.shape[1], key_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+    for request, n in enumerate(seq_lens):
+        rows = slice(query_start_loc[request], query_start_loc[request + 1])
+        if rows.stop == rows.start or n == 0:
+            continue
+        blocks = block_tables[request, : -(-n // key_cache.shape[1])].long()
+        k = key_cache[blocks].flatten(0, 1)[:n].to(dtype)  # [n, kv_heads, head_dim]
+        v = value_cache[blocks].flatten(0, 1)[:n].to(dtype)
+        grouped = q[rows].to(dtype).unflatten(1, (kv_heads, heads // kv_heads))
+        scores = torch.einsum("mkgd,nkd->mkgn", grouped, k) * scale
+        hidden = torch.arange(n, device=q.device)[None] > positions[rows][:, None]
+        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums.clamp_min(torch.finfo(dtype).min)[..., None]).exp()
+        out[rows] = torch.einsum("mkgn,nkd->mkgd", weights, v).flatten(1, 2)
+        lse[rows] = sums.flatten(1, 2)
+    return out, lse
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys: outs [tokens, heads, head_dim] of one dtype, lses [tokens,
+    heads] float32. A part without keys (-inf) adds nothing."""
+    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:2]:
+        raise ValueError(
+            f"outs {tuple(out_a.shape)}, {tuple(out_b.shape)} and lses {tuple(lse_a.shape)}, {tuple(lse_b.shape)} "
+            "do not fit together"
+        )
+    if cuda.takes(out_a, out_a.shape[2]) and out_b.dtype == out_a.dtype:
+        return cuda_attention.merge_states(out_a, lse_a, out_b, lse_b)
+    return merge_states_reference(out_a, lse_a, out_b, lse_b)
+
+
+def merge_states_reference(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain torch twin of `merge_states`."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    top = lse.clamp_min(torch.finfo(lse.dtype).min)  # where both are empty
+    a, b = (lse_a - top).exp()[..., None], (lse_b - top).exp()[..., None]
+    return (out_a.to(lse.dtype) * a + out_b.to(lse.dtype) * b).to(out_a.dtype), lse
