@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's part of the driver is loaded
 LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
+OffloadMode = Literal["resident", "exact"]
 QUANTIZATIONS = ("fp8",)
 
 _DTYPES = {
@@ -250,6 +251,39 @@ def check_shares(name: str, shares: Sequence[float], check_layers: Sequence[int]
 
 
 @dataclass
+class OffloadConfig:
+    """Chunks of running requests on the host while they decode, promoted to the device when they are needed.
+
+    In `mode` "resident" a request attends to what is on the device: promotions change what it sees. In "exact" the rest
+    is attended where it is, on the host, so placement never changes an answer beyond rounding; steps in which a chunk
+    is missing then run without CUDA graphs. A request keeps `resident_chunks` of its chunks on the device, or by
+    default the share `device_fraction` of them. All moves of a step copy at most `bytes_per_step`.
+    """
+
+    mode: OffloadMode | None = None
+    resident_chunks: int | None = None
+    device_fraction: float = 0.2
+    predictor: str = "query_digest"
+    bytes_per_step: int = 64 << 20
+    host_gib: float = 4.0  # host memory for the chunks of running requests
+
+    def __post_init__(self) -> None:
+        modes = get_args(OffloadMode)
+        require(
+            self.mode in (None, *modes),
+            f"offload_mode={self.mode!r} is unknown: use one of {', '.join(map(repr, modes))}, or None",
+        )
+        count = self.resident_chunks
+        require(count is None or count >= 0, f"offload_resident_chunks={count} must not be negative")
+        require(
+            0 <= self.device_fraction <= 1,
+            f"offload_device_fraction={self.device_fraction} is a share of a request's chunks: use a value in [0, 1]",
+        )
+        require(self.bytes_per_step > 0, f"offload_bytes_per_step={self.bytes_per_step} must be positive")
+        require(self.host_gib > 0, f"offload_host_gib={self.host_gib} must be positive")
+
+
+@dataclass
 class EngineConfig:
     """Everything an engine is built from."""
 
@@ -257,6 +291,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     blend: BlendConfig = field(default_factory=BlendConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     disable_log_stats: bool = True

@@ -25,12 +25,14 @@ class TokensPrompt(_TokensPromptOptions):
 class _ChunkedPromptOptions(TypedDict, total=False):
     blend_selector: str
     blend_recompute_ratio: float
+    chunk_ranking: list[int]
 
 
 class ChunkedPrompt(_ChunkedPromptOptions):
     """A prompt in pieces. Each is text or token ids; strings are tokenized one by one and joined as ids, BOS once.
 
-    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt.
+    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `chunk_ranking` has
+    numbers of chunks, most relevant first: where chunks move while decoding, the first ones are on the device at first.
     """
 
     prefix: str | list[int]
@@ -40,7 +42,7 @@ class ChunkedPrompt(_ChunkedPromptOptions):
 
 PromptType: TypeAlias = "str | TextPrompt | TokensPrompt | ChunkedPrompt"
 
-_CHUNKED_KEYS = {"prefix", "chunks", "suffix", "blend_selector", "blend_recompute_ratio"}
+_CHUNKED_KEYS = {"prefix", "chunks", "suffix", "blend_selector", "blend_recompute_ratio", "chunk_ranking"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ParsedPrompt:
     chunk_bounds: tuple[tuple[int, int], ...] = ()
     blend_selector: str | None = None
     blend_recompute_ratio: float | None = None
+    chunk_ranking: tuple[int, ...] = ()
 
 
 def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
@@ -101,7 +104,27 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         context.chunk_bounds,
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
+        _check_ranking(prompt.get("chunk_ranking", ()), len(context.chunk_bounds)),
     )
+
+
+def _check_ranking(ranking: Any, num_chunks: int) -> tuple[int, ...]:
+    if isinstance(ranking, (str, bytes)) or not hasattr(ranking, "__iter__"):
+        raise TypeError(f"chunk_ranking must be a list of chunk numbers, not {type(ranking).__name__}")
+    checked = [_index(entry, f"chunk_ranking[{index}]") for index, entry in enumerate(ranking)]
+    for index, chunk in enumerate(checked):
+        if not 0 <= chunk < num_chunks or chunk in checked[:index]:
+            raise ValueError(
+                f"chunk_ranking[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
+            )
+    return tuple(checked)
+
+
+def _index(entry: Any, name: str) -> int:
+    try:
+        return operator.index(entry)
+    except TypeError:
+        raise TypeError(f"{name} is {entry!r}, which is no number of a chunk: give integers") from None
 
 
 def parse_context(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_blend.blend.plan import BlendPlan
     from vllm_blend.engine.detokenizer import Detokenizer
     from vllm_blend.layers.sampler import SamplingState
+    from vllm_blend.offload.residency import Residency
 
 
 class RequestStatus(enum.Enum):
@@ -49,6 +50,10 @@ class Request:
     # blending
     blend: BlendPlan | None = None
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
+    # chunks on the device or the host while decoding
+    chunk_bounds: tuple[tuple[int, int], ...] = ()  # positions of the prompt's chunks, where they may move
+    chunk_ranking: tuple[int, ...] = ()  # chunks, most relevant first, as the prompt says
+    residency: Residency | None = None  # from the end of the prefill on
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
     collect_from: int | None = None
     # First position -> [2, layers, tokens, kv_heads, head_dim]. A step that runs again replaces its own.
@@ -112,7 +117,7 @@ class Request:
     @property
     def exact(self) -> bool:
         """Whether the cache holds what plain prefill would have put there: only then may pages be shared by content."""
-        return self.blend is None
+        return self.blend is None and not (self.residency is not None and self.residency.approximate)
 
     @property
     def max_cached_tokens(self) -> int:

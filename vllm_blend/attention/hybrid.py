@@ -113,8 +113,8 @@ def _part(backend: AttentionBackend, requests: list[int], metadata: AttentionMet
     return _Part(backend, *part_of(requests, metadata))
 
 
-def part_of(requests: list[int], metadata: AttentionMetadata) -> tuple[torch.Tensor, AttentionMetadata]:
-    """The rows ([n] int64) of some requests of a step, and the step of these requests alone, to attend with."""
+def part_of(requests: list[int], metadata: AttentionMetadata) -> tuple[slice | torch.Tensor, AttentionMetadata]:
+    """The rows of some requests of a step, and the step of these requests alone, to attend with."""
     device = metadata.positions.device
     spans = [metadata.rows(request) for request in requests]
     rows = row_index(np.concatenate([np.arange(span.start, span.stop) for span in spans]), device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_blend.core.block_manager import BlockManager, chain_digest
@@ -60,6 +61,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.on_release: Callable[[Request], None] | None = None  # a request is about to give its pages back
 
     @property
     def has_requests(self) -> bool:
@@ -215,7 +217,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
-        self.blocks.release(request.block_table)
+        held = request.block_table if request.residency is None else request.residency.device_table()
+        if self.on_release is not None:
+            self.on_release(request)
+        self.blocks.release(held)
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()

@@ -13,6 +13,8 @@ from vllm_blend.config import (
     EngineConfig,
     LoadFormat,
     ModelConfig,
+    OffloadConfig,
+    OffloadMode,
     SchedulerConfig,
 )
 from vllm_blend.engine.cli_args import add_flags, given
@@ -40,6 +42,12 @@ _HELP = {
     "blend_min_tokens": "contexts shorter than this are prefilled in full",
     "blend_chunk_cache_gib": "memory for stored chunk KV",
     "blend_chunk_device": "where stored chunk KV lives",
+    "offload_mode": "resident or exact: chunks leave the device while decoding; unseen there, or attended on the host",
+    "offload_resident_chunks": "chunks of a request that stay on the device",
+    "offload_device_fraction": "the same as a share of its chunks",
+    "offload_predictor": "rule that chooses the chunks to bring back",
+    "offload_bytes_per_step": "the most that a step may copy to and from the device",
+    "offload_host_gib": "host memory for chunks off the device",
 }
 
 
@@ -77,6 +85,12 @@ class EngineArgs:
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
     blend_chunk_device: ChunkDevice = "auto"
+    offload_mode: OffloadMode | None = None
+    offload_resident_chunks: int | None = None
+    offload_device_fraction: float = 0.2
+    offload_predictor: str = "query_digest"
+    offload_bytes_per_step: int = 64 << 20
+    offload_host_gib: float = 4.0
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -121,6 +135,14 @@ class EngineArgs:
                 min_tokens=self.blend_min_tokens,
                 chunk_cache_gib=self.blend_chunk_cache_gib,
                 chunk_device=self.blend_chunk_device,
+            ),
+            offload=OffloadConfig(
+                mode=self.offload_mode,
+                resident_chunks=self.offload_resident_chunks,
+                device_fraction=self.offload_device_fraction,
+                predictor=self.offload_predictor,
+                bytes_per_step=self.offload_bytes_per_step,
+                host_gib=self.offload_host_gib,
             ),
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,

@@ -20,6 +20,7 @@ from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
+from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
@@ -78,6 +79,9 @@ class LLMEngine:
         self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
         self._groups: dict[str, RequestGroup] = {}
         self._last_collected: list[int] = []
+        self.offload = make_offload(config.offload, worker.model_runner, self.blocks)
+        if self.offload is not None:
+            self.scheduler.on_release = self.offload.released
         self.async_scheduling = config.scheduler.runs_ahead(device)
         self._in_flight: _Step | None = None
         self._launch_failed = False
@@ -114,6 +118,11 @@ class LLMEngine:
         parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         self._check_length(parsed)
+        if parsed.chunk_ranking and self.offload is None:
+            raise ValueError(
+                "the prompt has chunk_ranking, but the engine's chunks do not move while decoding: give offload_mode "
+                "to the engine, or leave it out"
+            )
         blending = self.composer.blends(parsed)
         hooks = self.decoder.cache_fuse_metadata
         plan = None
@@ -147,6 +156,8 @@ class LLMEngine:
                 own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
             )
             request.detokenizer = Detokenizer(self.tokenizer, own, request.prompt_token_ids)
+            if self.offload is not None:
+                request.chunk_bounds, request.chunk_ranking = parsed.chunk_bounds, parsed.chunk_ranking
             if hooks.get("collect") and index == 0:
                 request.collect_from = 0
             requests.append(request)
@@ -214,6 +225,8 @@ class LLMEngine:
 
     def _launch(self, ahead: bool) -> _Step | None:
         """Queue a step on the device; None when there is nothing to compute."""
+        if self.offload is not None:
+            self.offload.begin_step(self.scheduler.running)
         scheduled = self.scheduler.schedule(ahead)
         if not scheduled:
             return None
@@ -222,6 +235,8 @@ class LLMEngine:
         result = self.model_executor.execute_model(scheduled)
         self._launch_failed = False
         self.scheduler.advance(scheduled)
+        if self.offload is not None and result.queries is not None:
+            self.offload.observe(((i.request, i.start, i.stop) for i in scheduled.scheduled), result.queries)
         for request in result.sampled:
             request.num_in_flight += 1
         return _Step(scheduled, result)
@@ -262,6 +277,7 @@ class LLMEngine:
             Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
             Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
             Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
+            *offload_gauges(self.offload),
         ]
 
     def _process(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[RequestGroup]:

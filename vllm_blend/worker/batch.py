@@ -21,6 +21,12 @@ class Span:
     stop: int
     positions: torch.Tensor | None = None  # [n] int64, on the host or the device
 
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks of the request that are not on the device; all of them come before the span."""
+        residency = self.request.residency
+        return 0 if residency is None else residency.num_missing_blocks
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -51,6 +57,7 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, dr
     Positions that are on a GPU stay there, and nothing waits for them: only their number matters on the host.
     """
     tables = _block_tables(spans)
+    missing = [span.num_missing_blocks * block_size for span in spans]  # keys
     query_start_loc = [0]
     host = _HostRows(drawn)
     pieces: list[torch.Tensor] = []  # [4, rows]: ids, positions, slots, rows of `drawn`
@@ -63,13 +70,18 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, dr
         query_start_loc.append(query_start_loc[-1] + count)
     pieces += host.flush(device)
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+    positions = packed[1]
+    if any(missing):
+        tables = _present(tables, spans)
+        positions = positions - to_device(torch.from_numpy(np.repeat(missing, np.diff(query_start_loc))), device)
     metadata = AttentionMetadata(
-        positions=packed[1],
+        positions=positions,
         slot_mapping=packed[2],
         block_tables=to_device(torch.from_numpy(tables), device),
         query_start_loc=query_start_loc,
-        seq_lens=[span.stop for span in spans],
+        seq_lens=[span.stop - keys for span, keys in zip(spans, missing, strict=True)],
         at_end=tuple(span.positions is None for span in spans),
+        rope_positions=packed[1] if any(missing) else None,
     )
     return Batch(drawn.feed(packed[0], packed[3]) if host.feeds else packed[0], metadata)
 
@@ -96,6 +108,16 @@ def _block_tables(spans: Sequence[Span]) -> np.ndarray:
     for row, span in zip(tables, spans, strict=True):
         row[: len(span.request.block_table)] = span.request.block_table
     return tables
+
+
+def _present(tables: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """The same tables without the blocks that are missing: attention sees those that are left, one after another."""
+    present = np.zeros_like(tables)
+    for row, table, span in zip(present, tables, spans, strict=True):
+        residency = span.request.residency
+        blocks = table if residency is None else residency.device_table()
+        row[: len(blocks)] = blocks
+    return present
 
 
 class _HostRows:

@@ -12,6 +12,7 @@ from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.offload.attention import QueryTap
 from vllm_blend.worker.batch import Drawn, Span, decode_row
 from vllm_blend.worker.kv_cache import KVCache
 
@@ -19,9 +20,11 @@ from vllm_blend.worker.kv_cache import KVCache
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    rows: torch.Tensor  # [4, bucket] int64: ids, positions, slots, and which drawn token is to replace the id
+    # [5, bucket] int64: ids, positions, slots, which drawn token is to replace the id, and positions for RoPE
+    rows: torch.Tensor
     block_tables: torch.Tensor  # [bucket, max_blocks] int32
     logits: torch.Tensor  # [bucket, vocab]
+    tap: QueryTap | None
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -34,10 +37,17 @@ class DecodeGraphs:
     """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block."""
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_num_seqs: int, max_model_len: int
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        max_model_len: int,
+        tapped_layers: Sequence[int] = (),
     ) -> None:
         self.model, self.cache, self.backend = model, cache, backend
-        self.max_model_len = max_model_len
+        self.max_model_len, self.tapped_layers = max_model_len, tapped_layers
+        self.tap: QueryTap | None = None  # of the last run, valid until the next one
         self.max_blocks = -(-max_model_len // cache.block_size)
         self._graphs: dict[int, _Graph] = {}
         self.pool: Any = None  # the memory that they share, and others may: no two of them run at the same time
@@ -57,33 +67,40 @@ class DecodeGraphs:
         if size is None:
             return None
         graph, block_size = self._graphs[size], self.cache.block_size
-        rows = np.zeros((4, size), np.int64)
+        rows = np.zeros((5, size), np.int64)
         rows[3] = -1
         width = max(len(span.request.block_table) for span in spans)
         tables = np.zeros((size, width), np.int32)
         for index, span in enumerate(spans):
-            table = span.request.block_table
+            residency = span.request.residency
+            table = span.request.block_table if residency is None else residency.device_table()
             tables[index, : len(table)] = table
-        rows[:, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
+        rows[:4, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
+        rows[4] = rows[1]
+        rows[1, :count] -= [span.num_missing_blocks * block_size for span in spans]
         graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
         if (rows[3] >= 0).any():
             graph.rows[0].copy_(drawn.feed(graph.rows[0], graph.rows[3]))
         graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
         graph.graph.replay()
+        self.tap = graph.tap
         return graph.logits[:count]
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         device = self.cache.key.device
-        rows = torch.zeros(4, size, dtype=torch.int64, device=device)
+        rows = torch.zeros(5, size, dtype=torch.int64, device=device)
         tables = torch.zeros(size, self.max_blocks, dtype=torch.int32, device=device)
-        metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), [self.max_model_len] * size)
+        lengths = [self.max_model_len] * size
+        metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), lengths, rope_positions=rows[4])
+        tap = QueryTap(self.tapped_layers, copies=True) if self.tapped_layers else None
+        hooks = () if tap is None else (tap,)
 
         def step() -> torch.Tensor:
-            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend)):
+            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, hooks)):
                 return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
 
         graph, logits = capture(step, device, pool)
-        return _Graph(graph, rows, tables, logits)
+        return _Graph(graph, rows, tables, logits, tap)
 
 
 def capture(

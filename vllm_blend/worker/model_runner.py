@@ -16,6 +16,8 @@ from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler
+from vllm_blend.offload.attention import ExactBackend, QueryTap
+from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch, to_device
@@ -46,6 +48,7 @@ class RunnerOutput:
     prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
     blends: dict[Request, BlendResult] = field(default_factory=dict)
     errors: dict[Request, str] = field(default_factory=dict)
+    queries: QueryTap | None = None  # where a predictor of promotions looks at them
 
 
 class ModelRunner:
@@ -66,6 +69,9 @@ class ModelRunner:
         self.decode_graphs, self.question_graphs = decode_graphs, question_graphs
         self.sampler = Sampler(seed)
         self._drawn = NOTHING_DRAWN
+        self.tapped_layers: Sequence[int] = ()  # whose queries a predictor of promotions looks at
+        # In mode "exact": where chunks are attended that are not on the device. Such steps run without CUDA graphs.
+        self.host_blocks: HostBlockPool | None = None
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -80,21 +86,27 @@ class ModelRunner:
 
     def _execute(self, items: Sequence[ScheduledRequest]) -> RunnerOutput:
         result = RunnerOutput()
-        if self.decode_graphs is not None and all(item.is_decode for item in items):
+        missing = self._missing(items)
+        if self.decode_graphs is not None and not missing and all(item.is_decode for item in items):
             spans = [Span(item.request, item.start, item.stop) for item in items]
             logits = self.decode_graphs.run(spans, self._drawn)
             if logits is not None:
                 result.sampled = [item.request for item in items]
                 states = [request.sampling for request in result.sampled if request.sampling is not None]
                 result.tokens = self.sampler.start(logits, states)
+                result.queries = self.decode_graphs.tap
                 return result
         arriving = self.placement.start([item.request for item in items if item.is_blend])
         spans = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
         capture = _capture_hook(items, self.cache.key.shape[0])
         narrowing = _narrowing_hook(spans, self.cache.key.device)
-        hooks = [*arriving, *(hook for hook in (capture, narrowing) if hook is not None)]
-        context = ForwardContext(batch.metadata, self.cache.layers, self.backend, hooks, _num_outputs(items))
+        result.queries = QueryTap(self.tapped_layers) if self.tapped_layers else None
+        hooks = [*arriving, *(hook for hook in (capture, narrowing, result.queries) if hook is not None)]
+        backend = self.backend
+        if missing and self.host_blocks is not None:
+            backend = ExactBackend(backend, self.cache.layers, self.host_blocks, missing)
+        context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
         with forward_context(context):
             hidden = self.model(batch.input_ids)
         self._sample(items, hidden, context.metadata, result)
@@ -107,6 +119,13 @@ class ModelRunner:
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return result
+
+    def _missing(self, items: Sequence[ScheduledRequest]) -> dict[int, list[int]]:
+        """In mode "exact", the host blocks of the requests of a step that are not whole on the device."""
+        if self.host_blocks is None:
+            return {}
+        tables = {i: item.request.residency.host_table() for i, item in enumerate(items) if item.request.residency}
+        return {index: table for index, table in tables.items() if table}
 
     def _spans(
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput

@@ -15,6 +15,7 @@ from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.config import EngineConfig, require
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
+from vllm_blend.offload.attention import tapped_layers
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
 from vllm_blend.worker.memory import GIB, Pool, Share, Usage, measure_tensors, must_fit
@@ -75,6 +76,7 @@ class Worker:
         with must_fit("the CUDA graphs", remedy, device):
             graphs, question_graphs = self._capture(model, cache, backend)
         self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs, staging, question_graphs)
+        self.model_runner.tapped_layers = tapped_layers(config.offload, self.num_layers)
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
     def _make_backend(self) -> AttentionBackend:
@@ -107,7 +109,8 @@ class Worker:
         config = self.config
         if not (self.wants_graphs and backend.capturable_decode):
             return None, None
-        decode = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, self.max_model_len)
+        tapped = tapped_layers(config.offload, self.num_layers)
+        decode = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, self.max_model_len, tapped)
         if not (config.blend.enable_blending and backend.capturable_mass):
             return decode, None
         return decode, QuestionGraphs(model, cache, backend, self.max_model_len, decode.pool)

@@ -1,0 +1,259 @@
+"""From scores of chunks to moves between device and host, under budgets; and the moves themselves, step by step.
+
+All tables and pools change here, in the engine's thread, between two steps. Copies run beside it (`copies.py`): a
+chunk that leaves stays visible until its copy on the host is whole, one that comes is invisible until it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm_blend.offload.block_pool import HostBlockPool
+from vllm_blend.offload.copies import BlockCopies, Ticket
+from vllm_blend.offload.residency import MISSING, ChunkState, Residency
+
+
+class DevicePool(Protocol):
+    """Who owns the device's blocks (`core.block_manager.BlockManager`)."""
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+    def allocate(self, count: int) -> list[int]: ...
+
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class MovePolicy:
+    """How many chunks of a request stay on the device, and what a swap has to bring.
+
+    `resident_chunks`: that many, None for the share `device_fraction` of them (rounded up). A chunk outside takes the
+    place of one inside when its score is higher by `margin` (relative), and neither has moved for `dwell` steps.
+    `bytes_per_step` bounds what all moves of a step copy, in both directions together.
+    """
+
+    resident_chunks: int | None
+    device_fraction: float
+    bytes_per_step: int
+    margin: float = 0.1
+    dwell: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dwell < 1:
+            raise ValueError(f"dwell={self.dwell}: a chunk that moves twice in a step would never come to rest")
+
+    def target(self, count: int) -> int:
+        """How many of a request's `count` movable chunks are to be on the device."""
+        wanted = self.resident_chunks
+        if wanted is None:
+            wanted = -(-round(self.device_fraction * count * 1000) // 1000)  # 0.2 * 5 is 1, whatever floats say
+        return min(wanted, count)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What happened to a request's chunks before a step."""
+
+    promotions: list[int] = field(default_factory=list)
+    evictions: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Move:
+    """A chunk on its way. It owns `owned` until it is over: device blocks where it comes, host blocks where it goes."""
+
+    residency: Residency
+    chunk: ChunkState
+    promotes: bool
+    device: list[int]
+    host: list[int]
+    generation: int
+    tickets: list[Ticket] = field(default_factory=list)
+    num_submitted: int = 0
+
+    @property
+    def stale(self) -> bool:
+        return self.generation != self.residency.generation
+
+    def over(self) -> bool:
+        """Whether nothing is being copied or, unless it is stale, will be."""
+        self.tickets = [ticket for ticket in self.tickets if not ticket.done()]
+        return not self.tickets and (self.stale or self.num_submitted == len(self.device))
+
+
+class KVCacheScheduler:
+    """See the module's docstring. `reserve` blocks of the device are left to growing requests.
+
+    Raises ValueError when a step's budget is below one block: nothing could ever move.
+    """
+
+    def __init__(self, device: DevicePool, host: HostBlockPool, copies: BlockCopies, policy: MovePolicy) -> None:
+        if policy.bytes_per_step < host.block_bytes:
+            raise ValueError(
+                f"offload_bytes_per_step={policy.bytes_per_step} is below the {host.block_bytes} bytes of one block "
+                "of KV: raise it, or lower block_size"
+            )
+        self.device, self.host, self.copies, self.policy = device, host, copies, policy
+        self.step_index = 0
+        self.num_promotions = self.num_evictions = self.num_bytes = self.num_dropped = 0
+        self.bytes_moved = 0  # of the current step
+        self.moved: dict[Residency, Moved] = {}  # of the current step
+        self._tracked: dict[Residency, None] = {}
+        self._moves: list[_Move] = []
+
+    def track(self, residency: Residency) -> None:
+        """From now on the chunks of a request, all resident, may move."""
+        for chunk in residency.chunks:
+            chunk.moved_at = self.step_index
+        self._tracked[residency] = None
+
+    def forget(self, residency: Residency) -> None:
+        """The request gives its pages back: return its host blocks. Its moves are dropped when their copies end."""
+        residency.generation += 1
+        self._tracked.pop(residency, None)
+        travelling = {move.chunk for move in self._moves if move.residency is residency}
+        for chunk in residency.chunks:
+            if chunk not in travelling:
+                self.host.release(chunk.host)
+            chunk.host = []
+
+    def step(self, scores: Mapping[Residency, Sequence[float]], reserve: int = 0) -> None:
+        """Finish what has arrived and start what the scores ask for, before the next step of the model.
+
+        `scores` has a number per chunk, larger for what is needed more. A request without any goes by its ranks.
+        """
+        self.step_index += 1
+        self.moved, self.bytes_moved = {}, 0
+        self._settle()
+        while True:
+            self._submit()
+            self._settle()
+            if not self._plan(scores, reserve):
+                return
+
+    @property
+    def num_moving(self) -> int:
+        return len(self._moves)
+
+    def _plan(self, scores: Mapping[Residency, Sequence[float]], reserve: int) -> bool:
+        """Start moves; whether there was any. No chunk starts to move twice in a step, so asking again comes to an
+        end."""
+        started = False
+        for residency in list(self._tracked):
+            own = scores.get(residency)
+            started |= self._plan_one(residency, own or [-float(rank) for rank in residency.ranks], reserve)
+        if started:  # fairness under a budget: who began now is asked last at the next step
+            first = next(iter(self._tracked))
+            self._tracked[first] = self._tracked.pop(first)
+        return started
+
+    def _plan_one(self, residency: Residency, scores: Sequence[float], reserve: int) -> bool:
+        movable = residency.movable
+        target = self.policy.target(len(movable))
+        inside = [chunk for chunk in movable if chunk.resident and not chunk.moving]
+        outside = [chunk for chunk in movable if not chunk.resident and not chunk.moving]
+        leaving = [chunk for chunk in movable if chunk.resident and chunk.moving]
+        coming = len(movable) - len(inside) - len(outside) - len(leaving)
+        by_score = sorted(inside, key=lambda chunk: (scores[chunk.index], -chunk.index))
+        excess = len(inside) + coming - target
+        if excess > 0:
+            begun = [self._evict(residency, chunk) for chunk in by_score[:excess]]
+            return any(begun)
+        ready = [chunk for chunk in outside if self._may_move(chunk)]
+        if not ready:
+            return False
+        best = max(ready, key=lambda chunk: (scores[chunk.index], -chunk.index))
+        if len(inside) + coming + len(leaving) < target:
+            return self._promote(residency, best, reserve)
+        if excess == 0 and by_score and self._may_move(by_score[0]):
+            worst = by_score[0]
+            if scores[best.index] > scores[worst.index] + self.policy.margin * abs(scores[worst.index]):
+                return self._evict(residency, worst)
+        return False
+
+    def _may_move(self, chunk: ChunkState) -> bool:
+        return self.step_index - chunk.moved_at >= self.policy.dwell
+
+    def _evict(self, residency: Residency, chunk: ChunkState) -> bool:
+        if chunk.host:  # the copy of its last stay is still good
+            self._leave(residency, chunk)
+            return True
+        host = self._host_blocks(len(chunk.blocks))
+        if host is None:
+            return False
+        self._start(_Move(residency, chunk, False, residency.device_blocks(chunk), host, residency.generation))
+        return True
+
+    def _promote(self, residency: Residency, chunk: ChunkState, reserve: int) -> bool:
+        if self.device.num_free_blocks < len(chunk.blocks) + reserve:
+            return False
+        device = self.device.allocate(len(chunk.blocks))
+        self._start(_Move(residency, chunk, True, device, chunk.host, residency.generation))
+        return True
+
+    def _start(self, move: _Move) -> None:
+        move.chunk.moving = True
+        self._moves.append(move)
+
+    def _host_blocks(self, count: int) -> list[int] | None:
+        """Host blocks, if need be those of copies of chunks that are on the device."""
+        if self.host.num_free_blocks < count:
+            for residency in self._tracked:
+                for chunk in residency.chunks:
+                    if chunk.resident and not chunk.moving:
+                        self.host.release(chunk.host)
+                        chunk.host = []
+        return self.host.allocate(count)
+
+    def _submit(self) -> None:
+        """Copy as many blocks as the step's budget has left, oldest moves first."""
+        for move in self._moves:
+            left = (self.policy.bytes_per_step - self.bytes_moved) // self.host.block_bytes
+            blocks = slice(move.num_submitted, min(move.num_submitted + left, len(move.device)))
+            if move.stale or blocks.stop <= blocks.start:
+                continue
+            move.tickets.append(self.copies.submit(move.device[blocks], move.host[blocks], not move.promotes))
+            move.num_submitted = blocks.stop
+            size = (blocks.stop - blocks.start) * self.host.block_bytes
+            self.bytes_moved += size
+            self.num_bytes += size
+
+    def _settle(self) -> None:
+        """Enter the moves that are over into the tables; give back what belongs to stale ones."""
+        under_way = []
+        for move in self._moves:
+            if not move.over():
+                under_way.append(move)
+            elif move.stale:
+                self.num_dropped += 1
+                self.host.release(move.host)
+                if move.promotes:
+                    self.device.release(move.device)
+            else:
+                move.chunk.moving = False
+                move.chunk.host = move.host
+                if move.promotes:
+                    self._arrive(move)
+                else:
+                    self._leave(move.residency, move.chunk)
+        self._moves = under_way
+
+    def _arrive(self, move: _Move) -> None:
+        residency, chunk = move.residency, move.chunk
+        for index, block in zip(chunk.blocks, move.device, strict=True):
+            residency.table[index] = block
+        chunk.resident, chunk.moved_at = True, self.step_index
+        self.num_promotions += 1
+        self.moved.setdefault(residency, Moved()).promotions.append(chunk.index)
+
+    def _leave(self, residency: Residency, chunk: ChunkState) -> None:
+        blocks = residency.device_blocks(chunk)
+        for index in chunk.blocks:
+            residency.table[index] = MISSING
+        self.device.release(blocks)
+        chunk.resident, chunk.moved_at = False, self.step_index
+        self.num_evictions += 1
+        self.moved.setdefault(residency, Moved()).evictions.append(chunk.index)

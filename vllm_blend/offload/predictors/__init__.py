@@ -1,0 +1,38 @@
+"""Which chunks the next steps need: one file per rule, one registry of all."""
+
+from __future__ import annotations
+
+from vllm_blend.offload.predictors.attention_mass import AttentionMass
+from vllm_blend.offload.predictors.base import Evidence, LooksAt, PromotionPredictor
+from vllm_blend.offload.predictors.draft_union import DraftUnion
+from vllm_blend.offload.predictors.query_digest import QueryDigest
+from vllm_blend.offload.predictors.retrieval_rank import RetrievalRank
+
+PREDICTORS: dict[str, type[PromotionPredictor]] = {}
+
+
+def register_predictor(predictor: type[PromotionPredictor]) -> type[PromotionPredictor]:
+    """Make a predictor usable by its `name`. Works as a decorator on a user's own class."""
+    name = getattr(predictor, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{predictor.__name__} needs a class attribute `name`: it is what users select it by")
+    known = PREDICTORS.get(name)
+    if known is not None and known is not predictor:
+        raise ValueError(f"a predictor named {name!r} is registered already ({known.__name__}): choose another name")
+    PREDICTORS[name] = predictor
+    return predictor
+
+
+def make_predictor(name: str) -> PromotionPredictor:
+    """The predictor registered as `name`, with its default settings. Raises ValueError listing the known ones."""
+    if name not in PREDICTORS:
+        raise ValueError(
+            f"offload_predictor={name!r} is unknown: use one of {sorted(PREDICTORS)}, or register your own"
+        )
+    return PREDICTORS[name]()
+
+
+for _predictor in (RetrievalRank, QueryDigest, AttentionMass, DraftUnion):
+    register_predictor(_predictor)
+
+__all__ = ["PREDICTORS", "Evidence", "LooksAt", "PromotionPredictor", "make_predictor", "register_predictor"]

@@ -1,0 +1,156 @@
+"""From the queries of a step to the scores of chunks: gathers what a predictor looks at, and asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from vllm_blend.attention.metadata import LayerCache
+from vllm_blend.offload.block_pool import HostBlockPool
+from vllm_blend.offload.digests import KeyDigests
+from vllm_blend.offload.predictors import Evidence, LooksAt, PromotionPredictor
+from vllm_blend.offload.residency import Residency
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the last step asked of one request's keys: rotated queries [layers, rows, heads, head_dim], one row per
+    token it computed, the last of them at `position`."""
+
+    queries: torch.Tensor
+    position: int
+
+
+@dataclass
+class _Memory:
+    """What is remembered of a request."""
+
+    digests: KeyDigests | None = None
+    previous: torch.Tensor | None = None  # [chunks] float32, where the queries are
+    arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # scores on their way from a GPU
+
+
+class ChunkScorer:
+    """Scores the chunks of requests, by the queries of some layers (`layers`, numbers into `caches`).
+
+    `host` is given where chunks off the device are attended too (mode "exact"): their keys are then looked at as well.
+    """
+
+    def __init__(
+        self,
+        predictor: PromotionPredictor,
+        layers: Sequence[int],
+        caches: Sequence[LayerCache],
+        scale: float,
+        rotary_dim: int,
+        host: HostBlockPool | None,
+    ) -> None:
+        self.predictor, self.layers, self.caches = predictor, tuple(layers), caches
+        self.scale, self.rotary_dim, self.host = scale, rotary_dim, host
+        self._memory: dict[Residency, _Memory] = {}
+        self._latest: dict[Residency, list[float]] = {}
+
+    @property
+    def wants_queries(self) -> bool:
+        return self.predictor.looks_at is not LooksAt.RANKS
+
+    def forget(self, residency: Residency) -> None:
+        self._memory.pop(residency, None)
+        self._latest.pop(residency, None)
+
+    def scores(self, residency: Residency, asked: Asked | None) -> list[float] | None:
+        """A score per chunk, None while nothing is known. On a GPU they are those of the step before: nothing waits.
+
+        Must first be called while all chunks are on the device, and then whenever a step has computed new queries.
+        Raises ValueError where the predictor returns anything but a number for each chunk.
+        """
+        memory = self._memory.setdefault(residency, _Memory())
+        self._collect(residency, memory)
+        if asked is None and self.wants_queries:
+            return self._latest.get(residency)
+        scores = self.predictor.score(self._evidence(residency, memory, asked))
+        if scores.shape != (len(residency.chunks),):
+            raise ValueError(
+                f"{type(self.predictor).__name__}.score() must return one score for each of the "
+                f"{len(residency.chunks)} chunks, not {list(scores.shape)}"
+            )
+        memory.previous = scores
+        if scores.is_cuda:
+            on_host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+            on_host.copy_(scores, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            memory.arriving = (on_host, event)
+        else:
+            self._latest[residency] = scores.tolist()
+        return self._latest.get(residency)
+
+    def _collect(self, residency: Residency, memory: _Memory) -> None:
+        if memory.arriving is not None and memory.arriving[1].query():
+            self._latest[residency] = memory.arriving[0].tolist()
+            memory.arriving = None
+
+    def _evidence(self, residency: Residency, memory: _Memory, asked: Asked | None) -> Evidence:
+        device = self.caches[0].key.device
+        ranks = torch.tensor(residency.ranks, device=device)
+        resident = torch.tensor([chunk.resident for chunk in residency.chunks], device=device)
+        expected = received = None
+        if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS:
+            if memory.digests is None:
+                memory.digests = self._digests(residency)
+            expected = memory.digests.expected_mass(asked.queries, self.scale, len(residency.chunks))
+        if asked is not None and self.predictor.looks_at is LooksAt.MASS:
+            received = self._received_mass(residency, asked)
+        return Evidence(ranks, resident, memory.previous, expected, received)
+
+    def _digests(self, residency: Residency) -> KeyDigests:
+        """Of all blocks that can move."""
+        device = self.caches[0].key.device
+        blocks = list(chain.from_iterable(residency.device_blocks(chunk) for chunk in residency.chunks))
+        owner = [chunk.index for chunk in residency.chunks for _ in chunk.blocks]
+        index = torch.tensor(blocks, dtype=torch.int64, device=device)
+        keys = torch.stack([self.caches[layer].key[index] for layer in self.layers])
+        return KeyDigests.of(keys, torch.tensor(owner, dtype=torch.int64, device=device), self.rotary_dim)
+
+    def _received_mass(self, residency: Residency, asked: Asked) -> torch.Tensor:
+        """[rows, chunks]: attention on the blocks that can move, mean over layers and heads; nan for chunks unseen."""
+        device, size = asked.queries.device, self.caches[0].block_size
+        rows = asked.queries.shape[1]
+        missing = residency.num_missing_blocks
+        num_keys = asked.position + 1 - missing * size
+        table = residency.device_table()[: -(-num_keys // size)]
+        owner_of = {index: chunk.index for chunk in residency.chunks for index in chunk.blocks}
+        nobody = len(residency.chunks)
+        present = [index for index, block in enumerate(residency.table) if block][: len(table)]
+        owners = [owner_of.get(index, nobody) for index in present]
+        host = residency.host_table() if self.host is not None else []
+        owners += [chunk.index for chunk in residency.missing for _ in chunk.blocks] if host else []
+        index = torch.tensor(table, dtype=torch.int64, device=device)
+        hidden = (
+            torch.arange(num_keys, device=device)[None] > (num_keys - rows + torch.arange(rows, device=device))[:, None]
+        )
+        total = torch.zeros(rows, len(owners), device=device)
+        for layer, queries in zip(self.layers, asked.queries, strict=True):
+            keys = self.caches[layer].key[index].flatten(0, 1)[:num_keys].float()
+            scores = self._scores(queries, keys).masked_fill(hidden[:, None], float("-inf"))
+            if host:
+                assert self.host is not None
+                away = self.host.layer(layer)[0][torch.tensor(host)].flatten(0, 1).to(device).float()
+                padding = scores.new_full((*scores.shape[:2], -num_keys % size), float("-inf"))
+                scores = torch.cat([scores, padding, self._scores(queries, away)], -1)
+            else:
+                scores = torch.nn.functional.pad(scores, (0, -num_keys % size), value=float("-inf"))
+            total += scores.softmax(-1).mean(1).unflatten(-1, (-1, size)).sum(-1)
+        owner = torch.tensor(owners, dtype=torch.int64, device=device)
+        mass = torch.zeros(rows, nobody + 1, device=device).index_add_(1, owner, total / len(self.layers))[:, :nobody]
+        if self.host is None:
+            mass[:, [chunk.index for chunk in residency.missing]] = float("nan")
+        return mass
+
+    def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, keys] of queries [rows, heads, head_dim] and keys [keys, kv_heads, head_dim]."""
+        grouped = queries.float().unflatten(1, (keys.shape[1], -1))
+        return (torch.einsum("rkgd,nkd->rkgn", grouped, keys) * self.scale).flatten(1, 2)
