@@ -56,6 +56,11 @@ class Arena:
         weakref.finalize(memory, self._returned.append, (start, size)).atexit = False
         return piece
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the host lies in the arena."""
+        start = self._buffer.ctypes.data
+        return tensor.device.type == "cpu" and start <= tensor.data_ptr() < start + self.num_bytes
+
     def _take_back(self) -> None:
         while self._returned:
             start, size = self._returned.popleft()

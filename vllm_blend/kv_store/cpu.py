@@ -58,6 +58,19 @@ class MemoryChunkStore:
         self._keep(key, chunk)
         return chunk
 
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory for a chunk that is about to be read for `adopt`: [num_bytes] uint8, page-aligned, at the cost of
+        chunks that are kept. None where any memory will do."""
+        return None
+
+    def holds(self, chunk: ChunkKV) -> bool:
+        """Whether a chunk lies where this store keeps its own."""
+        return True if self.device is None else chunk.k.device == self.device
+
+    def adopt(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """As `put`, of a chunk that this store `holds`, or that it has no room for."""
+        return self.put(key, chunk)
+
     def remove(self, key: str) -> None:
         """Drop a chunk; nothing happens when it is not there."""
         chunk = self._chunks.pop(key, None)
@@ -111,20 +124,39 @@ class PinnedChunkStore(MemoryChunkStore):
         self._keep(key, chunk)
         return chunk
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
-        self.in_flight.release()
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """As in the base class; None where running requests hold too much. For any one thread at a time: unlike `put`,
+        this does not look at copies in flight, which are the engine's."""
         if piece_bytes(num_bytes) > self.budget_bytes:
             return None
         memory = self.arena.allocate(num_bytes)
         while memory is None and self._chunks:
             self._evict()
             memory = self.arena.allocate(num_bytes)
-        if memory is None and self.in_flight.wait():
+        return memory
+
+    def holds(self, chunk: ChunkKV) -> bool:
+        """Whether a chunk lies in the arena."""
+        return self.arena.holds(chunk.k)
+
+    def adopt(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """As in the base class. A chunk that there was no room for is not kept: it loads slowly, and is counted."""
+        self.remove(key)
+        if self.holds(chunk):
+            self._keep(key, chunk)
+        else:
+            self.num_unpinned += 1
+        return chunk
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+        self.in_flight.release()
+        memory = self.allocate(num_bytes)
+        if memory is None and piece_bytes(num_bytes) <= self.budget_bytes and self.in_flight.wait():
             memory = self.arena.allocate(num_bytes)
         return memory
 
     def _size(self, chunk: ChunkKV) -> int:
-        return piece_bytes(chunk.nbytes)
+        return piece_bytes(chunk.k.untyped_storage().nbytes())  # K and V share a piece
 
 
 def make_chunk_store(

@@ -1,0 +1,112 @@
+"""Chunks of waiting requests, loaded by a few threads while the engine computes for others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+LOAD_SECONDS = 10.0  # after which a chunk is rather computed again
+
+
+@dataclass(frozen=True)
+class _Load:
+    future: Future[None]
+    deadline: float  # time.monotonic
+
+
+class ChunkLoader:
+    """`request` and `poll` never wait; they and `cancel` are for one thread, the one that steps the engine.
+
+    A load that is late counts as a miss. It goes on by itself, and its key cannot be asked for again meanwhile: a
+    medium that hangs costs each chunk one deadline.
+    """
+
+    def __init__(self, timeout: float = LOAD_SECONDS, num_threads: int = NUM_THREADS) -> None:
+        self.timeout = timeout
+        self.num_late = 0
+        self._executor = ThreadPoolExecutor(num_threads, "chunk-load")
+        self._loads: dict[str, _Load] = {}
+        self._late: dict[str, Future[None]] = {}
+        self._changed = threading.Condition()
+        self._arrived: list[tuple[str, ChunkKV | None]] = []
+
+    def __len__(self) -> int:
+        """Loads that somebody waits for."""
+        return len(self._loads)
+
+    def request(self, key: str, load: Callable[[], ChunkKV | None]) -> bool:
+        """Begin to load a chunk; False where it cannot be had."""
+        if key in self._loads:
+            return True
+        late = self._late.get(key)
+        if late is not None:
+            if not late.done():
+                return False
+            del self._late[key]
+        try:
+            future = self._executor.submit(self._run, key, load)
+        except RuntimeError:  # closed, or the interpreter is shutting down
+            return False
+        self._loads[key] = _Load(future, time.monotonic() + self.timeout)
+        return True
+
+    def cancel(self, key: str) -> None:
+        """Nobody waits for a chunk any more."""
+        load = self._loads.pop(key, None)
+        if load is not None and not load.future.cancel() and not load.future.done():
+            self._late[key] = load.future
+
+    def poll(self) -> list[tuple[str, ChunkKV | None]]:
+        """What has become of requests since the last call: the chunk, or None where there is none, or none in time."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+        results = []
+        for key, chunk in arrived:
+            if self._loads.pop(key, None) is not None:  # not late, and not cancelled
+                results.append((key, chunk))
+        now = time.monotonic()
+        for key in [key for key, load in self._loads.items() if load.deadline <= now]:
+            self.cancel(key)
+            self._count_late(key)
+            results.append((key, None))
+        return results
+
+    def wait(self, timeout: float) -> None:
+        """Return when `poll` has something to tell, after `timeout` seconds at the latest."""
+        if not self._loads:
+            return
+        earliest = min(load.deadline for load in self._loads.values())
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived, max(0.0, min(timeout, earliest - time.monotonic())))
+
+    def close(self) -> None:
+        """Begin no further loads."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, key: str, load: Callable[[], ChunkKV | None]) -> None:
+        chunk = None
+        try:
+            chunk = load()
+        except Exception:  # of any kind: whoever waits must hear of it
+            logger.warning("chunk %s could not be loaded and will be computed again", key, exc_info=True)
+        with self._changed:
+            self._arrived.append((key, chunk))
+            self._changed.notify_all()
+
+    def _count_late(self, key: str) -> None:
+        self.num_late += 1
+        if self.num_late == 1:
+            logger.warning(
+                "chunk %s did not arrive in %g s and is computed again: further cases are only counted",
+                key,
+                self.timeout,
+            )
