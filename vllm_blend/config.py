@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from vllm_blend.spec_decode.config import SpeculativeConfig
+
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's part of the driver is loaded
@@ -146,7 +148,8 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None  # default: 2048 on a CPU, 8192 on a GPU
-    async_scheduling: bool | None = None  # queue a step before the last one is read; default: on a GPU
+    # queue a step before the last one is read; default: on a GPU, unless the engine speculates
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
@@ -292,12 +295,22 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     blend: BlendConfig = field(default_factory=BlendConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    speculative: SpeculativeConfig | None = None
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     disable_log_stats: bool = True
 
     def __post_init__(self) -> None:
         require(
+            self.speculative is None or not self.scheduler.async_scheduling,
+            "async_scheduling=True and speculative_config exclude each other, as drafting needs the tokens that a step "
+            "ahead does not wait for: leave one of them out",
+        )
+        require(
             self.tensor_parallel_size == 1,
             f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported by the single-process executor",
         )
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        """Whether a step is queued before the last one is read."""
+        return self.speculative is None and self.scheduler.runs_ahead(device)

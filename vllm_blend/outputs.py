@@ -40,7 +40,9 @@ class CompletionOutput:
 class RequestMetrics:
     """When things happened to a request, in seconds since the epoch; None until they do.
 
-    `first_token_time - first_scheduled_time` is the time to first token.
+    `first_token_time - first_scheduled_time` is the time to first token. With speculative decoding
+    `spec_token_acceptance_counts` says, as in vLLM, how many steps decoded the request (the first number), and in how
+    many of them the first draft token was accepted, the second, and so on.
     """
 
     arrival_time: float
@@ -48,6 +50,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    spec_token_acceptance_counts: list[int] | None = None
 
     @property
     def time_in_queue(self) -> float | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_blend.engine.detokenizer import Detokenizer
     from vllm_blend.layers.sampler import SamplingState
     from vllm_blend.offload.residency import Residency
+    from vllm_blend.spec_decode.speculation import Speculation
 
 
 class RequestStatus(enum.Enum):
@@ -47,6 +48,9 @@ class Request:
     block_digests: list[bytes] = field(default_factory=list)  # chained, one per full block known so far
     sampling: SamplingState | None = None
     detokenizer: Detokenizer | None = None
+    # speculative decoding
+    speculation: Speculation | None = None
+    drafts: list[int] = field(default_factory=list)  # guesses of what follows the last known token, for the next step
     # blending
     blend: BlendPlan | None = None
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it

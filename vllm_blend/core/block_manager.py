@@ -59,6 +59,10 @@ class BlockManager:
         """How many blocks `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_size)
 
+    def room_in(self, table: Sequence[int]) -> int:
+        """How many tokens a block table holds, and every free block with it."""
+        return (len(table) + len(self._free)) * self.block_size
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks of undefined content, one reference each. Raises OutOfBlocks, having taken nothing."""
         if count > len(self._free):

@@ -19,16 +19,27 @@ from vllm_blend.request import Request, RequestStatus
 @dataclass(frozen=True)
 class ScheduledRequest:
     """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen
-    ones."""
+    ones. The last positions hold `drafts`, guesses that the step is to verify."""
 
     request: Request
     start: int
     num_tokens: int
     is_blend: bool = False
+    drafts: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def known_stop(self) -> int:
+        """Where the positions end whose tokens are not mere guesses."""
+        return self.stop - len(self.drafts)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes several tokens of which none is a guess."""
+        return self.num_tokens - len(self.drafts) > 1
 
     @property
     def is_decode(self) -> bool:
@@ -39,7 +50,7 @@ class ScheduledRequest:
     @property
     def samples(self) -> bool:
         """Whether this step computes the request's last known token, so that the next one can be sampled."""
-        return self.request.params is not None and self.stop == self.request.num_tokens
+        return self.request.params is not None and self.known_stop == self.request.num_tokens
 
 
 @dataclass
@@ -95,16 +106,23 @@ class Scheduler:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
         that exact prefill fills."""
         for item in output.scheduled:
-            item.request.num_computed_tokens = item.stop
-            if item.stop <= item.request.num_known_tokens:
-                self._publish(item)
+            item.request.num_computed_tokens = item.known_stop
+            if item.known_stop <= item.request.num_known_tokens:
+                self._publish(item.request, item.start, item.known_stop)
 
     def settle(self, output: SchedulerOutput) -> None:
         """The step has been read, and so have all before it: publish blocks that ended in a token then unknown."""
         if self.blocks.enable_prefix_caching:
             for item in output.scheduled:
                 if item.num_tokens == 1 and item.stop <= item.request.num_computed_tokens:
-                    self._publish(item)
+                    self._publish(item.request, item.start, item.stop)
+
+    def accept(self, item: ScheduledRequest, count: int) -> None:
+        """The step has been read, and the first `count` drafts have become tokens of the request: what the cache holds
+        of them is theirs. What it holds of the others is overwritten before anything reads it."""
+        request = item.request
+        request.num_computed_tokens = item.known_stop + count
+        self._publish(request, item.known_stop, request.num_computed_tokens)
 
     def _schedule_running(self, output: SchedulerOutput, budget: int, ahead: bool) -> int | None:
         """What is left of the budget, None where running ahead would preempt."""
@@ -125,10 +143,23 @@ class Scheduler:
                 self._preempt(victim, output)
                 if victim is request:
                     return budget
-            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count, is_blend))
+            drafts = self._drafts(request, budget - (len(self.running) - index)) if remaining == 1 else ()
+            count += len(drafts)
+            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count, is_blend, drafts))
             budget -= _blend_cost(request) if is_blend else count
             index += 1
         return budget
+
+    def _drafts(self, request: Request, room: int) -> tuple[int, ...]:
+        """Those of a request's drafts that are verified now: as many as `room` and the free pages allow. Nobody gives
+        pages back for guesses, and none are taken that no token could follow."""
+        room = min(room, self.blocks.room_in(request.block_table) - request.num_tokens)
+        if request.max_num_tokens is not None:
+            room = min(room, request.max_num_tokens - request.num_tokens - 1)
+        drafts = tuple(request.drafts[: max(0, room)])
+        if drafts:
+            self._grow(request, request.num_tokens + len(drafts))
+        return drafts
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         passed_over: list[Request] = []
@@ -154,7 +185,7 @@ class Scheduler:
         """Give a waiting request its first pages and tokens, or None when they do not fit now."""
         if request.blend is not None:
             # A blend is one step by nature: it may exceed the budget, but only where nothing else is being prefilled.
-            if _blend_cost(request) > budget and any(item.num_tokens > 1 for item in output.scheduled):
+            if _blend_cost(request) > budget and any(item.is_prefill for item in output.scheduled):
                 return None
             if not self._grow(request, request.num_tokens):
                 return None
@@ -187,10 +218,10 @@ class Scheduler:
             parent = request.block_digests[index - 1] if index else b""
             request.block_digests.append(chain_digest(parent, request.token_slice(index * size, (index + 1) * size)))
 
-    def _publish(self, item: ScheduledRequest) -> None:
-        """Make the blocks findable that the tokens of `item` have filled."""
-        request, size = item.request, self.blocks.block_size
-        first, full = item.start // size, item.stop // size
+    def _publish(self, request: Request, start: int, stop: int) -> None:
+        """Make the blocks findable that the tokens at start .. stop - 1 have filled."""
+        size = self.blocks.block_size
+        first, full = start // size, stop // size
         if full == first or not request.exact or not self.blocks.enable_prefix_caching:
             return
         self._extend_digests(request, full)

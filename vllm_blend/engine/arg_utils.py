@@ -18,6 +18,7 @@ from vllm_blend.config import (
     SchedulerConfig,
 )
 from vllm_blend.engine.cli_args import add_flags, given
+from vllm_blend.spec_decode.config import SpeculativeConfig
 
 _HELP = {
     "model": "model directory or Hugging Face id",
@@ -48,6 +49,7 @@ _HELP = {
     "offload_predictor": "rule that chooses the chunks to bring back",
     "offload_bytes_per_step": "the most that a step may copy to and from the device",
     "offload_host_gib": "host memory for chunks off the device",
+    "speculative_config": 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 8}',
 }
 
 
@@ -91,6 +93,7 @@ class EngineArgs:
     offload_predictor: str = "query_digest"
     offload_bytes_per_step: int = 64 << 20
     offload_host_gib: float = 4.0
+    speculative_config: dict[str, Any] | None = None
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -143,6 +146,9 @@ class EngineArgs:
                 predictor=self.offload_predictor,
                 bytes_per_step=self.offload_bytes_per_step,
                 host_gib=self.offload_host_gib,
+            ),
+            speculative=(
+                None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
             ),
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -36,7 +37,8 @@ def given(namespace: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def _parsing(hint: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a type: bool, int, float, str, Literal, list of those, or any of them or None."""
+    """Arguments of `add_argument` for a type: bool, int, float, str, Literal, list of those, dict (JSON), or any of
+    them or None."""
     if get_origin(hint) in (Union, UnionType):
         [hint] = [option for option in get_args(hint) if option is not NoneType]
     if hint is bool:
@@ -45,4 +47,16 @@ def _parsing(hint: Any) -> dict[str, Any]:
         return {"choices": get_args(hint)}
     if get_origin(hint) is list:
         return {"type": get_args(hint)[0], "nargs": "+", "metavar": "N"}
+    if get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
     return {"type": str if hint is Any else hint, "metavar": "X"}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error}): quote it for the shell") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: write {{...}}")
+    return value

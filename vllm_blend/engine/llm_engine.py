@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.blend.metadata import plan_from_old_kvs
 from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
 from vllm_blend.core.block_manager import BlockManager
-from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
+from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from vllm_blend.engine import setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
@@ -22,11 +22,13 @@ from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
+from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import make_chunk_store
 from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.layers.sampler import SamplerOutput
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestMetrics, RequestOutput
@@ -82,7 +84,8 @@ class LLMEngine:
         self.offload = make_offload(config.offload, worker.model_runner, self.blocks)
         if self.offload is not None:
             self.scheduler.on_release = self.offload.released
-        self.async_scheduling = config.scheduler.runs_ahead(device)
+        self.async_scheduling = config.runs_ahead(device)
+        self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics)
         self._in_flight: _Step | None = None
         self._launch_failed = False
 
@@ -166,6 +169,8 @@ class LLMEngine:
         group = RequestGroup(request_id, parsed, metrics, requests, final_only)
         self._groups[request_id] = group
         self.processor.groups |= dict.fromkeys(requests, group)
+        if self.speculation is not None:
+            self.speculation.begin(requests, parsed.chunk_bounds)
         encodings = self.composer.compose(parsed, requests) if blending else []
         for request in [*encodings, *requests]:
             self.scheduler.add(request)
@@ -227,6 +232,8 @@ class LLMEngine:
         """Queue a step on the device; None when there is nothing to compute."""
         if self.offload is not None:
             self.offload.begin_step(self.scheduler.running)
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler.running)
         scheduled = self.scheduler.schedule(ahead)
         if not scheduled:
             return None
@@ -296,19 +303,50 @@ class LLMEngine:
             if request.collect_from is not None and item.start < request.num_prompt_tokens <= item.stop:
                 self._collected(request)
         if result.tokens is not None:
-            tokens = result.tokens.result()
-            for row, request in enumerate(result.sampled):
-                request.num_in_flight -= 1
-                if request.finished:
-                    continue
-                touched[self.processor.groups[request]] = None
-                if row in tokens.errors:
-                    self._fail(request, tokens.errors[row], touched)
-                    continue
-                self.metrics.generation_tokens += 1
-                if self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row]):
-                    self._finish(request, request.finish_reason or "stop")
+            self._append_drawn(scheduled, result, result.tokens.result(), touched)
         return list(touched)
+
+    def _append_drawn(
+        self,
+        scheduled: SchedulerOutput,
+        result: RunnerOutput,
+        tokens: SamplerOutput,
+        touched: dict[RequestGroup, None],
+    ) -> None:
+        drafted = {item.request: item for item in scheduled.scheduled if item.drafts}
+        row = 0
+        for request in result.sampled:
+            rows = range(row, row + 1 + len(result.drafts.get(request, ())))
+            row = rows.stop
+            request.num_in_flight -= 1
+            if request.finished:
+                continue
+            touched[self.processor.groups[request]] = None
+            if self.speculation is not None:
+                drafts = result.drafts.get(request, ())
+                rows = rows[: self.speculation.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
+            self._append_rows(request, rows, tokens, drafted.get(request), touched)
+
+    def _append_rows(
+        self,
+        request: Request,
+        rows: range,
+        tokens: SamplerOutput,
+        item: ScheduledRequest | None,
+        touched: dict[RequestGroup, None],
+    ) -> None:
+        """Add the tokens of these rows, up to the one that ends the request; `item` is given where it had drafts."""
+        for index, row in enumerate(rows):
+            if row in tokens.errors:
+                self._fail(request, tokens.errors[row], touched)
+                return
+            self.metrics.generation_tokens += 1
+            ends = self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row])
+            if item is not None and (ends or row == rows[-1]):
+                self.scheduler.accept(item, index)
+            if ends:
+                self._finish(request, request.finish_reason or "stop")
+                return
 
     def _record_blend(self, request: Request, blend: BlendResult) -> None:
         self.processor.record_blend(request, blend)

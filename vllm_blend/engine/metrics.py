@@ -37,6 +37,9 @@ class EngineMetrics:
     blended_prompts: int = 0
     blend_reused_tokens: int = 0
     blend_recomputed_tokens: int = 0
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
 
     def counters(self) -> list[Metric]:
@@ -49,6 +52,9 @@ class EngineMetrics:
             "vllm_blend:blended_prompts": self.blended_prompts,
             "vllm_blend:blend_reused_tokens": self.blend_reused_tokens,
             "vllm_blend:blend_recomputed_tokens": self.blend_recomputed_tokens,
+            "vllm:spec_decode_num_drafts": self.spec_drafts,
+            "vllm:spec_decode_num_draft_tokens": self.spec_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": self.spec_accepted_tokens,
         }
         named |= {f"vllm:request_success_{reason}": count for reason, count in self.finished.items()}
         return [Counter(name, value) for name, value in named.items()]

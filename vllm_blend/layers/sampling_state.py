@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ class SamplingState:
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
+    _given: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_DRAWS_AHEAD), repr=False)
 
     def __post_init__(self) -> None:
         if self.params.seed is not None:
@@ -83,8 +85,27 @@ class SamplingState:
         """The next of a seeded sequence's own random numbers, in [0, 1)."""
         if not self._uniforms:
             # many at once: that is the same sequence of numbers, for less
-            self._uniforms = torch.rand(_DRAWS_AHEAD, dtype=torch.float64, generator=self.generator).tolist()[::-1]
-        return self._uniforms.pop()
+            self._uniforms += torch.rand(_DRAWS_AHEAD, dtype=torch.float64, generator=self.generator).tolist()[::-1]
+        self._given.append(self._uniforms.pop())
+        return self._given[-1]
+
+    def take_back(self, count: int) -> None:
+        """The last `count` (up to 64) tokens that were drawn do not count: of a seeded sequence, their random numbers
+        come again."""
+        if self.seeded and not self.params.greedy:
+            self._uniforms += [self._given.pop() for _ in range(count)]
+
+    def after(self, token_ids: Sequence[int]) -> SamplingState:
+        """This sequence with these tokens more, where that makes a difference to a draw. Both draw from the same random
+        numbers, in the order in which they ask."""
+        if not token_ids or not self.needs_history:
+            return self
+        output = [*self.output_token_ids, *token_ids]
+        other = SamplingState(self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words)
+        other.generator, other._uniforms, other._given = self.generator, self._uniforms, self._given
+        if self.penalized:
+            other._table = self.penalty_table().copy()
+        return other
 
     @cached_property
     def needs_history(self) -> bool:

@@ -40,6 +40,13 @@ class PenaltyTable:
             self._changed.add(slot)
         self.num_counted = len(output_token_ids)
 
+    def copy(self) -> PenaltyTable:
+        """Another table of the same sequence, to count on in. It has no copy on a GPU yet."""
+        other = PenaltyTable(())
+        other.num_counted, other._slots = self.num_counted, dict(self._slots)
+        other._ids, other._counts = self._ids[:], self._counts[:]
+        return other
+
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Token ids and counts."""
         return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)

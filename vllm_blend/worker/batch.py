@@ -14,12 +14,16 @@ from vllm_blend.request import Request
 
 @dataclass(frozen=True)
 class Span:
-    """Which positions of a request a forward pass computes: start .. stop - 1, or the ascending `positions`."""
+    """Which positions of a request a forward pass computes: start .. stop - 1, or the ascending `positions`.
+
+    `drafts` are guesses at the last positions, beyond the known tokens.
+    """
 
     request: Request
     start: int
     stop: int
     positions: torch.Tensor | None = None  # [n] int64, on the host or the device
+    drafts: Sequence[int] = ()
 
     @property
     def num_missing_blocks(self) -> int:
@@ -140,7 +144,10 @@ class _HostRows:
         positions = np.arange(span.start, span.stop) if span.positions is None else span.positions.numpy()
         slots = table[positions // block_size].astype(np.int64) * block_size + positions % block_size
         self._close_singles()
-        ids = request.token_array(span.stop)[positions]
+        if span.drafts:
+            ids = np.array([*request.token_slice(span.start, span.stop - len(span.drafts)), *span.drafts], np.int64)
+        else:
+            ids = request.token_array(span.stop)[positions]
         self._pieces.append(np.stack([ids, positions, slots, np.full_like(ids, -1)]))
         return len(positions)
 

@@ -15,7 +15,7 @@ from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
-from vllm_blend.layers.sampler import PendingSample, Sampler
+from vllm_blend.layers.sampler import PendingSample, Sampler, SamplingState
 from vllm_blend.offload.attention import ExactBackend, QueryTap
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.outputs import Logprob
@@ -43,7 +43,9 @@ class BlendResult:
 class RunnerOutput:
     """Results of a step, by request. The tokens may still be on their way: reading them waits."""
 
-    sampled: list[Request] = field(default_factory=list)  # rows of `tokens`
+    # requests that draw from rows of `tokens`: one row each, and one more for each of its drafts
+    sampled: list[Request] = field(default_factory=list)
+    drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)
     tokens: PendingSample | None = None
     prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
     blends: dict[Request, BlendResult] = field(default_factory=dict)
@@ -80,7 +82,9 @@ class ModelRunner:
         On a GPU this queues the work and returns: a token that the step before has drawn is read where it lies.
         """
         result = self._execute(output.scheduled)
-        if result.tokens is not None:
+        if result.drafts:  # which of the rows count is found out on the host, and the next step waits for that
+            self._drawn = NOTHING_DRAWN
+        elif result.tokens is not None:
             self._drawn = Drawn({request: row for row, request in enumerate(result.sampled)}, result.tokens.tokens)
         return result
 
@@ -135,12 +139,13 @@ class ModelRunner:
         starts, errors = first_positions(blended, self.model, self.cache, self.backend, arriving, graphs)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
-        return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None) for i in items]
+        return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None, i.drafts) for i in items]
 
     def _sample(
         self, items: Sequence[ScheduledRequest], hidden: torch.Tensor, final: AttentionMetadata, result: RunnerOutput
     ) -> None:
-        rows, states = [], []
+        rows: list[int] = []
+        states: list[SamplingState] = []
         for index, item in enumerate(items):
             params = item.request.params
             if params is not None and _wants_prompt_logprobs(item):
@@ -150,9 +155,12 @@ class ModelRunner:
                 result.prompt_logprobs[item.request] = self._prompt_logprobs(before, wanted, params.prompt_logprobs)
             if item.samples:
                 assert item.request.sampling is not None
-                rows.append(final.query_start_loc[index + 1] - 1)
-                states.append(item.request.sampling)
+                end = final.query_start_loc[index + 1]
+                rows += range(end - 1 - len(item.drafts), end)
+                states += [item.request.sampling.after(item.drafts[:n]) for n in range(len(item.drafts) + 1)]
                 result.sampled.append(item.request)
+                if item.drafts:
+                    result.drafts[item.request] = item.drafts
         if rows:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
@@ -181,7 +189,10 @@ def _wants_prompt_logprobs(item: ScheduledRequest) -> bool:
 
 def _num_outputs(items: Sequence[ScheduledRequest]) -> list[int]:
     """How many of each request's rows somebody wants the hidden states of: the last so many."""
-    return [item.num_tokens if _wants_prompt_logprobs(item) else int(item.samples) for item in items]
+    return [
+        item.num_tokens if _wants_prompt_logprobs(item) else (1 + len(item.drafts) if item.samples else 0)
+        for item in items
+    ]
 
 
 def _capture_hook(items: Sequence[ScheduledRequest], num_layers: int) -> CaptureHook | None:

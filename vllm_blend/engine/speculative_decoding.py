@@ -1,0 +1,62 @@
+"""Speculative decoding in the step loop: drafts before a step, their verification after it, and the counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_blend.engine.metrics import EngineMetrics
+from vllm_blend.request import Request
+from vllm_blend.spec_decode.config import SpeculativeConfig
+from vllm_blend.spec_decode.speculation import Speculator
+from vllm_blend.spec_decode.verifier import num_kept
+
+
+@dataclass(frozen=True)
+class SpeculativeDecoding:
+    """Gives the running requests drafts, and learns from what became of them."""
+
+    speculator: Speculator
+    metrics: EngineMetrics
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig | None, metrics: EngineMetrics) -> SpeculativeDecoding | None:
+        if config is None:
+            return None
+        return cls(Speculator(config.make_drafter(), config.num_speculative_tokens), metrics)
+
+    def begin(self, requests: Sequence[Request], chunk_bounds: Sequence[tuple[int, int]]) -> None:
+        """Make new requests, completions of one prompt, ready for `propose`."""
+        for request in requests:
+            request.speculation = self.speculator.begin(
+                request.prompt_token_ids, request.output_token_ids, chunk_bounds
+            )
+
+    def propose(self, running: Sequence[Request]) -> None:
+        """Set `drafts` of the requests that the next step decodes: one token of theirs is known and not computed."""
+        for request in running:
+            request.drafts = []
+        decoding = [r for r in running if r.output_token_ids and r.num_computed_tokens == r.num_tokens - 1]
+        for request in decoding:
+            # past the last token that the request may have, nothing is drawn
+            longest = request.max_num_tokens
+            limit = self.speculator.num_speculative_tokens if longest is None else longest - request.num_tokens - 1
+            if request.speculation is not None and limit > 0:
+                request.drafts = request.speculation.propose(len(decoding), limit)
+
+    def verify(self, request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> int:
+        """How many of the tokens that were drawn for a request count: at least 1."""
+        kept = num_kept(drafts, drawn)
+        counts = request.metrics.spec_token_acceptance_counts or []
+        counts += [0] * (kept - len(counts))
+        for position in range(kept):
+            counts[position] += 1
+        request.metrics.spec_token_acceptance_counts = counts
+        if drafts:
+            self.metrics.spec_drafts += 1
+            self.metrics.spec_draft_tokens += len(drafts)
+            self.metrics.spec_accepted_tokens += kept - 1
+            assert request.sampling is not None and request.speculation is not None
+            request.sampling.take_back(len(drawn) - kept)
+            request.speculation.verified(len(drafts), kept - 1)
+        return kept

@@ -1,0 +1,96 @@
+"""The suffix automaton of a text: every run of tokens in it, in space and time linear in the text."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+Match = tuple[int, int]  # a state, and how many of the last tokens read lead there
+NO_MATCH: Match = (0, 0)
+
+
+class SuffixAutomaton:
+    """The smallest automaton of a text's suffixes, built token by token (Blumer et al., 1985; a token costs constant
+    time on average). A state stands for runs that occur at the same places; each knows where its first one ends.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]  # the state of the longest suffix that occurs elsewhere, too
+        self._length = [0]  # of the longest run of a state
+        self._end = [0]  # the position after its first occurrence
+        self._last = 0
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Make the text longer by a token. Matches stay valid."""
+        self.tokens.append(token)
+        new = self._add({}, -1, len(self.tokens), len(self.tokens))
+        state = self._last
+        self._last = new
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state < 0:
+            self._link[new] = 0
+            return
+        target = self._next[state][token]
+        if self._length[target] == self._length[state] + 1:
+            self._link[new] = target
+            return
+        shorter = self._add(dict(self._next[target]), self._link[target], self._length[state] + 1, self._end[target])
+        while state >= 0 and self._next[state].get(token) == target:
+            self._next[state][token] = shorter
+            state = self._link[state]
+        self._link[target] = self._link[new] = shorter
+
+    def step(self, match: Match, token: int) -> Match:
+        """The longest run of the text that ends what was read, after one more token was read."""
+        state, length = match
+        # since then, an append may have split the state and given its shorter runs to another
+        while state and length <= self._length[self._link[state]]:
+            state = self._link[state]
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        if token not in self._next[state]:
+            return NO_MATCH
+        return self._next[state][token], length + 1
+
+    def end(self, match: Match) -> int:
+        """The position after the first occurrence of a match that is not empty."""
+        return self._end[match[0]]
+
+    def _add(self, following: dict[int, int], link: int, length: int, end: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._next) - 1
+
+
+class AutomatonCache:
+    """Automata of chunks by their content, so that a chunk is read once however often it is asked about.
+
+    At most `max_tokens` tokens in all (a token takes about half a kilobyte); the least recently used leave first.
+    """
+
+    def __init__(self, max_tokens: int = 2**18) -> None:
+        self.max_tokens, self.num_tokens, self.num_built = max_tokens, 0, 0
+        self._automata: OrderedDict[tuple[int, ...], SuffixAutomaton] = OrderedDict()
+
+    def get(self, tokens: Iterable[int]) -> SuffixAutomaton:
+        """The automaton of a chunk. Not to be appended to."""
+        key = tuple(tokens)
+        automaton = self._automata.pop(key, None)
+        if automaton is None:
+            automaton = SuffixAutomaton(key)
+            self.num_built += 1
+            self.num_tokens += len(key)
+        self._automata[key] = automaton
+        while self.num_tokens > self.max_tokens and len(self._automata) > 1:
+            dropped, _ = self._automata.popitem(last=False)
+            self.num_tokens -= len(dropped)
+        return automaton

@@ -1,0 +1,58 @@
+"""How many tokens to draft: as many as pay, by what was accepted lately."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+# What a drafted row adds to a step, as a share of the step of one sequence: on most hardware reading the weights takes
+# nearly all of the time of a small step. A draft is too long where its last token is accepted less often than that.
+ROW_COST = 0.01
+LEAST_RATE = 0.3  # of draft tokens that are right, below which drafting stops: it then gains less than half a token
+FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps without drafts after drafts have failed
+DECAY = 0.8  # of what was seen, per draft
+
+
+@dataclass
+class DraftLength:
+    """The draft length of one sequence, from its recent acceptance (goodput as in Liu et al., 2024, arXiv:2406.14066,
+    with costs that are assumed and not measured: outputs must not depend on a clock).
+
+    With a share `rate` of right tokens, the n-th draft token counts with probability rate**n. Where the rate is too low
+    nothing is drafted for a while, longer each time; then a draft is tried again.
+    """
+
+    most: int
+    hits: float = 1.5  # what was seen, weighted: draft tokens that were right, and all that were reached
+    trials: float = 2.5
+    wait: int = 0  # steps until the next draft
+    pause: int = FIRST_PAUSE  # steps to wait the next time
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.trials
+
+    def next(self, num_sequences: int = 1) -> int:
+        """Tokens to draft for the coming step, in which `num_sequences` decode: each pays for the rows of all."""
+        if self.wait > 0:
+            self.wait -= 1
+            return 0
+        cost, rate = ROW_COST * num_sequences, min(max(self.rate, 0.1), 0.99)
+        if cost >= 1:
+            return 0
+        return min(self.most, int(math.log(cost) / math.log(rate)))
+
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a draft that was verified."""
+        self.hits = DECAY * self.hits + num_accepted
+        self.trials = DECAY * self.trials + num_accepted + (num_accepted < num_drafted)
+        if self.rate >= LEAST_RATE:
+            self.pause = FIRST_PAUSE
+            return
+        self.wait, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
+
+    def successor(self) -> DraftLength:
+        """Where another sequence of the same kind begins: it goes on waiting, but is surer of nothing than a new
+        one."""
+        trials = DraftLength(self.most).trials
+        return replace(self, hits=trials * self.rate, trials=trials)
