@@ -27,7 +27,8 @@ class ChunkLoader:
     """`request` and `poll` never wait; they and `cancel` are for one thread, the one that steps the engine.
 
     A load that is late counts as a miss. It goes on by itself, and its key cannot be asked for again meanwhile: a
-    medium that hangs costs each chunk one deadline.
+    medium that hangs costs each chunk one deadline. A load that was cancelled too late goes on as well; whoever asks
+    for its key again gets it.
     """
 
     def __init__(self, timeout: float = LOAD_SECONDS, num_threads: int = NUM_THREADS) -> None:
@@ -35,7 +36,8 @@ class ChunkLoader:
         self.num_late = 0
         self._executor = ThreadPoolExecutor(num_threads, "chunk-load")
         self._loads: dict[str, _Load] = {}
-        self._late: dict[str, Future[None]] = {}
+        self._late: dict[str, Future[None]] = {}  # that run on
+        self._unwanted: dict[str, Future[None]] = {}  # that were cancelled, and run on
         self._changed = threading.Condition()
         self._arrived: list[tuple[str, ChunkKV | None]] = []
 
@@ -47,13 +49,11 @@ class ChunkLoader:
         """Begin to load a chunk; False where it cannot be had."""
         if key in self._loads:
             return True
-        late = self._late.get(key)
-        if late is not None:
-            if not late.done():
-                return False
-            del self._late[key]
+        if key in self._late and not self._late[key].done():
+            return False
+        future = self._unwanted.pop(key, None)
         try:
-            future = self._executor.submit(self._run, key, load)
+            future = future or self._executor.submit(self._run, key, load)
         except RuntimeError:  # closed, or the interpreter is shutting down
             return False
         self._loads[key] = _Load(future, time.monotonic() + self.timeout)
@@ -61,9 +61,7 @@ class ChunkLoader:
 
     def cancel(self, key: str) -> None:
         """Nobody waits for a chunk any more."""
-        load = self._loads.pop(key, None)
-        if load is not None and not load.future.cancel() and not load.future.done():
-            self._late[key] = load.future
+        self._drop(key, self._unwanted)
 
     def poll(self) -> list[tuple[str, ChunkKV | None]]:
         """What has become of requests since the last call: the chunk, or None where there is none, or none in time."""
@@ -71,11 +69,14 @@ class ChunkLoader:
             arrived, self._arrived = self._arrived, []
         results = []
         for key, chunk in arrived:
-            if self._loads.pop(key, None) is not None:  # not late, and not cancelled
+            if self._loads.pop(key, None) is not None:
                 results.append((key, chunk))
+            else:
+                self._late.pop(key, None)
+                self._unwanted.pop(key, None)
         now = time.monotonic()
         for key in [key for key, load in self._loads.items() if load.deadline <= now]:
-            self.cancel(key)
+            self._drop(key, self._late)
             self._count_late(key)
             results.append((key, None))
         return results
@@ -91,6 +92,12 @@ class ChunkLoader:
     def close(self) -> None:
         """Begin no further loads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _drop(self, key: str, running: dict[str, Future[None]]) -> None:
+        """Nobody waits for a load any more; where it has begun, it is one of `running` from now on."""
+        load = self._loads.pop(key, None)
+        if load is not None and not load.future.cancel():
+            running[key] = load.future
 
     def _run(self, key: str, load: Callable[[], ChunkKV | None]) -> None:
         chunk = None

@@ -1,0 +1,144 @@
+"""How much to compute while chunk KV arrives, and what to compute instead of loading it.
+
+CacheBlend (Yao et al., EuroSys 2025, section 5.1): with a recompute ratio r, recomputing takes r x prefill(L), and
+loading takes bytes(L) / throughput. As the two overlap, r can grow, at no cost in time, until recomputing takes as long
+as loading; it never falls below the ratio that quality needs.
+
+Here, only KV that travels from host memory to a GPU arrives while the request itself is computed. What lies on a disk
+or a server arrives before the request runs, while others are computed: recomputing more of it would hide behind
+nothing. For those tiers the controller decides chunk by chunk whether loading or computing it is faster.
+
+Speeds are moving averages over what really happened in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_blend.kv_store.tiered import MEMORY, Choice
+
+logger = logging.getLogger(__name__)
+
+WEIGHT = 0.2  # of the newest measurement
+MIN_PREFILL_TOKENS = 32  # of a step that says how fast prefill is: smaller ones are mostly overhead
+RATIO_STEP = 0.01  # ratios are multiples of it, rounded down: noise in the speeds changes few answers
+TRY_AGAIN = 16  # as many choices in a row against a tier, and then it is measured again
+
+
+class Average:
+    """A moving average of seconds per unit; the first measurement is taken as it is."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, seconds: float, units: int) -> None:
+        new = seconds / units
+        self.value = new if self.value is None else (1 - WEIGHT) * self.value + WEIGHT * new
+
+
+@dataclass(frozen=True)
+class RatioChoice:
+    """A recompute ratio and, in words, why."""
+
+    ratio: float
+    reason: str
+
+
+class LoadingController:
+    """Safe to use from several threads."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        """`bytes_per_token` is of KV: K and V of all layers."""
+        self.bytes_per_token = bytes_per_token
+        self.num_raised = 0  # prompts with a ratio above the floor
+        self.num_recomputed = 0  # chunks that were computed though a tier had them
+        self.last_ratio: float | None = None
+        self._lock = threading.Lock()
+        self._loads: dict[str, Average] = {}  # seconds per byte
+        self._prefill = Average()  # seconds per token
+        self._against: dict[str, int] = {}  # choices in a row
+
+    def loaded(self, what: Choice, seconds: float) -> None:
+        """A chunk has arrived from a tier."""
+        with self._lock:
+            self._loads.setdefault(what.tier, Average()).add(seconds, what.num_bytes)
+
+    @property
+    def knows_prefill(self) -> bool:
+        return self._prefill.value is not None
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """A step that only prefilled has computed so many tokens."""
+        if num_tokens >= MIN_PREFILL_TOKENS:
+            with self._lock:
+                self._prefill.add(seconds, num_tokens)
+
+    def recompute(self, what: Choice) -> bool:
+        """Whether to compute a chunk again that a tier has, as that is faster. What is not known yet is loaded."""
+        with self._lock:
+            load, prefill = self._seconds(what.tier, what.num_bytes), self._prefill.value
+            if load is None or prefill is None:
+                return False
+            compute = prefill * what.num_tokens
+            slower = load > compute
+            count = self._against.get(what.tier, 0) + 1 if slower else 0
+            again = count > TRY_AGAIN
+            self._against[what.tier] = 0 if again else count
+            recompute = slower and not again
+            self.num_recomputed += recompute
+        logger.debug(
+            "a chunk of %d tokens is %s: loading it from the %s takes about %.2f ms, computing it %.2f ms%s",
+            what.num_tokens,
+            "computed" if recompute else "loaded",
+            what.tier,
+            load * 1e3,
+            compute * 1e3,
+            "; it is loaded to measure again" if again else "",
+        )
+        return recompute
+
+    def choose_ratio(self, floor: float, num_reused: int, num_context: int) -> RatioChoice:
+        """The recompute ratio of a context of `num_context` tokens, `num_reused` of which come from stored KV."""
+        with self._lock:
+            load, prefill = self._seconds(MEMORY, num_reused * self.bytes_per_token), self._prefill.value
+            choice = _choose(floor, load, None if prefill is None else prefill * num_context)
+            self.num_raised += choice.ratio > floor
+            self.last_ratio = choice.ratio
+        logger.debug(
+            "recompute ratio %.2f for %d of %d tokens: %s", choice.ratio, num_reused, num_context, choice.reason
+        )
+        return choice
+
+    def gauges(self) -> Iterator[tuple[str, float]]:
+        """Names and values, for metrics. What is not known yet is left out."""
+        with self._lock:
+            yield "controller_prompts_raised", self.num_raised
+            yield "controller_chunks_recomputed", self.num_recomputed
+            if self.last_ratio is not None:
+                yield "controller_ratio", self.last_ratio
+            if self._prefill.value:
+                yield "controller_prefill_tokens_per_second", 1 / self._prefill.value
+            for tier, average in self._loads.items():
+                if average.value:
+                    yield f"controller_{tier}_bytes_per_second", 1 / average.value
+
+    def _seconds(self, tier: str, num_bytes: int) -> float | None:
+        average = self._loads.get(tier)
+        return None if average is None or average.value is None else average.value * num_bytes
+
+
+def _choose(floor: float, load: float | None, prefill: float | None) -> RatioChoice:
+    """`load` and `prefill` are seconds, for all that is loaded and for a full prefill; None where not known."""
+    if load is None:
+        return RatioChoice(floor, "nothing is loaded while it is computed, so the floor is kept")
+    if prefill is None or prefill == 0:
+        return RatioChoice(floor, "no prefill has been measured yet, so the floor is kept")
+    hidden = math.floor(min(1.0, load / prefill) / RATIO_STEP + 1e-9) * RATIO_STEP
+    times = f"loading takes about {load * 1e3:.2f} ms, a full prefill {prefill * 1e3:.2f} ms"
+    if hidden <= floor:
+        return RatioChoice(floor, f"{times}; recomputing the floor takes longer than loading")
+    return RatioChoice(round(hidden, 4), f"{times}; a share of {hidden:.2f} hides behind loading")
