@@ -1,0 +1,222 @@
+"""Chunks that move while the engine decodes: in mode "exact" nothing shows, in mode "resident" just what is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import tolerances
+from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
+from tests.engine.engines import (
+    DEMO,
+    demo_prompt,
+    engine,
+    greedy,
+    hf_model,
+    ids_of,
+    new_llm,
+    pages_for,
+    run,
+    sampled,
+    tiny_model,
+)
+from vllm_blend import LLM, ChunkedPrompt
+from vllm_blend.offload.predictors import PREDICTORS, LooksAt, PromotionPredictor, register_predictor
+from vllm_blend.offload.residency import movable_blocks
+
+pytestmark = pytest.mark.cpu_only  # small pages, and placements that tests predict
+
+SIZE = 8
+EXACT: dict[str, Any] = {"offload_mode": "exact", "block_size": SIZE, "enable_blending": True}
+RESIDENT: dict[str, Any] = {"offload_mode": "resident", "block_size": SIZE, "offload_predictor": "retrieval_rank"}
+FAST = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Restless(PromotionPredictor):
+    """Wants other chunks all the time. Looks at mass, so that this is computed with chunks away."""
+
+    name = "restless"
+    looks_at = LooksAt.MASS
+    generator = torch.Generator().manual_seed(7)
+
+    def score(self, evidence):
+        assert evidence.received_mass is not None and not evidence.received_mass.isnan().any()
+        return torch.rand(len(evidence.ranks), generator=self.generator)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _restless() -> Iterator[None]:
+    register_predictor(Restless)
+    yield
+    del PREDICTORS["restless"]
+
+
+def assert_host_empty(llm: LLM) -> None:
+    offload = llm.llm_engine.offload
+    assert offload is not None
+    scheduler = offload.scheduler
+    assert scheduler.num_moving == 0 and scheduler.host.num_free_blocks == scheduler.host.num_blocks
+    assert not scheduler._tracked and not offload.scorer._memory and not offload._asked and not offload._placed_by_rank
+
+
+def plainly(prompts: list[ChunkedPrompt], params: Any, **arguments: Any) -> list[Any]:
+    with engine(block_size=SIZE, **({"enable_blending": True} | arguments)) as llm:
+        return run(llm, [{k: v for k, v in p.items() if k != "chunk_ranking"} for p in prompts], params)
+
+
+@FAST
+@given(data=st.data())
+@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+def test_placement_does_not_change_an_answer(backend, data):
+    """All on the device, all on the host, placed at random, and moving; alone and in batches."""
+    samples = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), label="samples")
+    share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]), label="share")
+    predictor = data.draw(st.sampled_from(["retrieval_rank", "query_digest", "restless"]), label="predictor")
+    prompts = [demo_prompt(index, 6) for index in samples]
+    for prompt in prompts:
+        prompt["chunk_ranking"] = data.draw(st.permutations(range(6)), label="ranking")
+    params = greedy(8, logprobs=5, ignore_eos=True)
+    expected = plainly(prompts, params, attention_backend=backend)
+    own = EXACT | {"offload_device_fraction": share, "offload_predictor": predictor, "attention_backend": backend}
+    with engine(**own) as llm:
+        for left, right in zip(run(llm, prompts, params), expected, strict=True):
+            assert_same_logprobs(left, right)
+        assert_host_empty(llm)
+        scheduler = llm.llm_engine.offload.scheduler
+        assert (scheduler.num_evictions > 0) == (share < 1)
+
+
+def test_moving_placement_moves():
+    with engine(**EXACT, offload_predictor="restless") as llm:
+        before = llm.llm_engine.offload.scheduler.num_promotions
+        run(llm, demo_prompt(0, 6), greedy(12, ignore_eos=True))
+        assert llm.llm_engine.offload.scheduler.num_promotions >= before + 3
+
+
+@pytest.mark.parametrize("mode", ["exact", "resident"])
+def test_running_ahead_preemption_and_completions_leave_nothing_behind(mode):
+    """Few pages, so that requests are preempted with chunks away; several completions; steps queued ahead."""
+    arguments = {"enable_blending": True, "offload_mode": mode, "offload_predictor": "query_digest"}
+    arguments |= {"offload_device_fraction": 0.3, "async_scheduling": True, "max_model_len": 512}
+    prompts = [demo_prompt(index, 4) for index in range(4)]
+    params = sampled(60, n=2, seed=3, logprobs=1, ignore_eos=True)
+    with engine(**arguments, **pages_for(560)) as llm:
+        outputs = run(llm, prompts, params)
+        assert llm.llm_engine.scheduler.num_preemptions > 0
+        assert_host_empty(llm)
+        gauges = {metric.name: metric.value for metric in llm.get_metrics()}
+        assert gauges["vllm_blend:chunk_evictions"] > 0 and gauges["vllm_blend:offload_bytes_moved"] > 0
+    if mode == "exact":
+        for left, right in zip(outputs, plainly(prompts, params, max_model_len=512), strict=True):
+            assert_same_logprobs(left, right)
+
+
+def test_an_aborted_request_gives_everything_back():
+    with engine(**EXACT) as llm:
+        inner = llm.llm_engine
+        inner.add_request("a", demo_prompt(0, 6), greedy(20, ignore_eos=True))
+        while "a" not in inner.offload.reports:
+            inner.step()
+        assert len(inner.offload.reports["a"].evictions) == 4  # 2 of 6 stay
+        assert inner.offload.scheduler.host.num_free_blocks < inner.offload.scheduler.host.num_blocks
+        inner.abort_request("a")
+        assert_host_empty(llm)
+
+
+def test_resident_mode_sees_what_is_on_the_device():
+    """Against transformers with a mask: rows after the prompt do not see the blocks that are away."""
+    prompt = demo_prompt(0, 5)
+    prompt["chunk_ranking"] = [3, 1]
+    with engine(**RESIDENT, offload_resident_chunks=2) as llm:
+        [output] = run(llm, prompt, greedy(10, logprobs=5, ignore_eos=True))
+        ids, bounds = ids_of(llm, prompt), _bounds(llm, prompt)
+    n, total = len(ids), len(ids) + 10
+    seen = torch.ones(total, total, dtype=torch.bool).tril()
+    away = [block for c in (0, 2, 4) for block in movable_blocks(*bounds[c], SIZE)]
+    assert len(away) >= 6
+    for block in away:
+        seen[n:, block * SIZE : (block + 1) * SIZE] = False
+    completion = output.outputs[0]
+    mask = torch.zeros(total, total).masked_fill(~seen, float("-inf"))[None, None]
+    with torch.inference_mode():
+        logits = hf_model(DEMO)(torch.tensor([[*ids, *completion.token_ids]]), attention_mask=mask).logits[0]
+    expected = logits.float().log_softmax(-1)[n - 1 : -1]
+    differences = [
+        logprob.logprob - row[token].item()
+        for entry, row in zip(completion.logprobs, expected, strict=True)
+        for token, logprob in entry.items()
+    ]
+    tolerances.check("logprobs", differences)
+    assert completion.token_ids == expected.argmax(-1).tolist()
+
+
+def _bounds(llm: LLM, prompt: ChunkedPrompt) -> list[tuple[int, int]]:
+    start = len(ids_of(llm, {"prefix": prompt["prefix"], "chunks": [], "suffix": []}))
+    bounds = []
+    for chunk in prompt["chunks"]:
+        bounds.append((start, start + len(llm.get_tokenizer().encode(chunk, add_special_tokens=False))))
+        start = bounds[-1][1]
+    return bounds
+
+
+def test_what_was_computed_without_some_chunks_is_no_prefix_of_others():
+    """Generated tokens of mode "resident" are not in the exact prefix cache; the prompt is."""
+    prompt = demo_prompt(1, 5)
+    with engine(**RESIDENT, offload_resident_chunks=0) as llm:
+        [first] = run(llm, prompt, greedy(24, ignore_eos=True))
+        ids = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+        [again] = run(llm, {"prompt_token_ids": ids}, greedy(4, logprobs=5))
+        assert 0 < again.num_cached_tokens <= len(first.prompt_token_ids)
+        assert_logprobs_match(again, hf_model(DEMO))
+
+
+def test_a_ranking_places_first_and_scores_move_later():
+    prompt = demo_prompt(0, 6)
+    prompt["chunk_ranking"] = [5, 0]
+    with engine(**EXACT, offload_predictor="query_digest", offload_resident_chunks=2) as llm:
+        inner = llm.llm_engine
+        inner.add_request("a", prompt, greedy(10, ignore_eos=True))
+        reports = []
+        while inner.has_unfinished_requests():
+            inner.step()
+            reports += [inner.offload.reports["a"]] if "a" in inner.offload.reports else []
+    assert reports[0].resident_chunks == [0, 5] and sorted(reports[0].evictions) == [1, 2, 3, 4]
+    assert any(report.promotions for report in reports[1:])
+    assert all(len(report.resident_chunks) <= 2 for report in reports)
+    assert all(report.scores is not None and len(report.scores) == 6 for report in reports[1:])
+
+
+def test_mistakes_are_named():
+    prompt = demo_prompt(0, 2)
+    with engine() as llm, pytest.raises(ValueError, match="offload_mode"):
+        run(llm, prompt | {"chunk_ranking": [0]}, greedy(1))  # type: ignore[operator]
+    with engine(**EXACT) as llm:
+        for ranking, error, message in (
+            ([0, 2], ValueError, r"chunk_ranking\[1\] is 2"),
+            ([1, 1], ValueError, r"chunk_ranking\[1\] is 1"),
+            (["a"], TypeError, r"chunk_ranking\[0\] is 'a'"),
+            (3, TypeError, "must be a list"),
+        ):
+            with pytest.raises(error, match=message):
+                run(llm, prompt | {"chunk_ranking": ranking}, greedy(1))  # type: ignore[operator]
+    for arguments, message in (
+        ({"offload_mode": "magic"}, "offload_mode='magic' is unknown"),
+        ({"offload_mode": "exact", "offload_predictor": "oracle"}, "offload_predictor='oracle' is unknown"),
+        ({"offload_mode": "exact", "offload_bytes_per_step": 1000}, "offload_bytes_per_step=1000 is below"),
+        ({"offload_mode": "exact", "offload_device_fraction": 1.5}, "offload_device_fraction=1.5"),
+        ({"offload_mode": "exact", "offload_resident_chunks": -1}, "offload_resident_chunks=-1"),
+        ({"offload_mode": "exact", "offload_host_gib": 0}, "offload_host_gib=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            new_llm(**arguments)
+
+
+def test_sliding_windows_and_offload_exclude_each_other():
+    model = tiny_model("mistral", sliding_window=16)
+    with pytest.raises(ValueError, match="offload_mode='resident': the model has layers with a sliding window"):
+        new_llm(model, offload_mode="resident")
