@@ -2,7 +2,7 @@
 # Stage 3: answer over the stored KV, one token per engine step -> results/decoding/speculative_trace.json
 #
 #   bash scripts/decoding/run_speculative_decode.sh
-#   bash scripts/decoding/run_speculative_decode.sh --load-cache-dir results/kv_caches --passages all
+#   bash scripts/decoding/run_speculative_decode.sh --load-cache-dir results/kv_caches --offload-mode resident --timeline
 #   DATASET=inputs/wikimqa_s.json TOP_K=8 BLEND_RECOMPUTE_RATIO=0.3 bash scripts/decoding/run_speculative_decode.sh
 #
 # Each variable below is the flag of the same name (LOAD_CACHE_DIR: --load-cache-dir); further flags may follow the
@@ -11,5 +11,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 flags_from_env CONFIG DATASET TOP_K MODEL_ID DTYPE DEVICE RETRIEVAL_JSON LOAD_CACHE_DIR PASSAGES BLEND_SELECTOR \
-  BLEND_RECOMPUTE_RATIO MAX_TOKENS MAX_SAMPLES OUTPUT
+  BLEND_RECOMPUTE_RATIO OFFLOAD_MODE OFFLOAD_PREDICTOR RESIDENT_CHUNKS BYTES_PER_STEP DRAFT_TOKENS MAX_TOKENS \
+  MAX_SAMPLES OUTPUT TIMELINE
 exec "$PYTHON" -m vllm_blend.pipeline.speculative_decode ${FLAGS[@]+"${FLAGS[@]}"} "$@"

@@ -50,9 +50,10 @@ class Stages:
         return build_kv_cache(PrefillConfig(**config), self.retrieval)
 
     def decode(self, **changes: Any) -> dict[str, Any]:
+        """Over the retrieved passages, unless `changes` say otherwise."""
         output = str(self.root / "trace.json")
-        config: dict[str, Any] = {"model_id": MODEL, "load_cache_dir": str(self.chunks), "output": output} | changes
-        return speculative_decode(DecodeConfig(**config), self.retrieval)
+        config: dict[str, Any] = {"model_id": MODEL, "load_cache_dir": str(self.chunks), "output": output}
+        return speculative_decode(DecodeConfig(**config | {"passages": "retrieved"} | changes), self.retrieval)
 
 
 def demo_samples(count: int) -> list[dict[str, Any]]:

@@ -78,9 +78,9 @@ def test_one_process_and_single_scripts_write_the_same(in_one, one_by_one, stage
 
 
 def test_settings_are_read_as_yaml():
-    changed = module.apply_settings(load_config(), ["decode.blend_recompute_ratio=0.3", "decode.passages=all"])
-    assert changed["decode"]["blend_recompute_ratio"] == 0.3 and changed["decode"]["passages"] == "all"
-    assert load_config()["decode"]["passages"] == "retrieved"
+    changed = module.apply_settings(load_config(), ["decode.blend_recompute_ratio=0.3", "decode.passages=retrieved"])
+    assert changed["decode"]["blend_recompute_ratio"] == 0.3 and changed["decode"]["passages"] == "retrieved"
+    assert load_config()["decode"]["passages"] == "all"
 
 
 @pytest.mark.parametrize(

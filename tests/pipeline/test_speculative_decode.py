@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,81 @@ def test_there_is_one_token_for_each_step(trace):
         assert [step["phase"] for step in steps] == ["prefill"] + ["decode"] * (len(steps) - 1)
         assert all(isinstance(step["token_id"], int) and step["latency_ms"] > 0 for step in steps)
         assert "".join(step["text"] for step in steps) == result["prediction"]
-        names = [chunk["chunk_id"] for chunk in result["chunks"]]
-        assert all(step["resident_chunks"] == names for step in steps)
-        assert all(step[key] is None for step in steps for key in ("promotions", "evictions", "bytes_moved"))
+        assert all(step["accepted_drafts"] == 0 for step in steps)
     assert trace["schema_version"] == stage.SCHEMA_VERSION
+
+
+def check_moves(result: dict, resident: int) -> None:
+    """What the steps of an answer say about its chunks is one story: `resident` of them are on the GPU at a time, and
+    those that are too short to have a block of their own."""
+    prefill, *decodes = result["steps"]
+    movable = {name for step in decodes for name in step["evictions"] + step["promotions"]}
+    here = {chunk["chunk_id"] for chunk in result["chunks"]}
+    assert set(prefill["resident_chunks"]) == here
+    assert prefill["promotions"] == prefill["evictions"] == [] and prefill["bytes_moved"] == 0
+    for index, step in enumerate(decodes):
+        here = (here | set(step["promotions"])) - set(step["evictions"])
+        assert set(step["resident_chunks"]) == here and len(here & movable) <= resident
+        assert len(here) == len(decodes[0]["resident_chunks"]) >= resident
+        assert (step["bytes_moved"] > 0) == bool(step["evictions"] if index == 0 else step["promotions"])
+        if index > 0:
+            assert step["proxy_scores"].keys() == {chunk["chunk_id"] for chunk in result["chunks"]}
+
+
+def test_the_chunks_that_stage_2_marked_are_on_the_gpu_first_and_others_are_promoted(built, trace):
+    for result in trace["results"]:
+        check_moves(result, 2)
+        first = result["steps"][1]
+        marked = {chunk["chunk_id"] for chunk in result["chunks"] if chunk["placement"] == "gpu"}
+        assert set(first["resident_chunks"]) >= marked and first["promotions"] == []
+    assert any(result["steps"][1]["evictions"] for result in trace["results"])
+    output = built.decode(passages="all", resident_chunks=3)
+    for result in output["results"]:
+        check_moves(result, 3)
+    summary, steps = output["summary"], [step for result in output["results"] for step in result["steps"]]
+    assert summary["promotions"] == sum(len(step["promotions"]) for step in steps) > 0
+    assert summary["evictions"] == sum(len(step["evictions"]) for step in steps) > summary["promotions"]
+    assert summary["bytes_moved"] == sum(step["bytes_moved"] for step in steps) > 0
+
+
+def test_where_chunks_are_changes_no_answer_unless_they_are_hidden(built):
+    plain = built.decode(passages="all", offload_mode="none")
+    assert plain["summary"]["promotions"] is None
+    for result in plain["results"]:
+        names = [chunk["chunk_id"] for chunk in result["chunks"]]
+        assert all(step["resident_chunks"] == names for step in result["steps"])
+        for key in ("promotions", "evictions", "bytes_moved", "proxy_scores"):
+            assert all(step[key] is None for step in result["steps"])
+    tokens = [[step["token_id"] for step in result["steps"]] for result in plain["results"]]
+    exact = built.decode(passages="all", resident_chunks=1)
+    assert tokens == [[step["token_id"] for step in result["steps"]] for result in exact["results"]]
+    hidden = built.decode(passages="all", resident_chunks=1, offload_mode="resident")
+    third = [output["results"][1]["steps"][3]["proxy_scores"] for output in (exact, hidden)]
+    assert third[0].keys() == third[1].keys() and third[0] != third[1]  # what is not seen changes what is asked next
+
+
+def test_accepted_drafts_are_counted(built):
+    plain, output = built.decode(passages="all"), built.decode(passages="all", draft_tokens=6)
+    for result, before in zip(output["results"], plain["results"], strict=True):
+        assert result["prediction"] == before["prediction"]
+        tokens = sum(1 + step["accepted_drafts"] for step in result["steps"])
+        assert tokens == len(before["steps"])
+    steps = [step for result in output["results"] for step in result["steps"]]
+    assert output["summary"]["accepted_drafts"] == sum(step["accepted_drafts"] for step in steps) > 0
+
+
+def test_a_timeline_is_drawn(built, tmp_path):
+    built.decode(output=str(tmp_path / "t.json"), max_samples=2, timeline=True)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(built, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    flags = ["--retrieval-json", str(built.retrieval.output_path), "--model-id", MODEL, "--timeline"]
+    with pytest.raises(SystemExit) as ended:
+        stage.main([*flags, "--load-cache-dir", str(built.chunks), "--output", str(tmp_path / "t.json")])
+    assert ended.value.code == 1 and "pip install matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
 
 
 def test_the_answers_are_those_of_the_engine(built, trace):

@@ -19,6 +19,7 @@ import yaml
 
 BACKENDS = ("bm25", "colbert")
 PASSAGES = ("retrieved", "all")
+OFFLOAD_MODES = ("exact", "resident", "none")
 SCOPES = ("sample", "corpus")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -112,18 +113,30 @@ class DecodeConfig:
     device: str = _option("auto", "auto, cpu or cuda")
     retrieval_json: str = _option("", "output of the retrieval stage; by default where that stage writes it")
     load_cache_dir: str = _option("results/kv_caches", "folder with the chunks' KV")
-    passages: str = _option("retrieved", "answer over the retrieved passages of a sample, or over all of its passages")
+    passages: str = _option("all", "answer over all passages of a sample, or over the retrieved ones alone")
     blend_selector: str = _option("question_attention", "rule that chooses the tokens to recompute")
     blend_recompute_ratio: float = _option(
         0.15, "share of the tokens to recompute, 0 to 1; none and full have their own"
     )
+    offload_mode: str = _option(
+        "exact", "chunks off the GPU are attended on the CPU (exact), not seen (resident), or there are none (none)"
+    )
+    offload_predictor: str = _option("query_digest", "rule that chooses the chunks to promote")
+    resident_chunks: int = _option(0, "chunks of a prompt on the GPU at a time; 0 for as many as stage 2 marked")
+    bytes_per_step: int = _option(64 << 20, "the most that promotions and evictions of a step may copy")
+    draft_tokens: int = _option(0, "longest draft of speculative decoding; 0 for one token a step")
     max_tokens: int = _option(0, "longest answer in tokens; 0 for what the data set's answers need")
     max_samples: int = _option(0, "use only the first samples; 0 for all")
     output: str = _option("results/decoding/speculative_trace.json", "trace to write")
+    timeline: bool = _option(False, "draw the trace too, into a .png beside it (needs matplotlib)")
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("passages", self.passages, PASSAGES)
+        _require_choice("offload_mode", self.offload_mode, OFFLOAD_MODES)
+        _require_at_least("resident_chunks", self.resident_chunks, 0)
+        _require_at_least("bytes_per_step", self.bytes_per_step, 1)
+        _require_at_least("draft_tokens", self.draft_tokens, 0)
         _require_at_least("max_tokens", self.max_tokens, 0)
         _require_at_least("max_samples", self.max_samples, 0)
         if not 0 <= self.blend_recompute_ratio <= 1:

@@ -1,15 +1,21 @@
-"""Stage 3: answer every question over the stored KV of its passages, one real token per engine step, and trace it.
+"""Stage 3: answer every question over the stored KV of its passages, and trace what each step did.
 
     python -m vllm_blend.pipeline.speculative_decode --load-cache-dir results/kv_caches
 
 writes results/decoding/speculative_trace.json: {"schema_version", "config", "summary", "results"}. A result has the
 prediction and its scores, times in seconds, what the blend reused, where each chunk came from, and `steps`. A step is
-one step of the engine: {"step", "phase", "token_id", "text", "latency_ms", "resident_chunks", "promotions",
-"evictions", "bytes_moved"}. Its phase is "encode" while a chunk that was not stored is computed (no token), "prefill"
-for the blend and the first token, then "decode". `resident_chunks` are those whose KV the request has in its pages
-after the step.
+one step of the engine: {"step", "phase", "token_id", "text", "latency_ms", "accepted_drafts", "resident_chunks",
+"promotions", "evictions", "bytes_moved", "proxy_scores"}. Its phase is "encode" while a chunk that was not stored is
+computed (no token), "prefill" for the blend and the first token, then "decode". A step has one token, the last one,
+and with speculative decoding the `accepted_drafts` before it.
 
-In schema version 1 nothing moves while a question is answered: promotions, evictions and bytes_moved are null.
+The chunks that stage 2 marked for the GPU are there when decoding begins, the others on the CPU. Before every decode
+step, chunks move: `promotions` and `evictions` name them, `bytes_moved` is what was copied, `resident_chunks` are those
+on the GPU (whole) during the step, `proxy_scores` what the predictor thought of each chunk (null before it has seen a
+step). A chunk that comes back to the CPU moves no bytes, as its copy there is still good. On a CPU engine, two pools of
+memory stand for GPU and CPU. In mode "none" nothing moves, and these fields are null.
+
+Schema version 1 had no accepted_drafts, no proxy_scores, and nothing moved.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from tqdm import tqdm
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.pipeline.build_kv_cache import retrieval_of
 from vllm_blend.pipeline.chunk_cache import ChunkCache
@@ -34,9 +41,10 @@ from vllm_blend.pipeline.config import DecodeConfig, RetrievalConfig, add_sectio
 from vllm_blend.pipeline.evaluate import evaluate, format_table, score_prediction
 from vllm_blend.pipeline.files import read_json, write_json
 from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, StageSample, read_stage_input
+from vllm_blend.pipeline.timeline import draw_timeline, require_matplotlib
 from vllm_blend.sampling_params import SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,14 @@ class Placements:
 
     path: Path
     by_sample: dict[str, dict[str, str]]
+
+    @property
+    def num_on_gpu(self) -> int:
+        """How many chunks of a sample are marked for the GPU, at most."""
+        return max((sum(p == "gpu" for p in chunks.values()) for chunks in self.by_sample.values()), default=0)
+
+    def of(self, sample: StageSample) -> dict[str, str]:
+        return self.by_sample.get(sample.sample.sample_id, {})
 
     @classmethod
     def read(cls, directory: Path, dataset_name: str) -> Placements:
@@ -67,23 +83,15 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     """Answer all samples, one after the other, and write and return the trace."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
     placements = Placements.read(Path(config.load_cache_dir), stage.dataset_name)
-    fixed = make_selector(config.blend_selector).fixed_ratio is not None  # "none" and "full" leave no choice
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=config.model_id,
-            dtype=config.dtype,
-            device=config.device,
-            enable_blending=True,
-            blend_selector=config.blend_selector,
-            blend_recompute_ratio=None if fixed else config.blend_recompute_ratio,
-        )
-    )
+    if config.timeline:
+        require_matplotlib()
+    engine = LLMEngine.from_engine_args(_engine_args(config, placements))
     cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id)
     params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.style.max_tokens, stop=["\n"])
     results = []
     for sample in tqdm(stage.samples, desc="decode", unit="sample"):
         chunks = chosen_chunks(sample, config.passages)
-        results.append(_answer(sample, chunks, stage, engine, cache, params, placements))
+        results.append(_answer(sample, chunks, stage, engine, cache, params, placements.of(sample)))
     if all(result["error"] for result in results):
         raise ValueError(f"no sample could be answered; {results[0]['id']}: {results[0]['error']}")
     output = {
@@ -97,7 +105,32 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
         "results": results,
     }
     write_json(config.output, output)
+    if config.timeline:
+        draw_timeline(output, timeline_path(config))
     return output
+
+
+def _engine_args(config: DecodeConfig, placements: Placements) -> EngineArgs:
+    fixed = make_selector(config.blend_selector).fixed_ratio is not None  # "none" and "full" leave no choice
+    drafts = {"method": "suffix", "num_speculative_tokens": config.draft_tokens} if config.draft_tokens else None
+    return EngineArgs(
+        model=config.model_id,
+        dtype=config.dtype,
+        device=config.device,
+        async_scheduling=False,  # a step is read before the next one begins: the trace says what each of them did
+        enable_blending=True,
+        blend_selector=config.blend_selector,
+        blend_recompute_ratio=None if fixed else config.blend_recompute_ratio,
+        offload_mode=None if config.offload_mode == "none" else config.offload_mode,  # type: ignore[arg-type]
+        offload_predictor=config.offload_predictor,
+        offload_resident_chunks=config.resident_chunks or max(1, placements.num_on_gpu),
+        offload_bytes_per_step=config.bytes_per_step,
+        speculative_config=drafts,
+    )
+
+
+def timeline_path(config: DecodeConfig) -> Path:
+    return Path(config.output).with_suffix(".png")
 
 
 def chosen_chunks(sample: StageSample, passages: str) -> tuple[Chunk, ...]:
@@ -114,23 +147,22 @@ def _answer(
     engine: LLMEngine,
     cache: ChunkCache,
     params: SamplingParams,
-    placements: Placements,
+    wanted: dict[str, str],
 ) -> dict[str, Any]:
+    """`wanted`: where stage 2 wants each chunk."""
     view = sample.sample
-    wanted = placements.by_sample.get(view.sample_id, {})
     result: dict[str, Any] = {"id": view.sample_id, "question": view.question, "answers": list(view.answers)}
     result["kind"] = view.kind or "unknown"
     try:
         sources = cache.load(chunks)
-        engine.add_request(
-            view.sample_id,
-            {
-                "prefix": stage.style.instruction,
-                "chunks": [chunk.text for chunk in chunks],
-                "suffix": stage.style.suffix(view.question),
-            },
-            params,
-        )
+        prompt: ChunkedPrompt = {
+            "prefix": stage.style.instruction,
+            "chunks": [chunk.text for chunk in chunks],
+            "suffix": stage.style.suffix(view.question),
+        }
+        if engine.offload is not None:
+            prompt["chunk_ranking"] = _ranking(sample, chunks, wanted)
+        engine.add_request(view.sample_id, prompt, params)
     except ValueError as error:  # too long for the model: it fails alone
         scores = asdict(score_prediction("", result["answers"]))
         return result | {"error": str(error), "prediction": "", **scores, "steps": []}
@@ -153,6 +185,17 @@ def _answer(
     }
 
 
+def _ranking(sample: StageSample, chunks: Sequence[Chunk], wanted: dict[str, str]) -> list[int]:
+    """Numbers of a prompt's chunks: those that stage 2 wants on the GPU first, then as they were retrieved."""
+    best = {chunk.chunk_id: rank for rank, chunk in enumerate(sample.best(len(sample.chunks)))}
+
+    def order(index: int) -> tuple[bool, int, int]:
+        name = chunks[index].chunk_id
+        return wanted.get(name) != "gpu", best.get(name, len(best)), index
+
+    return sorted(range(len(chunks)), key=order)
+
+
 def _run(engine: LLMEngine, chunk_ids: list[str]) -> tuple[list[dict[str, Any]], RequestOutput]:
     """Step the engine until its only request is finished."""
     steps: list[dict[str, Any]] = []
@@ -163,6 +206,7 @@ def _run(engine: LLMEngine, chunk_ids: list[str]) -> tuple[list[dict[str, Any]],
         outputs = engine.step()
         latency = 1000 * (time.perf_counter() - started)
         step: dict[str, Any] = {"step": len(steps), "phase": "encode", "token_id": None, "text": ""}
+        step |= {"latency_ms": latency, "accepted_drafts": 0}
         if outputs:
             final = outputs[0]
             completion = final.outputs[0]
@@ -170,12 +214,29 @@ def _run(engine: LLMEngine, chunk_ids: list[str]) -> tuple[list[dict[str, Any]],
                 # A stop string that began in an earlier step may take text back; the prediction has the last word.
                 step.update(token_id=completion.token_ids[-1], text=completion.text[len(text) :])
             step["phase"] = "decode" if tokens else "prefill"
+            step["accepted_drafts"] = max(0, len(completion.token_ids) - tokens - 1)
             tokens, text = len(completion.token_ids), completion.text
-        resident = chunk_ids if outputs else []
-        step.update(latency_ms=latency, resident_chunks=resident, promotions=None, evictions=None, bytes_moved=None)
-        steps.append(step)
+        steps.append(step | _moves(engine, chunk_ids if outputs else [], step["phase"] == "decode"))
     assert final is not None and final.finished
     return steps, final
+
+
+def _moves(engine: LLMEngine, chunk_ids: list[str], decodes: bool) -> dict[str, Any]:
+    """Where the chunks `chunk_ids` of the running request were in the step just done, and what had moved for it."""
+    nothing: list[str] | None = None if engine.offload is None else []
+    step: dict[str, Any] = {"resident_chunks": chunk_ids, "promotions": nothing, "evictions": nothing}
+    step |= {"bytes_moved": None if engine.offload is None else 0, "proxy_scores": None}
+    if engine.offload is None or not decodes or not chunk_ids:
+        return step
+    [report] = engine.offload.reports.values()
+    scores = report.scores
+    return {
+        "resident_chunks": [chunk_ids[index] for index in report.resident_chunks],
+        "promotions": [chunk_ids[index] for index in report.promotions],
+        "evictions": [chunk_ids[index] for index in report.evictions],
+        "bytes_moved": engine.offload.scheduler.bytes_moved,
+        "proxy_scores": None if scores is None else dict(zip(chunk_ids, scores, strict=True)),
+    }
 
 
 def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEngine) -> dict[str, Any]:
@@ -183,6 +244,7 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
     blends = [result["blend"] for result in answered if result["blend"]]
     prompt_tokens = sum(result["prompt_tokens"] for result in answered)
     decode_ms = [step["latency_ms"] for result in answered for step in result["steps"] if step["phase"] == "decode"]
+    moved = [step for result in answered for step in result["steps"]] if engine.offload is not None else None
     return {
         "samples": len(results),
         "failed": len(results) - len(answered),
@@ -194,6 +256,10 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
         "reused_tokens": sum(blend["num_reused_tokens"] + blend["num_exact_tokens"] for blend in blends),
         "ttft_s_median": statistics.median(result["ttft_s"] for result in answered) if answered else None,
         "decode_step_ms_median": statistics.median(decode_ms) if decode_ms else None,
+        "accepted_drafts": sum(step["accepted_drafts"] for result in answered for step in result["steps"]),
+        "promotions": None if moved is None else sum(len(step["promotions"]) for step in moved),
+        "evictions": None if moved is None else sum(len(step["evictions"]) for step in moved),
+        "bytes_moved": None if moved is None else sum(step["bytes_moved"] for step in moved),
     }
 
 
@@ -214,7 +280,15 @@ def report(output: dict[str, Any], config: DecodeConfig) -> str:
             + (f", per further token {step:.1f} ms" if step is not None else "")
             + f"; {share:.0f}% of the prompt tokens recomputed"
         )
-    return "\n".join([*lines, f"  {config.output}"])
+    if s["promotions"] is not None:
+        lines.append(
+            f"{s['promotions']} chunks promoted and {s['evictions']} evicted while decoding, "
+            f"{s['bytes_moved'] / 2**20:.0f} MiB copied (mode {config.offload_mode})"
+        )
+    if config.draft_tokens:
+        lines.append(f"{s['accepted_drafts']} draft tokens accepted")
+    written = [config.output, *([str(timeline_path(config))] if config.timeline else [])]
+    return "\n".join([*lines, *(f"  {path}" for path in written)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -226,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = section_from_flags(parser, args, "decode")
     try:
         output = speculative_decode(config, retrieval_of(getattr(args, "config", None), args.dataset, args.top_k))
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(report(output, config))
 
