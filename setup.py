@@ -225,6 +225,6 @@ setup(
         "server": ["fastapi", "uvicorn"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "redis", "fsspec"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "matplotlib", "redis", "fsspec"],
     },
 )
