@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
     from vllm_blend.entrypoints.llm import LLM
     from vllm_blend.inputs import ChunkedPrompt, TextPrompt, TokensPrompt
+    from vllm_blend.offload.kv_cache_manager import KVCacheManager
     from vllm_blend.outputs import BlendStats, CompletionOutput, RequestOutput
     from vllm_blend.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "engine.arg_utils",
     "Evidence": "blend.selectors",
+    "KVCacheManager": "offload.kv_cache_manager",
     "LLM": "entrypoints.llm",
     "LLMEngine": "engine.llm_engine",
     "LooksAt": "blend.selectors",
@@ -46,6 +48,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "Evidence",
+    "KVCacheManager",
     "LLMEngine",
     "LooksAt",
     "RequestOutput",

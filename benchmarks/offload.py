@@ -1,0 +1,111 @@
+"""Time per output token with most chunks off the device, against all on it. On a CPU, two pools stand for GPU and CPU.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.offload --mode resident
+
+Both engines answer the same prompts in this process, in turns, so that other work on the machine meets both alike.
+Prompts are random token ids; the model has random weights of the shape given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from vllm_blend import LLM, SamplingParams
+
+VOCABULARY = 2048
+
+
+def make_model(directory: Path, layers: int, hidden: int, max_len: int) -> None:
+    """config.json of a Llama, whose weights the engine draws, and the demo model's tokenizer."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256),
+        max_position_embeddings=max_len,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    demo = Path(__file__).parents[1] / "inputs" / "demo-model"
+    PreTrainedTokenizerFast.from_pretrained(demo).save_pretrained(directory)
+
+
+def decode_seconds(llm: LLM, prompts: list[Any], tokens: int) -> list[float]:
+    """Seconds of each decode step of a batch, without the first three, in which chunks leave."""
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params)
+    times = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == len(prompts) and len(outputs[0].outputs[0].token_ids) > 4:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("resident", "exact"), default="resident")
+    parser.add_argument("--predictor", default="query_digest")
+    parser.add_argument("--fraction", type=float, default=0.2, help="share of the chunks on the device")
+    parser.add_argument("--chunks", type=int, default=20)
+    parser.add_argument("--chunk-tokens", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=512)
+    args = parser.parse_args()
+    random = np.random.default_rng(0)
+
+    def ids(count: int) -> list[int]:
+        return random.integers(3, VOCABULARY, count).tolist()
+
+    prompts = [
+        {"prefix": ids(16), "chunks": [ids(args.chunk_tokens) for _ in range(args.chunks)], "suffix": ids(20)}
+        for _ in range(args.batch)
+    ]
+    length = 16 + args.chunks * args.chunk_tokens + 20 + args.tokens
+    with TemporaryDirectory() as folder:
+        make_model(Path(folder), args.layers, args.hidden, length + 64)
+        common: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "enable_prefix_caching": True}
+        moving = {"offload_mode": args.mode, "offload_device_fraction": args.fraction}
+        engines = {
+            "all on the device": LLM(folder, **common),
+            f"{args.mode}, {args.fraction:.0%}": LLM(folder, **common, **moving, offload_predictor=args.predictor),
+        }
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for turn in range(args.rounds + 1):
+            for name, llm in engines.items():
+                measured = decode_seconds(llm, prompts, args.tokens)
+                times[name] += measured if turn else []  # the first round warms up, and fills the prefix cache
+    print(
+        f"{torch.get_num_threads()} threads, {args.layers} layers of {args.hidden}, batch {args.batch}, prompts of "
+        f"{length - args.tokens} tokens in {args.chunks} chunks, {args.predictor}"
+    )
+    medians = {name: 1000 * statistics.median(values) for name, values in times.items()}
+    for name, value in medians.items():
+        print(f"  {name:24s} {value:8.2f} ms per token (median of {len(times[name])} steps)")
+    whole, part = medians.values()
+    scheduler = list(engines.values())[1].llm_engine.offload
+    assert scheduler is not None
+    moves = scheduler.scheduler
+    print(f"  ratio {part / whole:.3f}; {moves.num_promotions} promotions, {moves.num_evictions} evictions, ", end="")
+    print(f"{moves.num_bytes / 2**20:.0f} MiB moved")
+
+
+if __name__ == "__main__":
+    main()
