@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's part of the driver is loaded
 LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
+ChunkFormat = Literal["auto", "fp8", "int8"]
 OffloadMode = Literal["resident", "exact"]
 QUANTIZATIONS = ("fp8",)
 
@@ -191,6 +193,7 @@ class BlendConfig:
     min_tokens: int = 0
     chunk_cache_gib: float = 4.0  # memory for stored chunk KV; the least recently used chunks leave first
     chunk_device: ChunkDevice = "auto"
+    controller: bool = False  # raise the ratio while that hides behind loading, compute what loads slower (section 5.1)
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.recompute_ratio)
@@ -254,6 +257,38 @@ def check_shares(name: str, shares: Sequence[float], check_layers: Sequence[int]
 
 
 @dataclass
+class ChunkStoreConfig:
+    """Where chunk KV goes besides memory: a disk that keeps it for other processes, a server that other machines
+    share."""
+
+    path: str | None = None  # a folder of a local file system
+    gib: float = 32.0  # of the disk
+    format: ChunkFormat = "auto"  # on disk and server; auto: the model's dtype, bit for bit
+    url: str | None = None  # redis://, valkey:// or anything that fsspec knows
+    admit_on_second_use: bool = False  # the disk stores a chunk when it is computed for the second time
+
+    def __post_init__(self) -> None:
+        known = get_args(ChunkFormat)
+        require(self.path != "", "chunk_store_path is empty: name a folder, or leave it out")
+        require(self.url != "", "chunk_store_url is empty: give a URL, or leave it out")
+        require(0 < self.gib < math.inf, f"chunk_store_gib={self.gib} must be positive")
+        require(self.format in known, f"chunk_store_format={self.format!r} is unknown: use one of {', '.join(known)}")
+        require(
+            self.format == "auto" or self.is_used,
+            f"chunk_store_format={self.format!r} is that of a disk or a server: give chunk_store_path or "
+            "chunk_store_url too",
+        )
+        require(
+            not self.admit_on_second_use or self.path is not None,
+            "chunk_store_admit_on_second_use is a rule of the disk: give chunk_store_path too",
+        )
+
+    @property
+    def is_used(self) -> bool:
+        return self.path is not None or self.url is not None
+
+
+@dataclass
 class OffloadConfig:
     """Chunks of running requests on the host while they decode, promoted to the device when they are needed.
 
@@ -294,8 +329,9 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     blend: BlendConfig = field(default_factory=BlendConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    chunk_store: ChunkStoreConfig = field(default_factory=ChunkStoreConfig)
     speculative: SpeculativeConfig | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     disable_log_stats: bool = True
@@ -310,6 +346,15 @@ class EngineConfig:
             self.tensor_parallel_size == 1,
             f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported by the single-process executor",
         )
+        for name, given in (
+            ("chunk_store_path", self.chunk_store.path),
+            ("chunk_store_url", self.chunk_store.url),
+            ("blend_controller", self.blend.controller or None),
+        ):
+            require(
+                given is None or self.blend.enable_blending,
+                f"{name}={given!r}, but the engine does not blend: give enable_blending=True too, or leave it out",
+            )
 
     def runs_ahead(self, device: torch.device) -> bool:
         """Whether a step is queued before the last one is read."""

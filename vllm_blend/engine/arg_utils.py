@@ -10,6 +10,8 @@ from vllm_blend.config import (
     BlendConfig,
     CacheConfig,
     ChunkDevice,
+    ChunkFormat,
+    ChunkStoreConfig,
     EngineConfig,
     LoadFormat,
     ModelConfig,
@@ -43,20 +45,26 @@ _HELP = {
     "blend_min_tokens": "contexts shorter than this are prefilled in full",
     "blend_chunk_cache_gib": "memory for stored chunk KV",
     "blend_chunk_device": "where stored chunk KV lives",
+    "speculative_config": 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 8}',
+    "blend_controller": "recompute more where that hides behind loading, and compute what would load slower",
+    "chunk_store_path": "folder in which chunk KV outlives the process",
+    "chunk_store_gib": "disk space for chunk KV",
+    "chunk_store_format": "auto (the model's dtype, bit for bit), fp8 or int8",
+    "chunk_store_url": "server that keeps chunk KV: redis://, s3://, ...",
+    "chunk_store_admit_on_second_use": "store a chunk on the disk when it is computed for the second time",
     "offload_mode": "resident or exact: chunks leave the device while decoding; unseen there, or attended on the host",
     "offload_resident_chunks": "chunks of a request that stay on the device",
     "offload_device_fraction": "the same as a share of its chunks",
     "offload_predictor": "rule that chooses the chunks to bring back",
     "offload_bytes_per_step": "the most that a step may copy to and from the device",
     "offload_host_gib": "host memory for chunks off the device",
-    "speculative_config": 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 8}',
 }
 
 
 @dataclass
 class EngineArgs:
-    """vLLM's engine arguments, and the `blend_*` ones (see `BlendConfig`). Unknown names are a TypeError from
-    Python."""
+    """vLLM's engine arguments, and the `blend_*` and `chunk_store_*` ones (see `BlendConfig`, `ChunkStoreConfig`).
+    Unknown names are a TypeError from Python."""
 
     model: str
     tokenizer: str | None = None
@@ -87,13 +95,19 @@ class EngineArgs:
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
     blend_chunk_device: ChunkDevice = "auto"
+    speculative_config: dict[str, Any] | None = None
+    blend_controller: bool = False
+    chunk_store_path: str | None = None
+    chunk_store_gib: float = 32.0
+    chunk_store_format: ChunkFormat = "auto"
+    chunk_store_url: str | None = None
+    chunk_store_admit_on_second_use: bool = False
     offload_mode: OffloadMode | None = None
     offload_resident_chunks: int | None = None
     offload_device_fraction: float = 0.2
     offload_predictor: str = "query_digest"
     offload_bytes_per_step: int = 64 << 20
     offload_host_gib: float = 4.0
-    speculative_config: dict[str, Any] | None = None
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -138,6 +152,17 @@ class EngineArgs:
                 min_tokens=self.blend_min_tokens,
                 chunk_cache_gib=self.blend_chunk_cache_gib,
                 chunk_device=self.blend_chunk_device,
+                controller=self.blend_controller,
+            ),
+            chunk_store=ChunkStoreConfig(
+                path=self.chunk_store_path,
+                gib=self.chunk_store_gib,
+                format=self.chunk_store_format,
+                url=self.chunk_store_url,
+                admit_on_second_use=self.chunk_store_admit_on_second_use,
+            ),
+            speculative=(
+                None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
             ),
             offload=OffloadConfig(
                 mode=self.offload_mode,
@@ -146,9 +171,6 @@ class EngineArgs:
                 predictor=self.offload_predictor,
                 bytes_per_step=self.offload_bytes_per_step,
                 host_gib=self.offload_host_gib,
-            ),
-            speculative=(
-                None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
             ),
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,

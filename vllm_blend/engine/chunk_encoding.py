@@ -28,9 +28,10 @@ def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
     for request in requests:
         engine.scheduler.add(request)
     try:
-        while engine.scheduler.has_requests:
+        while engine.has_unfinished_requests():
             engine.step()
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
+        engine.composer.cancel_loads()
         for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
             engine.composer.abandon(request)
             engine.scheduler.finish(request)

@@ -3,6 +3,9 @@
 The prefix is a piece of its own, encoded after nothing. Every chunk is encoded after the prefix, so the first chunk of
 a prompt is exact where it stands, and so is the prefix. Encoding a chunk is itself a blend: its prefix is an exact
 segment, the chunk is the suffix. Several requests that lack the same chunk share one encoding.
+
+Where the store has tiers below the memory, what is not in memory is asked for there first, in other threads, and
+encoded when it is not there, damaged or late.
 """
 
 from __future__ import annotations
@@ -10,53 +13,47 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 
+from vllm_blend.blend.controller import LoadingController
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
+from vllm_blend.engine.composition import Composition, Piece, Turns
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.prefetch import ChunkLoader
+from vllm_blend.kv_store.tiered import Choice, TieredChunkStore
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Piece:
-    start: int
-    id: ChunkId
-    exact: bool
-    kv: ChunkKV | None = None
-
-
-@dataclass(eq=False)
-class _Composition:
-    """A prompt on its way to a plan. Its pieces hold their KV themselves: eviction from the store cannot undo
-    progress."""
-
-    parsed: ParsedPrompt
-    requests: list[Request]
-    pieces: list[_Piece]
-    first_scheduled_time: float = field(default=float("inf"))
-
-    @property
-    def missing(self) -> list[_Piece]:
-        return [piece for piece in self.pieces if piece.kv is None]
-
-
 class ChunkComposer:
     """Makes plans, and the requests that encode missing chunks. Purely host-side; the scheduler runs what it
     returns."""
 
-    def __init__(self, model: ModelFingerprint, store: MemoryChunkStore, config: BlendConfig, num_layers: int) -> None:
+    def __init__(
+        self,
+        model: ModelFingerprint,
+        store: MemoryChunkStore | TieredChunkStore,
+        config: BlendConfig,
+        num_layers: int,
+        bytes_per_token: int,
+        controller: LoadingController | None = None,
+    ) -> None:
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
+        self.bytes_per_token, self.controller = bytes_per_token, controller
+        self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
         self.num_encoded = 0
         self._encoding: dict[str, Request] = {}  # key -> the request that computes it
-        self._waiting: dict[str, list[_Composition]] = {}
+        self._loading: set[str] = set()
+        self._waiting: dict[str, list[Composition]] = {}  # key -> who needs it, encoded or loaded
+        self._turns = Turns(store.budget_bytes, bytes_per_token)
         selector = make_selector(config.selector)
         if config.enable_blending:  # settings that exclude each other are an error now, not with the first prompt
             ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
@@ -76,15 +73,35 @@ class ChunkComposer:
 
         Returns new requests to schedule first; `requests` are blocked until those are done.
         """
-        composition = _Composition(parsed, list(requests), self._pieces(parsed))
-        for piece in composition.pieces:
-            piece.kv = self.store.get(piece.id.key)
-        if not composition.missing:
-            self._finish(composition)
-            return []
+        composition = Composition(parsed, list(requests), self._pieces(parsed))
+        if self.loader is None:  # nothing is held for longer than the store would
+            return self._start(composition)
         for request in requests:
             request.blocked = True
-        return self._encode_missing(composition)
+        self._turns.add(composition)
+        return self._take_turns()
+
+    def poll(self) -> list[Request]:
+        """Take what has been loaded since the last call. Returns encodings to schedule first. Never waits."""
+        if self.loader is None:
+            return []
+        started: list[Request] = []
+        for key, kv in self.loader.poll():
+            self._loading.discard(key)
+            for composition in self._waiting.pop(key, []):
+                composition.fill(key, kv)
+                started += self._advance(composition)
+        return started + self._take_turns()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether chunks are being loaded that somebody waits for."""
+        return bool(self._loading)
+
+    def wait(self, timeout: float) -> None:
+        """Return when `poll` has something to do, after `timeout` seconds at the latest."""
+        if self.loader is not None:
+            self.loader.wait(timeout)
 
     def identify(self, parsed: ParsedPrompt) -> tuple[ChunkId | None, list[ChunkId]]:
         """The prefix of a prompt (None where there is none) and its chunks, as the store knows them."""
@@ -96,32 +113,40 @@ class ChunkComposer:
 
         Returns the requests to run, and a function that gives the chunks' KV in order when nothing is left to run.
         """
-        composition = _Composition(parsed, [], self._pieces(parsed))
-        for piece in composition.pieces:
-            piece.kv = self.store.get(piece.id.key)
+        composition = Composition(parsed, [], self._pieces(parsed))
 
         def chunks() -> list[ChunkKV]:
             own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
             return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
 
-        return self._encode_missing(composition) if composition.missing else [], chunks
+        return self._start(composition), chunks
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
         """`requests` are gone. Returns the encodings that nobody waits for any more, which need not run."""
         gone = set(requests)
+        self._turns.forget(requests)
         orphans = []
         for key, waiting in list(self._waiting.items()):
             # A composition without requests is an encoding ahead of any question: its caller waits.
             waiting[:] = [c for c in waiting if not c.requests or not gone.issuperset(c.requests)]
-            if not waiting:
+            if waiting:
+                continue
+            if key in self._encoding:
                 orphans.append(self._encoding[key])
                 self.abandon(self._encoding[key])
+            else:
+                self._cancel_load(key)
         return orphans
 
     def abandon(self, encode: Request) -> None:
         """An encoding will not finish: the next prompt that needs its chunk starts another."""
         self._encoding.pop(encode.request_id, None)
         self._waiting.pop(encode.request_id, None)
+
+    def cancel_loads(self) -> None:
+        """Nobody waits for what is being loaded any more."""
+        for key in list(self._loading):
+            self._cancel_load(key)
 
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed; returns encodings that could only start now."""
@@ -134,43 +159,86 @@ class ChunkComposer:
         for composition in self._waiting.pop(key, []):
             scheduled = encode.metrics.first_scheduled_time or time.time()
             composition.first_scheduled_time = min(composition.first_scheduled_time, scheduled)
-            for piece in composition.pieces:
-                if piece.id.key == key:
-                    piece.kv = kv
-            if composition.missing:
-                started += self._encode_missing(composition)
-            else:
-                self._finish(composition)
+            composition.fill(key, kv)
+            started += self._advance(composition)
         return started
 
-    def _pieces(self, parsed: ParsedPrompt) -> list[_Piece]:
+    def _take_turns(self) -> list[Request]:
+        """Begin with prompts whose turn it is; returns encodings to start."""
+        started: list[Request] = []
+        while (composition := self._turns.next()) is not None:
+            started += self._start(composition)
+        return started
+
+    def _start(self, composition: Composition) -> list[Request]:
+        """Take what is in memory, and see to the rest."""
+        get = self.store.get_now if isinstance(self.store, TieredChunkStore) else self.store.get
+        for piece in composition.pieces:
+            piece.kv = get(piece.id.key)
+        return self._advance(composition)
+
+    def _pieces(self, parsed: ParsedPrompt) -> list[Piece]:
         ids = parsed.token_ids
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
-        pieces = [_Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
+        pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
         for start, stop in parsed.chunk_bounds:
-            pieces.append(_Piece(start, ChunkId.of(self.model, prefix, ids[start:stop]), start == first))
+            pieces.append(Piece(start, ChunkId.of(self.model, prefix, ids[start:stop]), start == first))
         return pieces
 
-    def _encode_missing(self, composition: _Composition) -> list[Request]:
-        """Encodings to start for a composition, given the pieces it has. Chunks wait for their prefix."""
-        prefix = (
-            composition.pieces[0]
-            if composition.pieces[0].start == 0 and composition.parsed.chunk_bounds[0][0]
-            else None
-        )
-        startable = [prefix] if prefix is not None and prefix.kv is None else composition.missing
+    def _advance(self, composition: Composition) -> list[Request]:
+        """Finish a composition that has all its pieces; load what may be below the memory, and return encodings to
+        start for what is not. Chunks wait for their prefix before they are encoded."""
+        missing = composition.missing
+        if not missing:
+            self._finish(composition)
+            return []
+        for request in composition.requests:
+            request.blocked = True
+        absent = [piece for piece in missing if not self._load(composition, piece)]
+        prefix = composition.prefix
+        if prefix is not None and prefix.kv is None:
+            absent = [piece for piece in absent if piece is prefix]
         started = []
-        for piece in startable:
-            waiting = self._waiting.setdefault(piece.id.key, [])
-            if composition not in waiting:
-                waiting.append(composition)
+        for piece in absent:
+            self._wait_for(piece.id.key, composition)
             if piece.id.key not in self._encoding:
                 request = self._encoding[piece.id.key] = self._encode_request(piece, prefix)
                 started.append(request)
         return started
 
-    def _encode_request(self, piece: _Piece, prefix: _Piece | None) -> Request:
+    def _load(self, composition: Composition, piece: Piece) -> bool:
+        """Have a piece loaded by another thread; False where it has to be encoded."""
+        key = piece.id.key
+        if key not in self._loading:
+            if self.loader is None or key in composition.asked or key in self._encoding:
+                return False
+            composition.asked.add(key)
+            assert isinstance(self.store, TieredChunkStore)
+            # An explicit ratio says what a prompt wants: the controller leaves it alone.
+            controlled = self.controller is not None and composition.parsed.blend_recompute_ratio is None
+            num_tokens = len(piece.id.token_ids)
+            choice = partial(_choice, num_tokens * self.bytes_per_token, num_tokens) if controlled else None
+            if not self.loader.request(key, partial(self.store.load, key, choice)):
+                return False
+            self._loading.add(key)
+        composition.asked.add(key)
+        composition.first_scheduled_time = min(composition.first_scheduled_time, time.time())
+        self._wait_for(key, composition)
+        return True
+
+    def _wait_for(self, key: str, composition: Composition) -> None:
+        waiting = self._waiting.setdefault(key, [])
+        if composition not in waiting:
+            waiting.append(composition)
+
+    def _cancel_load(self, key: str) -> None:
+        self._loading.discard(key)
+        self._waiting.pop(key, None)
+        if self.loader is not None:
+            self.loader.cancel(key)
+
+    def _encode_request(self, piece: Piece, prefix: Piece | None) -> Request:
         if prefix is None or piece is prefix:
             ids, plan = list(piece.id.token_ids), None
         else:
@@ -190,11 +258,12 @@ class ChunkComposer:
         metrics = RequestMetrics(arrival_time=time.time())
         return Request(piece.id.key, ids, None, metrics, blend=plan, collect_from=start)
 
-    def _finish(self, composition: _Composition) -> None:
+    def _finish(self, composition: Composition) -> None:
         if not composition.requests:
             return
         segments = [Segment(p.start, p.kv, p.exact) for p in composition.pieces if p.kv is not None]
         plan = self._plan(composition.parsed, segments)
+        plan = self._controlled(plan, composition.parsed)
         for request in composition.requests:
             request.blend, request.blocked = plan, False
             if composition.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request
@@ -215,3 +284,17 @@ class ChunkComposer:
             ratios,
             self.num_layers,
         )
+
+    def _controlled(self, plan: BlendPlan, parsed: ParsedPrompt) -> BlendPlan:
+        """The plan with the ratio that the controller chooses, where nobody gave one that is not a floor."""
+        fixed = plan.selector.fixed_ratio is not None or self.config.recompute_ratios is not None
+        if self.controller is None or fixed or parsed.blend_recompute_ratio is not None:
+            return plan
+        num_reused = sum(segment.kv.num_tokens for segment in plan.segments)
+        choice = self.controller.choose_ratio(plan.ratio, num_reused, plan.suffix_start)
+        shares = plan.selector.shares(choice.ratio, self.config.check_layers)
+        return replace(plan, ratio=choice.ratio, shares=tuple(shares)) if choice.ratio > plan.ratio else plan
+
+
+def _choice(num_bytes: int, num_tokens: int, tier: str) -> Choice:
+    return Choice(tier, num_bytes, num_tokens)

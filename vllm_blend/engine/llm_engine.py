@@ -17,6 +17,7 @@ from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutp
 from vllm_blend.engine import setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
+from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
@@ -26,7 +27,6 @@ from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import make_chunk_store
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.layers.sampler import SamplerOutput
 from vllm_blend.layers.sampling_state import SamplingState
@@ -38,6 +38,8 @@ from vllm_blend.worker.model_runner import BlendResult, RunnerOutput
 
 logger = logging.getLogger(__name__)
 
+LOAD_WAIT_SECONDS = 0.05  # the longest that a step waits for chunks when there is nothing to compute
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -45,6 +47,7 @@ class _Step:
 
     scheduled: SchedulerOutput
     result: RunnerOutput
+    launched: float | None  # time.perf_counter, where nothing else was on the device
 
     @property
     def abandoned(self) -> bool:
@@ -68,13 +71,10 @@ class LLMEngine:
         self.blocks = BlockManager(worker.model_runner.cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
         self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, config.scheduler.step_tokens(device))
         self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
-        self.chunk_store = make_chunk_store(
-            int(config.blend.chunk_cache_gib * 2**30),
-            config.blend.resolve_chunk_device(device),
-            device,
-            worker.model_runner.placement.in_flight,
-        )
-        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, worker.num_layers)
+        self.controller = make_controller(config.blend, worker)
+        self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)
+        sizes = (worker.num_layers, bytes_per_token(worker))
+        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, *sizes, self.controller)
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
@@ -209,20 +209,23 @@ class LLMEngine:
         self.chunk_store.put(chunk.key, kv.copy())  # the caller may go on to change his
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_requests
+        return self.scheduler.has_requests or self.composer.is_loading
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list.
+        """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list, and so does waiting
+        for chunks that are being loaded, after a moment.
 
         With asynchronous scheduling the step after it is queued on the device before this one is read, so that the host
         works while the device does. What a request that turns out to have ended computes too much is thrown away.
         """
+        self._schedule_first(self.composer.poll())
         if self._in_flight is None or self._in_flight.abandoned:
             self._in_flight = self._launch(ahead=False)
         if self._in_flight is None:
+            self.composer.wait(LOAD_WAIT_SECONDS)
             return []
         following = self._launch(ahead=True) if self._may_run_ahead(self._in_flight) else None
         done, self._in_flight = self._in_flight, following
@@ -230,14 +233,15 @@ class LLMEngine:
 
     def _launch(self, ahead: bool) -> _Step | None:
         """Queue a step on the device; None when there is nothing to compute."""
-        if self.offload is not None:
-            self.offload.begin_step(self.scheduler.running)
         if self.speculation is not None:
             self.speculation.propose(self.scheduler.running)
+        if self.offload is not None:
+            self.offload.begin_step(self.scheduler.running)
         scheduled = self.scheduler.schedule(ahead)
         if not scheduled:
             return None
         self._count_scheduled(scheduled)
+        launched = None if ahead else time.perf_counter()
         self._launch_failed = True
         result = self.model_executor.execute_model(scheduled)
         self._launch_failed = False
@@ -246,7 +250,7 @@ class LLMEngine:
             self.offload.observe(((i.request, i.start, i.stop) for i in scheduled.scheduled), result.queries)
         for request in result.sampled:
             request.num_in_flight += 1
-        return _Step(scheduled, result)
+        return _Step(scheduled, result, launched)
 
     def _may_run_ahead(self, step: _Step) -> bool:
         """Whether the next step can be chosen and computed before the tokens of this one are known."""
@@ -258,6 +262,9 @@ class LLMEngine:
         """Wait for a step's tokens and hand them on."""
         self.scheduler.settle(step.scheduled)
         touched = self._process(step.scheduled, step.result)
+        if self.controller is not None and step.launched is not None:
+            device = self.model_executor.driver_worker.device
+            observe_step(self.controller, step.scheduled, step.result, device, step.launched)
         self.metrics.num_steps += 1
         if self._stat_logger is not None:
             self._stat_logger.step(len(self.scheduler.running), len(self.scheduler.waiting), self.cache_usage)
@@ -284,6 +291,7 @@ class LLMEngine:
             Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
             Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
             Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
+            *store_gauges(self.chunk_store, self.composer.loader, self.controller),
             *offload_gauges(self.offload),
         ]
 
@@ -379,7 +387,11 @@ class LLMEngine:
     def _finish_encoding(self, request: Request) -> None:
         started = self.composer.encoded(request)
         self.scheduler.finish(request)
-        for encoding in reversed(started):  # ahead of the queue: whoever needs them came before what waits there now
+        self._schedule_first(started)
+
+    def _schedule_first(self, encodings: Sequence[Request]) -> None:
+        """Ahead of the queue: whoever needs them came before what waits there now."""
+        for encoding in reversed(encodings):
             self.scheduler.waiting.appendleft(encoding)
 
     def _fail(self, request: Request, error: str, touched: dict[RequestGroup, None]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,18 @@ def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> C
     if not bool(valid.all()):
         raise ChunkMiss(folder, "damaged", f"{int(valid.sum())} of its {shape[1]} tokens are filled ({VALID_MASK})")
     return ChunkKV(k, v)
+
+
+def read_identity(folder: str | Path) -> tuple[ChunkId, ModelFingerprint]:
+    """Which chunk a folder says it holds, and of which model; `load_chunk` checks that. Raises ChunkMiss."""
+    folder = Path(folder)
+    metadata = _read_metadata(folder)
+    try:
+        model = ModelFingerprint(**metadata["model"])
+        context, token_ids = str(metadata["context"]), tuple(int(token) for token in metadata["token_ids"])
+        return ChunkId(chunk_key(model, context, token_ids), context, token_ids), model
+    except (KeyError, TypeError, ValueError) as error:
+        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say what it holds ({error!r})") from error
 
 
 def read_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV | None:

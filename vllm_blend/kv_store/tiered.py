@@ -99,7 +99,6 @@ class TieredChunkStore:
 
     def __init__(self, memory: MemoryChunkStore, below: Sequence[Tier], observer: LoadObserver | None = None) -> None:
         self.memory, self.below, self.observer = memory, tuple(below), observer
-        self.num_left_out = 0  # chunks that were there, and that the observer had computed again
         self._lock = threading.RLock()
         self._no_copies = InFlight()  # of a GPU: chunks that are loaded come from the host
 
@@ -142,7 +141,6 @@ class TieredChunkStore:
                     tier.storage.tally.miss("absent")
                     continue
                 if self.observer.recompute(choice(tier.name)):
-                    self.num_left_out += 1
                     return None
             with tier.meter.measure() as share:
                 chunk = tier.read(key, self._allocate)

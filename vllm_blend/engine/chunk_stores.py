@@ -1,0 +1,142 @@
+"""The chunk store of an engine, and the controller over it, as its configuration asks for them."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from vllm_blend.blend.controller import LoadingController
+from vllm_blend.config import BlendConfig, ChunkStoreConfig, EngineConfig
+from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.engine.metrics import Gauge
+from vllm_blend.kv_store.cpu import MemoryChunkStore, make_chunk_store
+from vllm_blend.kv_store.disk import DiskChunkStore
+from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.keys import ModelFingerprint
+from vllm_blend.kv_store.prefetch import ChunkLoader
+from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+from vllm_blend.kv_store.tiered import MAX_WRITE_BYTES, MEMORY, Choice, Tier, TieredChunkStore
+from vllm_blend.worker.model_runner import RunnerOutput
+from vllm_blend.worker.worker import Worker
+
+PROBE_BYTES = 64 << 20  # that are copied to find out how fast the link to a GPU is
+
+
+def bytes_per_token(worker: Worker) -> int:
+    """Of chunk KV: K and V of all layers."""
+    return 2 * worker.num_layers * worker.num_kv_heads * worker.head_dim * worker.dtype.itemsize
+
+
+def make_controller(config: BlendConfig, worker: Worker) -> LoadingController | None:
+    """The controller that `blend_controller` asks for. It knows the speed of the link to a GPU from the start."""
+    if not config.controller:
+        return None
+    controller = LoadingController(bytes_per_token(worker))
+    if config.resolve_chunk_device(worker.device) != worker.device:
+        controller.loaded(Choice(MEMORY, PROBE_BYTES, 1), _link_seconds(worker.device))
+    return controller
+
+
+def make_store(
+    config: EngineConfig, model: ModelFingerprint, worker: Worker, controller: LoadingController | None
+) -> MemoryChunkStore | TieredChunkStore:
+    """Memory, over the tiers that `ChunkStoreConfig` names. Raises ValueError naming the setting and the fix."""
+    memory = make_chunk_store(
+        int(config.blend.chunk_cache_gib * 2**30),
+        config.blend.resolve_chunk_device(worker.device),
+        worker.device,
+        worker.model_runner.placement.in_flight,
+    )
+    if not config.chunk_store.is_used:
+        return memory
+    max_write_bytes = min(MAX_WRITE_BYTES, memory.budget_bytes // 4)
+    below = []
+    if config.chunk_store.path is not None:
+        below.append(_disk(config.chunk_store, Path(config.chunk_store.path), model, max_write_bytes))
+    if config.chunk_store.url is not None:
+        below.append(_server(config.chunk_store, config.chunk_store.url, model, max_write_bytes))
+    return TieredChunkStore(memory, below, controller)
+
+
+def store_gauges(
+    store: MemoryChunkStore | TieredChunkStore, loader: ChunkLoader | None, controller: LoadingController | None
+) -> list[Gauge]:
+    """Metrics of what is below the memory, and of the controller."""
+    values: list[tuple[str, float]] = []
+    if isinstance(store, TieredChunkStore):
+        values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
+    if loader is not None:
+        values += [("chunk_loads_waiting", len(loader)), ("chunk_loads_late", loader.num_late)]
+    if controller is not None:
+        values += controller.gauges()
+    return [Gauge(f"vllm_blend:{name}", value) for name, value in values]
+
+
+def observe_step(
+    controller: LoadingController, scheduled: SchedulerOutput, result: RunnerOutput, device: torch.device, start: float
+) -> None:
+    """Tell the controller how long a step took that began at `start` (time.perf_counter) and has just been read, if it
+    says something about prefill."""
+    num_tokens = _prefilled(scheduled.scheduled)
+    if num_tokens is None:
+        return
+    if device.type == "cuda" and result.tokens is None:  # nothing was read, so it may still run
+        if controller.knows_prefill:
+            return
+        torch.cuda.synchronize(device)
+    controller.prefilled(num_tokens, time.perf_counter() - start)
+
+
+def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:
+    """Tokens that a step computes; None where it does something else than prefill: blends that have to choose do."""
+    total = 0
+    for item in items:
+        if item.is_decode or (item.is_blend and item.request.params is not None):
+            return None
+        total += item.num_tokens if item.request.blend is None else item.request.blend.num_scheduled_tokens
+    return total
+
+
+def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_write_bytes: int) -> Tier:
+    settings = DiskStoreConfig(
+        path, max(1, int(config.gib * 2**30)), model.digest, config.format, config.admit_on_second_use
+    )
+    try:
+        store = DiskChunkStore(settings)
+    except (OSError, sqlite3.Error) as error:
+        raise ValueError(
+            f"chunk_store_path={str(path)!r} cannot be used ({type(error).__name__}: {error}): name a folder of a "
+            "local disk that this process may write to"
+        ) from error
+
+    def usage() -> tuple[int, int]:
+        return store.num_bytes, len(store)
+
+    return Tier("disk", store, store.get, max_write_bytes, usage, store.close)
+
+
+def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:
+    try:
+        store = RemoteChunkStore(RemoteStoreConfig(url, model.digest, config.format))
+    except ValueError as error:
+        raise ValueError(
+            f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"
+        ) from error
+    return Tier("remote", store, lambda key, allocate: store.get(key), max_write_bytes)
+
+
+def _link_seconds(device: torch.device) -> float:
+    """Seconds that `PROBE_BYTES` take from pinned memory to a GPU, when nothing else runs."""
+    source = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source, non_blocking=True)  # the first copy also sets things up
+    start.record()
+    target.copy_(source, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3

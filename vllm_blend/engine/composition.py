@@ -1,0 +1,91 @@
+"""A chunked prompt on its way to a blend plan, and how many of them may hold chunk KV at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.request import Request, RequestStatus
+
+
+@dataclass
+class Piece:
+    """The prefix of a prompt, or one of its chunks."""
+
+    start: int
+    id: ChunkId
+    exact: bool
+    kv: ChunkKV | None = None
+
+
+@dataclass(eq=False)
+class Composition:
+    """A prompt on its way to a plan. Its pieces hold their KV themselves: eviction from the store cannot undo
+    progress."""
+
+    parsed: ParsedPrompt
+    requests: list[Request]
+    pieces: list[Piece]
+    first_scheduled_time: float = field(default=float("inf"))
+    asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory
+
+    @property
+    def missing(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.kv is None]
+
+    @property
+    def prefix(self) -> Piece | None:
+        return self.pieces[0] if self.parsed.chunk_bounds[0][0] else None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.id.token_ids) for piece in self.pieces)
+
+    def fill(self, key: str, kv: ChunkKV | None) -> None:
+        """The KV of a chunk has arrived; None: it has not, and will not."""
+        for piece in self.pieces:
+            if piece.id.key == key:
+                piece.kv = kv
+
+
+class Turns:
+    """Lets so many prompts gather their chunks that these take `budget_bytes`, or one: what is loaded for a prompt
+    stays in memory until it runs, whatever the store evicts meanwhile."""
+
+    def __init__(self, budget_bytes: int, bytes_per_token: int) -> None:
+        self.budget_bytes, self.bytes_per_token = budget_bytes, bytes_per_token
+        self._queue: deque[Composition] = deque()
+        self._gathering: deque[tuple[list[weakref.ref[Request]], int]] = deque()  # whose turn came, and their bytes
+        self._held = 0
+
+    def add(self, composition: Composition) -> None:
+        self._queue.append(composition)
+
+    def next(self) -> Composition | None:
+        """The next prompt whose turn has come."""
+        while self._gathering and all(_runs(request()) for request in self._gathering[0][0]):
+            self._held -= self._gathering.popleft()[1]
+        if not self._queue:
+            return None
+        num_bytes = self._queue[0].num_tokens * self.bytes_per_token
+        if self._gathering and self._held + num_bytes > self.budget_bytes:
+            return None
+        composition = self._queue.popleft()
+        self._gathering.append(([weakref.ref(request) for request in composition.requests], num_bytes))
+        self._held += num_bytes
+        return composition
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """`requests` are gone."""
+        gone = set(requests)
+        self._queue = deque(c for c in self._queue if not gone.issuperset(c.requests))
+
+
+def _runs(request: Request | None) -> bool:
+    """Whether a request runs, has run or is gone: what it holds is the scheduler's business then."""
+    return request is None or request.status is not RequestStatus.WAITING

@@ -1,0 +1,76 @@
+"""Puts the pipeline's `.pt` folders (format.py) into a disk store, where engines find them by `chunk_store_path`.
+
+    python -m vllm_blend.kv_store.import_folder results/kv_caches /var/cache/chunks
+
+The other way round, stage 1 of the pipeline writes what an engine has, wherever that comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_blend.kv_store.disk import DiskChunkStore
+from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.format import METADATA, ChunkMiss, load_chunk, read_identity
+
+logger = logging.getLogger(__name__)
+
+NO_MODEL = "0" * 32
+
+
+def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
+    """Store every chunk below `source`, of whatever model (`config.model` does not count). Returns how many were
+    stored, and how many not, by reason: what does not hold what it says is left out with a warning.
+
+    Raises ValueError where there is no chunk, and OSError or sqlite3.Error where the store cannot be used.
+    """
+    folders = sorted(path.parent for path in source.rglob(METADATA))
+    if not folders:
+        raise ValueError(
+            f"{source} holds no chunk ({METADATA}): give the folder that stage 1 of the pipeline has written"
+        )
+    counts: Counter[str] = Counter()
+    stores: dict[str, DiskChunkStore] = {}
+    try:
+        for folder in folders:
+            try:
+                chunk, model = read_identity(folder)
+                kv = load_chunk(folder, chunk, model)
+            except ChunkMiss as miss:
+                logger.warning("not imported: %s", miss)
+                counts[miss.kind] += 1
+                continue
+            if model.digest not in stores:
+                stores[model.digest] = DiskChunkStore(replace(config, model=model.digest))
+            stores[model.digest].put(chunk.key, kv)
+        for store in stores.values():
+            counts["stored"] += store.tally.num_stored
+            counts.update(store.tally.refused)
+    finally:
+        for store in stores.values():
+            store.close()
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="folder of .pt folders")
+    parser.add_argument("path", type=Path, help="folder of the disk store: the engine's chunk_store_path")
+    parser.add_argument("--gib", type=float, default=32.0, help="the engine's chunk_store_gib")
+    parser.add_argument("--format", default="auto", choices=["auto", "fp8", "int8"])
+    args = parser.parse_args()
+    if not args.gib > 0:
+        parser.error(f"--gib={args.gib} must be positive")
+    try:
+        counts = import_folder(args.source, DiskStoreConfig(args.path, int(args.gib * 2**30), NO_MODEL, args.format))
+    except ValueError as error:
+        parser.error(str(error))
+    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()
