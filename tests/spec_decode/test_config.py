@@ -5,12 +5,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.engines import DEMO
 from tests.spec_decode.engines import real_drafters
 from vllm_blend import LLM, EngineArgs
 from vllm_blend.config import EngineConfig
 from vllm_blend.spec_decode.config import SpeculativeConfig
+from vllm_blend.spec_decode.length import DraftLength
 
 
 def config(**arguments: Any) -> EngineConfig:
@@ -55,8 +57,6 @@ def test_running_ahead_and_speculation_exclude_each_other() -> None:
 
 
 def test_an_engine_that_speculates_does_not_run_ahead() -> None:
-    import torch
-
     gpu = torch.device("cuda")
     assert config().runs_ahead(gpu)
     assert not config(speculative_config={"method": "ngram"}).runs_ahead(gpu)
@@ -68,6 +68,13 @@ def test_vllms_names_make_the_drafter(method: str) -> None:
     made = config(speculative_config={"method": method, "num_speculative_tokens": 3}).speculative
     assert made == SpeculativeConfig(method, 3)
     assert made.make_drafter().name == method
+
+
+def test_the_rows_of_a_step_are_bounded() -> None:
+    made = SpeculativeConfig("ngram", 8)
+    assert made.most_rows(4) == 4 * 9
+    assert made.most_rows(256) == 256 + 100 * 8
+    assert DraftLength(8, hits=1.0, trials=1.0).next(num_sequences=100) == 0
 
 
 def test_options_reach_the_drafter() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_blend.spec_decode.drafters import Drafter, make_drafter
+from vllm_blend.spec_decode.length import ROW_COST
 
 MAX_DRAFT_TOKENS = 64
 
@@ -18,7 +19,8 @@ class SpeculativeConfig:
     `method` is "ngram" (prompt lookup, with `prompt_lookup_max` and `prompt_lookup_min`: the tokens of a match) or
     "suffix" (suffix automata). `num_speculative_tokens` is the most that is drafted; how many are depends on what was
     accepted lately. Drafting needs the tokens of the step before, so the engine does not run ahead of them
-    (`async_scheduling`), and a step with drafts runs without a CUDA graph.
+    (`async_scheduling`), and a step with drafts runs without a CUDA graph. With `offload_mode="resident"` what a step
+    sees depends on the moves of chunks before it, so other steps may give other answers; nowhere else.
 
     Raises ValueError naming the option and the fix.
     """
@@ -47,6 +49,10 @@ class SpeculativeConfig:
         return make_drafter(
             self.method, prompt_lookup_max=self.prompt_lookup_max, prompt_lookup_min=self.prompt_lookup_min
         )
+
+    def most_rows(self, max_num_seqs: int) -> int:
+        """Rows of logits in a step of so many sequences: where drafts are too dear for all, nobody drafts."""
+        return max_num_seqs + min(max_num_seqs, int(1 / ROW_COST)) * self.num_speculative_tokens
 
     @classmethod
     def from_dict(cls, options: Any) -> SpeculativeConfig:

@@ -160,9 +160,10 @@ class Worker:
         """Bytes of the largest steps and of the graphs: both are run, on a cache of a few pages and with backends of
         their own."""
         config, device = self.config, self.device
-        limits = StepLimits(
-            config.scheduler.step_tokens(device), config.scheduler.max_num_seqs, self.max_model_len, config.blend
-        )
+        rows = config.scheduler.max_num_seqs
+        if config.speculative is not None:
+            rows = config.speculative.most_rows(rows)
+        limits = StepLimits(config.scheduler.step_tokens(device), rows, self.max_model_len, config.blend)
         pages = self._allocate(NUM_BLOCKS)
         remedy = "lower max_num_batched_tokens or max_num_seqs"
         remedy += " or max_model_len" if config.blend.enable_blending else ""
