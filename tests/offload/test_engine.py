@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,9 @@ def assert_host_empty(llm: LLM) -> None:
     offload = llm.llm_engine.offload
     assert offload is not None
     scheduler = offload.scheduler
+    deadline = time.monotonic() + 10
+    while scheduler.num_moving and time.monotonic() < deadline:  # copies in a thread may outlive their request
+        scheduler.step({})
     assert scheduler.num_moving == 0 and scheduler.host.num_free_blocks == scheduler.host.num_blocks
     assert not scheduler._tracked and not offload.scorer._memory and not offload._asked and not offload._placed_by_rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import numpy as np
@@ -195,8 +196,17 @@ def test_copies_in_a_thread_arrive_and_their_errors_are_raised():
     with pytest.raises(IndexError):
         while time.monotonic() < deadline:
             broken.done()
-    world.copies.close()
-    assert not world.copies._thread.is_alive()
+
+
+def test_a_thread_ends_with_its_engine():
+    world = World(ThreadCopies)
+    world.start()
+    world.scheduler.step({})
+    thread = world.copies._thread
+    del world
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_budget_below_a_block_names_the_setting():

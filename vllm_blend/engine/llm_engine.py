@@ -81,10 +81,10 @@ class LLMEngine:
         self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
         self._groups: dict[str, RequestGroup] = {}
         self._last_collected: list[int] = []
-        self.offload = make_offload(config.offload, worker.model_runner, self.blocks)
+        self.async_scheduling = config.runs_ahead(device)
+        self.offload = make_offload(config.offload, worker.model_runner, self.blocks, self.async_scheduling)
         if self.offload is not None:
             self.scheduler.on_release = self.offload.released
-        self.async_scheduling = config.runs_ahead(device)
         self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics)
         self._in_flight: _Step | None = None
         self._launch_failed = False

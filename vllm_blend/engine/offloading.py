@@ -8,7 +8,7 @@ from vllm_blend.config import OffloadConfig, require
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.controller import OffloadController
-from vllm_blend.offload.copies import BlockCopies, PlainCopies, StreamCopies
+from vllm_blend.offload.copies import BlockCopies, PlainCopies, StreamCopies, ThreadCopies
 from vllm_blend.offload.kv_cache_scheduler import DevicePool, KVCacheScheduler, MovePolicy
 from vllm_blend.offload.predictors import make_predictor
 from vllm_blend.offload.promotion import ChunkScorer
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from vllm_blend.worker.model_runner import ModelRunner
 
 
-def make_offload(config: OffloadConfig, runner: ModelRunner, blocks: DevicePool) -> OffloadController | None:
+def make_offload(
+    config: OffloadConfig, runner: ModelRunner, blocks: DevicePool, runs_ahead: bool
+) -> OffloadController | None:
     """None where chunks do not move. Raises ValueError naming the setting for what cannot be.
 
-    On a CPU copies are plain: the same prompt has the same placement in every run.
+    On a CPU an engine that runs ahead copies in a thread. Any other copies at once: then the same prompt has the same
+    placement in every run.
     """
     if config.mode is None:
         return None
@@ -37,7 +40,7 @@ def make_offload(config: OffloadConfig, runner: ModelRunner, blocks: DevicePool)
     on_gpu = cache.key.is_cuda
     budget = int(config.host_gib * 2**30)
     host = HostBlockPool(budget, layers, block_size, kv_heads, head_dim, cache.key.dtype, pinned=on_gpu)
-    copies: BlockCopies = (StreamCopies if on_gpu else PlainCopies)(cache.key, cache.value, host)
+    kind: type[BlockCopies] = StreamCopies if on_gpu else ThreadCopies if runs_ahead else PlainCopies
     policy = MovePolicy(config.resident_chunks, config.device_fraction, config.bytes_per_step)
     exact = config.mode == "exact"
     if exact:
@@ -50,7 +53,7 @@ def make_offload(config: OffloadConfig, runner: ModelRunner, blocks: DevicePool)
         2 * attentions[0].rotary.cos.shape[1],
         host if exact else None,
     )
-    scheduler = KVCacheScheduler(blocks, host, copies, policy)
+    scheduler = KVCacheScheduler(blocks, host, kind(cache.key, cache.value, host), policy)
     return OffloadController(scheduler, scorer, block_size, hides=not exact)
 
 

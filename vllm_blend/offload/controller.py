@@ -71,9 +71,6 @@ class OffloadController:
             self._placed_by_rank.discard(request.residency)
             request.residency = None
 
-    def close(self) -> None:
-        self.scheduler.copies.close()
-
     def _track(self, request: Request) -> None:
         residency = Residency.of(request.block_table, request.chunk_bounds, request.chunk_ranking, self.block_size)
         request.residency = residency

@@ -1,20 +1,19 @@
 """Copies of blocks between the device's pages and the host pool: at once, in a thread, or on a GPU's own stream.
 
-Whoever submits a copy leaves both sides alone until its ticket is done. Nothing here waits, except `close`.
+Whoever submits a copy leaves both sides alone until its ticket is done. Nothing here waits.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 
 from vllm_blend.offload.block_pool import HostBlockPool
-
-CLOSE_DEADLINE = 10.0  # seconds to wait for copies that have begun
 
 
 class Ticket(ABC):
@@ -34,10 +33,6 @@ class BlockCopies(ABC):
     @abstractmethod
     def submit(self, device_blocks: Sequence[int], host_blocks: Sequence[int], to_host: bool) -> Ticket:
         """Begin to copy device block i to host block i, or back."""
-
-    def close(self) -> None:
-        """Give back what the copies need. No copy may be submitted any more."""
-        return None
 
     def _copy(self, device_blocks: Sequence[int], host_blocks: Sequence[int], to_host: bool) -> None:
         for pages, half in ((self.key, 0), (self.value, 1)):
@@ -81,13 +76,15 @@ class _ThreadTicket(Ticket):
 
 
 class ThreadCopies(BlockCopies):
-    """Copies in a thread of its own, in the order of submission, while the engine goes on."""
+    """Copies in a thread of its own, in the order of submission, while the engine goes on. The thread ends
+    when nobody holds this object any more."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, host: HostBlockPool) -> None:
         super().__init__(key, value, host)
         self._tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._tickets,), name="offload-copies", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._tickets.put, None).atexit = False
 
     def submit(self, device_blocks: Sequence[int], host_blocks: Sequence[int], to_host: bool) -> Ticket:
         device, host = list(device_blocks), list(host_blocks)
@@ -95,14 +92,11 @@ class ThreadCopies(BlockCopies):
         self._tickets.put(ticket)
         return ticket
 
-    def close(self) -> None:
-        self._tickets.put(None)
-        self._thread.join(CLOSE_DEADLINE)
-
 
 def _serve(tickets: queue.SimpleQueue[_ThreadTicket | None]) -> None:
     while (ticket := tickets.get()) is not None:
         ticket.run()
+        del ticket  # what it holds keeps this thread alive
 
 
 class _StreamTicket(Ticket):

@@ -24,24 +24,28 @@ def attention_states(
     kv_heads, head_dim] may have any strides. float64 stays float64.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    heads, kv_heads = q.shape[1], key_cache.shape[2]
+    kv_heads, size = key_cache.shape[2], key_cache.shape[1]
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     for request, n in enumerate(seq_lens):
         rows = slice(query_start_loc[request], query_start_loc[request + 1])
-        if rows.stop == rows.start or n == 0:
+        m = rows.stop - rows.start
+        if m == 0 or n == 0:
             continue
-        blocks = block_tables[request, : -(-n // key_cache.shape[1])].long()
-        k = key_cache[blocks].flatten(0, 1)[:n].to(dtype)  # [n, kv_heads, head_dim]
-        v = value_cache[blocks].flatten(0, 1)[:n].to(dtype)
-        grouped = q[rows].to(dtype).unflatten(1, (kv_heads, heads // kv_heads))
-        scores = torch.einsum("mkgd,nkd->mkgn", grouped, k) * scale
-        hidden = torch.arange(n, device=q.device)[None] > positions[rows][:, None]
-        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        blocks = block_tables[request, : -(-n // size)]
+        k = key_cache[blocks].flatten(0, 1)[:n].to(dtype).permute(1, 2, 0)  # [kv_heads, head_dim, n]
+        v = value_cache[blocks].flatten(0, 1)[:n].to(dtype).transpose(0, 1)
+        grouped = q[rows].to(dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # by KV head
+        scores = torch.bmm(grouped, k).mul_(scale).unflatten(1, (m, -1))  # [kv_heads, m, group, n]
+        at = positions[rows]
+        if not (q.is_cpu and int(at.min()) >= n - 1):  # on a GPU, asking whether all keys are seen would wait for it
+            hidden = torch.arange(n, device=q.device)[None] > at[:, None]
+            scores.masked_fill_(hidden[None, :, None], float("-inf"))
         sums = scores.logsumexp(-1)
-        weights = (scores - sums.clamp_min(torch.finfo(dtype).min)[..., None]).exp()
-        out[rows] = torch.einsum("mkgn,nkd->mkgd", weights, v).flatten(1, 2)
-        lse[rows] = sums.flatten(1, 2)
+        weights = scores.sub_(sums.clamp_min(torch.finfo(dtype).min)[..., None]).exp_()
+        attended = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (m, -1))
+        out[rows] = attended.transpose(0, 1).flatten(1, 2)
+        lse[rows] = sums.transpose(0, 1).flatten(1, 2)
     return out, lse
 
 
