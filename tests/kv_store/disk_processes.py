@@ -1,0 +1,186 @@
+"""Processes that use a disk store, and may be killed: forked from a server that has everything imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, key, same, sized
+from vllm_blend.kv_store import segment
+from vllm_blend.kv_store.disk import DiskChunkStore
+from vllm_blend.kv_store.disk_config import DiskStoreConfig
+
+DEADLINE = 60.0  # seconds for anything that a test waits for
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([__name__])
+
+
+def open_store(folder: Path, budget_pages: int, **settings: object) -> DiskChunkStore:
+    return DiskChunkStore(DiskStoreConfig(folder, budget_pages * PAGE, MODEL, **settings))
+
+
+class Child:
+    """A process that runs `function(connection, *arguments)`; in the end it is gone, whatever it does."""
+
+    def __init__(self, function: Callable[..., None], *arguments: object) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def receive(self) -> Any:
+        assert self.connection.poll(DEADLINE), "a process says nothing"
+        return self.connection.recv()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> int | None:
+        """Its exit code."""
+        self.process.kill()
+        self.process.join(DEADLINE)
+        return self.process.exitcode
+
+
+def churn(connection: Connection, folder: Path, budget_pages: int, seed: int, mistakes: int | None = None) -> None:
+    """Put, get, pin and remove chunks until somebody kills this process, or `mistakes` rounds have gone by. Sends what
+    was wrong."""
+    choose, pinned = random.Random(seed), []
+    store = open_store(folder, budget_pages, segment_bytes=budget_pages * PAGE // 2, num_threads=2, timeout=20.0)
+    wrong: list[str] = []
+    rounds = 0
+    while mistakes is None or rounds < mistakes:
+        rounds += 1
+        name, what = key(choose.randrange(60)), choose.random()
+        if what < 0.45:
+            store.put(name, chunk(name), choose.uniform(1, 100))
+        elif what < 0.9:
+            found = store.get(name)
+            if found is not None and not same(found, chunk(name)):
+                wrong.append(f"{name} is not what was put")
+        elif what < 0.95:
+            store.remove(name)
+        elif store.pin(name):
+            pinned.append(name)
+            if len(pinned) > 3:
+                store.unpin(pinned.pop(0))
+        if store.num_bytes > store.config.budget_bytes:
+            wrong.append("the budget is exceeded")
+    wrong += [f"{kind}: {count}" for kind, count in store.tally.misses.items() if kind != "absent"]
+    refused = store.tally.refused.keys() - {"present", "no_room"}
+    connection.send((wrong + sorted(refused), store.num_hits))
+    store.close()
+
+
+def die_at_step(connection: Connection, folder: Path, step: int | None) -> None:
+    """A fixed sequence of puts, evictions, replacements and removals, killed before its `step`th touch of the disk or
+    of the index. Without `step`, sends how many there are."""
+    count = 0
+
+    def touch(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    class Connected(sqlite3.Connection):
+        def execute(self, *arguments: Any) -> sqlite3.Cursor:
+            return touch(super().execute, *arguments)
+
+        def executemany(self, *arguments: Any) -> sqlite3.Cursor:
+            return touch(super().executemany, *arguments)
+
+    sqlite3.connect = partial(sqlite3.connect, factory=Connected)  # type: ignore[assignment]
+    for module, name in ((os, "pwritev"), (os, "fdatasync"), (os, "open"), (os, "fsync"), (segment, "_punch")):
+        setattr(module, name, partial(touch, getattr(module, name)))
+    unlink = Path.unlink
+    Path.unlink = lambda path, missing_ok=False: touch(unlink, path, missing_ok)  # type: ignore[assignment]
+
+    with open_store(folder, 12, segment_bytes=8 * PAGE, num_threads=1) as store:
+        for number in range(5):
+            store.put(key(number), sized(3), 10 + number)
+        store.get(key(4))
+        store.put(key(3), sized(2), 10)
+        store.remove(key(4))
+        store.put(key(5), sized(9), 10)
+    connection.send(count)
+
+
+def check_after_a_crash(folder: Path, budget_pages: int, expected: Callable[[str], Any]) -> int:
+    """Open the store as the next process does: it has right chunks only, nothing lies about, and every byte is counted.
+    Returns how many chunks there are."""
+    with open_store(folder, budget_pages, num_threads=2, timeout=20.0) as store:
+        live = store.space.index.live()
+        for entry in live:
+            assert any(same(store.get(entry.key), kv) for kv in expected(entry.key))
+        assert store.num_misses == 0
+        assert not store.space.index.unfinished()
+        sums = store.num_bytes, sum(entry.extent.num_bytes for entry in live), bytes_on_disk(folder)
+        assert len(set(sums)) == 1, sums
+        assert store.num_bytes <= store.config.budget_bytes
+        named = {path.name.removesuffix(".segment") for path in folder.glob("v1/*.segment")}
+        assert named == {entry.extent.segment for entry in live}
+        return len(live)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
+def put_in_turns(connection: Connection, folder: Path, name: str, tokens: int, rounds: int) -> None:
+    """Put one key again and again, each time other KV than the last time."""
+    with open_store(folder, 400, num_threads=1) as store:
+        for number in range(rounds):
+            store.put(name, chunk(name, tokens + number % 2))
+        connection.send(store.tally.refused.keys() - {"present"})
+
+
+def hold_pins(connection: Connection, folder: Path, names: list[str]) -> None:
+    store = open_store(folder, 8, num_threads=1)
+    connection.send([store.pin(name) for name in names])
+    time.sleep(DEADLINE)
+
+
+def write_slowly(connection: Connection, folder: Path, name: str, pages: int) -> None:
+    """Put a chunk of which half is written when the connection says so, and the rest when it is answered."""
+    write = os.pwritev
+
+    def halves(fd: int, buffers: Any, offset: int) -> int:
+        count = write(fd, [buffers[0][: pages // 2 * PAGE]], offset)
+        connection.send("half")
+        connection.recv()
+        return count
+
+    with open_store(folder, 8, num_threads=1) as store:
+        os.pwritev = halves  # type: ignore[assignment]
+        store.put(name, sized(pages), 100)
+    connection.send("done")
+
+
+def stay_in_a_transaction(connection: Connection, folder: Path) -> None:
+    with open_store(folder, 8, num_threads=1) as store, store.space.index.transaction():
+        connection.send("inside")
+        connection.recv()
+    connection.send("outside")

@@ -1,0 +1,67 @@
+"""kill -9 at any moment: the next process finds right chunks, all the space and no leftovers."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.kv_store.disk_processes import Child, check_after_a_crash, churn, die_at_step, wait_until
+from tests.kv_store.stored_chunks import chunk, key, memory_folder, sized
+
+pytestmark = pytest.mark.slow
+
+BUDGET = 150  # pages: some 20 of the 60 chunks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_moments(tmp_path, seed):
+    """30 times with each seed. What is left by the last process is what the next one starts with."""
+    choose, most = random.Random(seed), 0
+    for number in range(30):
+        with Child(churn, tmp_path, BUDGET, 1000 * seed + number) as child:
+            if number == 0:
+                wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("v1/*.segment")))
+            time.sleep(choose.uniform(0.005, 0.08))
+            assert child.kill() == -signal.SIGKILL
+        most = max(most, check_after_a_crash(tmp_path, BUDGET, lambda name: [chunk(name)]))
+    assert most > 10  # they did work
+
+
+def test_killed_next_to_others_that_go_on(tmp_path):
+    """Three processes, of which one at a time is killed and replaced, 30 times; a fourth is never killed."""
+    choose = random.Random(9)
+    with Child(churn, tmp_path, BUDGET, 1, 400) as witness:
+        children = [Child(churn, tmp_path, BUDGET, seed) for seed in range(2, 5)]
+        try:
+            for seed in range(5, 35):
+                time.sleep(choose.uniform(0.01, 0.1))
+                at = choose.randrange(len(children))
+                assert children[at].kill() == -signal.SIGKILL
+                children[at] = Child(churn, tmp_path, BUDGET, seed)
+            wrong, hits = witness.receive()
+            assert not wrong and hits > 10
+        finally:
+            for child in children:
+                child.kill()
+    assert check_after_a_crash(tmp_path, BUDGET, lambda name: [chunk(name)]) > 5
+
+
+def test_killed_before_every_single_step():
+    """Every statement for the index and every call for a file, while chunks are put, evicted, replaced and removed."""
+    with memory_folder() as parent:
+        with Child(die_at_step, parent / "whole", None) as child:
+            steps = child.receive()
+        assert steps > 100
+        contents = {key(number): [sized(3)] for number in range(5)} | {key(3): [sized(3), sized(2)], key(5): [sized(9)]}
+        counts = set()
+        for step in range(1, steps + 1):
+            with Child(die_at_step, parent / str(step), step) as child:
+                child.process.join(60)
+                assert child.process.exitcode == -signal.SIGKILL
+            counts.add(check_after_a_crash(parent / str(step), 12, contents.__getitem__))
+            shutil.rmtree(parent / str(step))
+        assert counts >= {0, 1, 2, 3, 4}

@@ -1,0 +1,37 @@
+"""The settings of a disk store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from vllm_blend.kv_store.serialization import StoredFormat, is_key
+
+
+@dataclass(frozen=True)
+class DiskStoreConfig:
+    """Where and how chunks are kept on a disk."""
+
+    folder: str | Path
+    budget_bytes: int  # of segments: chunks in whole pages of 4 KiB
+    model: str  # ModelFingerprint.digest
+    format: StoredFormat = "auto"
+    admit_on_second_use: bool = False  # a chunk is stored when it is put for the second time
+    segment_bytes: int = 256 << 20  # a segment of so many bytes is full
+    num_threads: int = 8  # that read
+    staging_bytes: int = 64 << 20  # memory for reads that do not go straight to where they are wanted
+    direct: bool = True  # past the page cache, where the file system takes it
+    timeout: float = 30.0  # seconds, of every wait: for a chunk to be read, for another process
+    retry_seconds: float = 60.0  # after a write that failed (a full disk), before another is tried
+
+    def __post_init__(self) -> None:
+        for name in ("budget_bytes", "segment_bytes", "num_threads", "timeout", "retry_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.staging_bytes < 0:
+            raise ValueError(f"staging_bytes={self.staging_bytes} must not be negative")
+        if self.format not in get_args(StoredFormat):
+            raise ValueError(f"format={self.format!r} must be one of {', '.join(get_args(StoredFormat))}")
+        if not is_key(self.model):
+            raise ValueError(f"model={self.model!r} must be a ModelFingerprint.digest: 32 hex digits")

@@ -1,0 +1,249 @@
+"""What a disk store holds, and where: an sqlite database that several processes share.
+
+A chunk is a row, in one of three states. It is `WRITING` from before its first byte is written, so that its space is
+counted; `LIVE` from when its last byte is on the disk; `DEAD` from when it is given up until its space is given back.
+Every change is one transaction: a process that is killed leaves rows that are WRITING or DEAD and that nobody has
+claimed, and whoever comes next clears them away. (The log is flushed to the operating system with every transaction
+and to the disk now and then: a power cut can take the last transactions back, which the checksums turn into misses.)
+
+A chunk is worth frequency x recompute cost / bytes, and the least worth leaves first. As in GreedyDual-Size-Frequency
+(Cherkasova, HP Labs 1998), the worth of what leaves is a clock that is added when a chunk arrives or is used: without
+it, what was once popular would never leave.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.segment import Extent
+from vllm_blend.kv_store.serialization import is_key
+
+WRITING, LIVE, DEAD = 0, 1, 2
+MAX_REMEMBERED = 100_000  # keys that were put once, with admission on second use
+
+_SCHEMA = """
+CREATE TABLE segments (name TEXT PRIMARY KEY, filled INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE chunks (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, state INTEGER NOT NULL,
+  segment TEXT NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL, header BLOB NOT NULL,
+  cost REAL NOT NULL, frequency INTEGER NOT NULL, priority REAL NOT NULL
+);
+CREATE UNIQUE INDEX live ON chunks (key) WHERE state = 1;
+CREATE INDEX by_priority ON chunks (priority, id) WHERE state = 1;
+CREATE INDEX unfinished ON chunks (id) WHERE state != 1;
+CREATE INDEX by_segment ON chunks (segment);
+CREATE TABLE totals (bytes INTEGER NOT NULL, clock REAL NOT NULL);
+CREATE TRIGGER more AFTER INSERT ON chunks BEGIN UPDATE totals SET bytes = bytes + NEW.bytes; END;
+CREATE TRIGGER less AFTER DELETE ON chunks BEGIN UPDATE totals SET bytes = bytes - OLD.bytes; END;
+CREATE TABLE remembered (seen INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE);
+INSERT INTO totals VALUES (0, 0.0);
+"""
+_COLUMNS = "id, key, state, segment, offset, bytes, header"
+
+
+class DamagedIndex(sqlite3.DatabaseError):
+    """The file is not an index that can be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A chunk's row. `id` is never used again, by no store: file locks go by it."""
+
+    id: int
+    key: str
+    state: int
+    extent: Extent
+    header: bytes
+
+
+class Index:
+    """Safe to use from several threads. Everything raises sqlite3.Error where the database cannot be used, among others
+    when another process keeps it locked for `timeout` seconds."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
+        self._db.text_factory = lambda text: text.decode(errors="replace")  # damaged text is found as what it is
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            with self.transaction():
+                self._create_or_check()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside happens or nothing does; other processes wait. Not to be nested."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    # Questions.
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of segments that are taken, by chunks in any state."""
+        return int(self._value("SELECT bytes FROM totals"))
+
+    def __len__(self) -> int:
+        return int(self._value("SELECT count(*) FROM chunks WHERE state = 1"))
+
+    def find(self, key: str) -> Entry | None:
+        """The chunk that `key` stands for now."""
+        row = self._one(f"SELECT {_COLUMNS} FROM chunks WHERE key = ? AND state = 1", key)
+        return None if row is None else _entry(row)
+
+    def is_live(self, entry: Entry) -> bool:
+        return self._one("SELECT 1 FROM chunks WHERE id = ? AND state = 1", entry.id) is not None
+
+    def live(self) -> list[Entry]:
+        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1")]
+
+    def segments(self) -> list[str]:
+        return [name for (name,) in self._all("SELECT name FROM segments")]
+
+    def unfinished(self) -> list[Entry]:
+        """Chunks that are not live: being written or given up, here or elsewhere, or left by a process that died."""
+        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state != 1 ORDER BY id")]
+
+    def by_worth(self) -> Iterator[Entry]:
+        """Live chunks, the least worth first; for use inside of a transaction."""
+        query = f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"
+        return map(_entry, self._db.execute(query))
+
+    def by_worth_of_segments(self) -> list[list[Entry]]:
+        """The chunks of each segment, whatever their state, the segment that is worth least for its bytes first."""
+        worth = "sum(CASE state WHEN 1 THEN priority * bytes ELSE 0 END) / sum(bytes)"
+        order = f"SELECT segment FROM chunks GROUP BY segment ORDER BY {worth}"
+        return [self.in_segment(name) for (name,) in self._all(order)]
+
+    def in_segment(self, segment: str) -> list[Entry]:
+        """The chunks of a segment, whatever their state."""
+        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE segment = ?", segment)]
+
+    # Changes, inside of a transaction.
+
+    def insert(self, key: str, num_bytes: int, header: bytes, cost: float, segment_bytes: int) -> Entry:
+        """Take `num_bytes` behind what the segments hold, for a chunk that is being written. Segments of
+        `segment_bytes` are full."""
+        row = self._one("SELECT name, filled FROM segments WHERE filled < ?", segment_bytes)
+        segment, offset = row or (uuid.uuid4().hex, 0)
+        self._db.execute("REPLACE INTO segments VALUES (?, ?)", (segment, offset + num_bytes))
+        values = (key, WRITING, segment, offset, num_bytes, header, cost, self._clock + cost / num_bytes)
+        columns = "key, state, segment, offset, bytes, header, cost, frequency, priority"
+        cursor = self._db.execute(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, 1, ?)", values)
+        assert cursor.lastrowid is not None
+        return Entry(cursor.lastrowid, key, WRITING, Extent(segment, offset, num_bytes), header)
+
+    def publish(self, entry: Entry) -> Entry | None:
+        """A written chunk is there from now on, in place of the one that is returned. Raises DamagedIndex where its row
+        is gone."""
+        replaced = self.find(entry.key)
+        if replaced is not None:
+            self.give_up([replaced])
+        changed = self._db.execute("UPDATE chunks SET state = 1 WHERE id = ? AND state = 0", (entry.id,))
+        if changed.rowcount != 1:
+            raise DamagedIndex("the row of a chunk disappeared while it was written")
+        return replaced
+
+    def give_up(self, entries: Iterable[Entry]) -> None:
+        self._db.executemany("UPDATE chunks SET state = 2 WHERE id = ?", [(entry.id,) for entry in entries])
+
+    def advance_clock(self, entries: Iterable[Entry]) -> None:
+        """Chunks are evicted: what arrives from now on is compared with what they were worth."""
+        ids = [(entry.id,) for entry in entries]
+        query = "UPDATE totals SET clock = max(clock, (SELECT priority FROM chunks WHERE id = ?))"
+        self._db.executemany(query, ids)
+
+    def touch(self, uses: Mapping[int, int]) -> None:
+        """Count uses (id -> how many) of chunks."""
+        query = (
+            "UPDATE chunks SET frequency = frequency + ?, priority = ? + (frequency + ?) * cost / bytes WHERE id = ?"
+        )
+        clock = self._clock
+        self._db.executemany(query, [(count, clock, count, number) for number, count in uses.items()])
+
+    def delete(self, entry: Entry) -> None:
+        """The space of a chunk is given back."""
+        self._db.execute("DELETE FROM chunks WHERE id = ?", (entry.id,))
+
+    def delete_segment(self, segment: str) -> None:
+        """A segment's file is gone."""
+        self._db.execute("DELETE FROM chunks WHERE segment = ?", (segment,))
+        self._db.execute("DELETE FROM segments WHERE name = ?", (segment,))
+
+    def remember(self, key: str) -> bool:
+        """Whether `key` was remembered before."""
+        if self._one("SELECT 1 FROM remembered WHERE key = ?", key) is not None:
+            return True
+        cursor = self._db.execute("INSERT INTO remembered (key) VALUES (?)", (key,))
+        self._db.execute("DELETE FROM remembered WHERE seen <= ?", ((cursor.lastrowid or 0) - MAX_REMEMBERED,))
+        return False
+
+    # Within.
+
+    @property
+    def _clock(self) -> float:
+        return float(self._value("SELECT clock FROM totals"))
+
+    def _one(self, query: str, *values: object) -> tuple | None:
+        with self._lock:
+            return self._db.execute(query, values).fetchone()
+
+    def _all(self, query: str, *values: object) -> list[tuple]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def _value(self, query: str) -> int | float:
+        row = self._one(query)
+        if row is None or not isinstance(row[0], int | float):
+            raise DamagedIndex(f"{query!r} has no answer")
+        return row[0]
+
+    def _create_or_check(self) -> None:
+        statements = _SCHEMA.strip().split(";\n")
+        found = {sql for (sql,) in self._all("SELECT sql FROM sqlite_master")}
+        if not found:
+            for statement in statements:
+                self._db.execute(statement)
+            # Ids that no earlier index of this folder has used: its processes may still be there, with their locks.
+            self._db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('chunks', ?)", (time.time_ns(),))
+            return
+        if missing := [sql for sql in statements if sql.startswith("CREATE") and sql.rstrip(";") not in found]:
+            raise DamagedIndex(f"it lacks {missing}")
+        if (answer := self._one("PRAGMA integrity_check")) != ("ok",):
+            raise DamagedIndex(f"sqlite says {answer}")
+        if sum(_entry(row).extent.num_bytes for row in self._all(f"SELECT {_COLUMNS} FROM chunks")) != self.num_bytes:
+            raise DamagedIndex("its sums are wrong")
+
+
+def _entry(row: tuple) -> Entry:
+    number, key, state, segment, offset, num_bytes, header = row
+    for value, kind in zip(row, (int, str, int, str, int, int, bytes), strict=True):
+        if not isinstance(value, kind):
+            raise DamagedIndex(f"{value!r} in a chunk's row is not {kind.__name__}")
+    if state not in (WRITING, LIVE, DEAD):
+        raise DamagedIndex(f"{state} is no state of a chunk")
+    if not is_key(segment) or offset % PAGE or num_bytes % PAGE or offset < 0 or num_bytes <= 0:
+        raise DamagedIndex(f"bytes {offset} to {offset + num_bytes} of {segment!r} are no place for a chunk")
+    return Entry(number, key, state, Extent(segment, offset, num_bytes), header)

@@ -1,0 +1,145 @@
+"""A chunk that is on its way from the disk, layer by layer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.segment import Extent, SegmentFiles
+from vllm_blend.kv_store.serialization import PAGE, ChunkHeader, ChunkLayout
+
+READ_BYTES = 1 << 20  # small layers are read together, until they are so many bytes
+
+
+class PendingChunk:
+    """Layers arrive in any order, in other threads. A layer that is damaged, or late, is None, and the chunk a miss.
+
+    `kv` has the shape of the chunk at once; a layer of it is valid from when `layer` has returned it. The reading
+    threads hold on to the memory until they are done with it.
+    """
+
+    def __init__(
+        self,
+        header: ChunkHeader,
+        files: SegmentFiles,
+        extent: Extent,
+        payload: torch.Tensor,
+        kv: ChunkKV,
+        timeout: float,
+        report: Callable[[Exception | None], None],
+        release: Callable[[Exception | None], None],
+    ) -> None:
+        """`report` is called once with what became of it: None or what was wrong. `release`, too, when nothing is being
+        read any more."""
+        self.kv, self.timeout = kv, timeout
+        self.error: Exception | None = None
+        self.runs = plan_runs(header.layout)
+        self._header, self._files, self._extent, self._payload = header, files, extent, payload
+        self._report, self._release = report, release
+        self._in_place = payload.data_ptr() == kv.k.data_ptr()
+        self._changed = threading.Condition()
+        self._spans = layer_spans(header.layout)
+        self._missing = [sum(_overlap(run, span) for run in self.runs) for span in self._spans]  # runs
+        self._ready = [False] * header.layout.num_layers
+        self._unread = len(self.runs)
+        self._reported = self._done = False
+
+    def layer(self, index: int, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of a layer, each [tokens, kv_heads, head_dim], as soon as they are there; None when the chunk turns
+        out to be a miss, among others because `timeout` (by default the store's) seconds have passed."""
+        if not self._wait(lambda: self._ready[index], timeout):
+            return None
+        return self.kv.k[index], self.kv.v[index]
+
+    def wait(self, timeout: float | None = None) -> ChunkKV | None:
+        """The whole chunk; None as in `layer`."""
+        return self.kv if self._wait(lambda: self._done, timeout) else None
+
+    def abandon(self) -> None:
+        """Nobody wants the chunk any more: what has not begun to be read will not be."""
+        self._fail(InterruptedError("abandoned"))
+
+    def read_run(self, number: int) -> None:
+        """Read a part of the chunk; for one of the store's threads, once for each of `runs`."""
+        try:
+            if self.error is None:
+                self._read(number)
+        except Exception as error:  # of any kind: whoever waits must hear of it
+            self._fail(error)
+        with self._changed:
+            self._unread -= 1
+            last = self._unread == 0
+        if last:
+            self._release(self.error)
+            self._tell()
+            with self._changed:
+                self._done = True
+                self._changed.notify_all()
+
+    def _read(self, number: int) -> None:
+        start, stop = self.runs[number]
+        self._files.read(self._extent, start, self._payload[start:stop])
+        complete = []
+        with self._changed:
+            for layer, span in enumerate(self._spans):
+                if _overlap((start, stop), span):
+                    self._missing[layer] -= 1
+                    if self._missing[layer] == 0:
+                        complete.append(layer)
+        for layer in complete:
+            self._header.check_layer(self._payload, layer)
+            if not self._in_place:
+                self._header.layout.read_layer(self._payload, layer, self.kv)
+            with self._changed:
+                self._ready[layer] = True
+                self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with self._changed:
+            while not ready() and not self._done:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            late = not ready() and not self._done
+        if late:
+            self._fail(TimeoutError("it took too long"))
+            self._tell()
+        return self.error is None
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if not self._done and self.error is None:
+                self.error = error
+
+    def _tell(self) -> None:
+        with self._changed:
+            first, self._reported = not self._reported, True
+        if first:
+            self._report(self.error)
+
+
+def plan_runs(layout: ChunkLayout) -> list[tuple[int, int]]:
+    """The parts of a payload that are read at once: start and stop, whole pages, each behind the last one."""
+    runs, start = [], 0
+    for _, layer_stop in layer_spans(layout):
+        stop = -(-layer_stop // PAGE) * PAGE
+        if stop - start >= READ_BYTES:
+            runs.append((start, stop))
+            start = stop
+    if start < layout.payload_bytes:
+        runs.append((start, layout.payload_bytes))
+    return runs
+
+
+def layer_spans(layout: ChunkLayout) -> list[tuple[int, int]]:
+    return [layout.layer_span(layer) for layer in range(layout.num_layers)]
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]

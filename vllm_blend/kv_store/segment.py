@@ -1,0 +1,186 @@
+"""Segments: files of many chunks, each chunk a run of whole 4 KiB pages, written once and never moved.
+
+A segment only grows. What is evicted from it goes back to the file system at once, as a hole: nothing has to be
+copied to win space back, and a file without chunks is removed. Where a file system cannot punch holes, space comes
+back with the whole segment (`can_punch`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from errno import EINVAL, ENOSYS, EOPNOTSUPP
+from pathlib import Path
+
+import torch
+
+from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.serialization import ChunkFault, aligned_empty
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".segment"
+MAX_OPEN = 128  # files
+_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01  # FALLOC_FL_*
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a chunk lies: bytes of a segment, both numbers multiples of 4 KiB."""
+
+    segment: str
+    offset: int
+    num_bytes: int
+
+
+class _Open:
+    """An open file, closed with the last reference: no reader can find its descriptor taken over by another file."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.fd = os.open(path, flags, 0o666)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class SegmentFiles:
+    """Reads and writes extents of the segments in `folder`. Safe to use from several threads.
+
+    With `direct`, past the page cache (O_DIRECT), where the file system takes that.
+    """
+
+    def __init__(self, folder: Path, direct: bool) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, _Open] = OrderedDict()
+        self.direct, self.can_punch = self._probe(direct)
+
+    def read(self, extent: Extent, start: int, into: torch.Tensor) -> None:
+        """Fill `into` ([whole pages] uint8, page-aligned) from byte `start` of an extent.
+
+        Raises ChunkFault where the file is gone or too short, and OSError where it cannot be read.
+        """
+        try:
+            file = self._open(extent.segment)
+        except FileNotFoundError as error:
+            raise ChunkFault("vanished", f"{extent.segment}{SUFFIX} is gone") from error
+        view, at = into.numpy().data, extent.offset + start
+        while view:
+            count = os.preadv(file.fd, [view], at)
+            if count == 0 or (self.direct and count % PAGE):  # a direct read ends on a page, or with the file
+                raise ChunkFault("truncated", f"{extent.segment}{SUFFIX} ends at byte {at + count}")
+            view, at = view[count:], at + count
+
+    def write(self, extent: Extent, payload: torch.Tensor) -> None:
+        """Write `payload` ([extent.num_bytes] uint8, page-aligned) and return when it is on the disk."""
+        file = self._open(extent.segment, create=True)
+        view, at = payload.numpy().data, extent.offset
+        while view:
+            count = os.pwritev(file.fd, [view], at)
+            view, at = view[count:], at + count
+        os.fdatasync(file.fd)
+
+    def punch(self, extent: Extent) -> None:
+        """Give the space of an extent back; nothing happens when the file is gone."""
+        try:
+            file = self._open(extent.segment)
+        except FileNotFoundError:
+            return
+        _punch(file.fd, extent.offset, extent.num_bytes)
+
+    def unlink(self, segment: str) -> None:
+        with self._lock:
+            self._files.pop(segment, None)
+        self._path(segment).unlink(missing_ok=True)
+
+    def unlink_others(self, known: Iterable[str]) -> None:
+        """Remove the segments that are not in `known`."""
+        keep = {self._path(segment) for segment in known}
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            if path not in keep:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def _path(self, segment: str) -> Path:
+        return self.folder / f"{segment}{SUFFIX}"
+
+    def _open(self, segment: str, create: bool = False) -> _Open:
+        with self._lock:
+            file = self._files.get(segment)
+            if file is not None and os.fstat(file.fd).st_nlink > 0:
+                self._files.move_to_end(segment)
+                return file
+            self._files.pop(segment, None)
+            flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
+            try:
+                file = _Open(self._path(segment), flags)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                file = _Open(self._path(segment), flags | os.O_CREAT)
+                sync_folder(self.folder)
+            self._files[segment] = file
+            if len(self._files) > MAX_OPEN:
+                self._files.popitem(last=False)
+            return file
+
+    def _probe(self, direct: bool) -> tuple[bool, bool]:
+        """What the file system can do: direct reads and writes of pages, holes."""
+        path = self.folder / f"probe-{os.getpid()}-{threading.get_ident()}"
+        page = aligned_empty(PAGE)
+        try:
+            file = _Open(path, os.O_RDWR | os.O_CREAT)
+            os.ftruncate(file.fd, PAGE)
+            can_direct = can_punch = False
+            if direct:
+                can_direct = _try_direct(path, page)
+            try:
+                _punch(file.fd, 0, PAGE)
+                can_punch = True
+            except OSError as error:
+                if error.errno not in (EOPNOTSUPP, ENOSYS, EINVAL):
+                    raise
+        finally:
+            path.unlink(missing_ok=True)
+        if direct and not can_direct:
+            logger.info("%s takes no direct reads and writes: they go through the page cache", self.folder)
+        if not can_punch:
+            logger.info("%s cannot punch holes: space comes back with whole segments", self.folder)
+        return can_direct, can_punch
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_direct(path: Path, page: torch.Tensor) -> bool:
+    try:
+        file = _Open(path, os.O_RDWR | os.O_DIRECT)
+        os.preadv(file.fd, [page.numpy().data], 0)
+    except OSError as error:
+        if error.errno in (EINVAL, EOPNOTSUPP):
+            return False
+        raise
+    return True
+
+
+def _punch(fd: int, offset: int, num_bytes: int) -> None:
+    mode = _PUNCH_HOLE | _KEEP_SIZE
+    if _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,261 @@
+"""The space of a disk store: who may write where, what has to leave for it, and who keeps what from leaving.
+
+Space is taken in the index before the first byte is written and given back after the bytes are gone, so that the sum
+in the index is never below what the segments hold. Chunks that are neither whole nor wanted, and that nobody has
+claimed, are those of processes that died; they are the first to leave.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from vllm_blend.kv_store.index import DEAD, LIVE, Entry, Index
+from vllm_blend.kv_store.locks import NumberLocks
+from vllm_blend.kv_store.segment import SegmentFiles
+
+logger = logging.getLogger(__name__)
+
+INDEX, OPEN_LOCK, LOCKS = "index.sqlite3", "open.lock", "locks"
+
+
+class DiskSpace:
+    """Index, files and locks of one folder, together. Safe to use from several threads.
+
+    Methods raise OSError and sqlite3.Error where the disk or the database fails.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int, segment_bytes: int, direct: bool, timeout: float) -> None:
+        self.budget_bytes, self.segment_bytes, self.timeout = budget_bytes, segment_bytes, timeout
+        self.num_evicted = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        with _exclusive(folder / OPEN_LOCK, timeout):
+            self.files = SegmentFiles(folder, direct)
+            self.locks = NumberLocks(folder / LOCKS)
+            self.index = _open_index(folder, self.files, timeout)
+            with self.index.transaction():
+                self.files.unlink_others(self.index.segments())
+        self._clear_away()
+
+    def close(self) -> None:
+        self.index.close()
+        self.locks.close()
+        self.files.close()
+
+    def hold(self, key: str) -> Entry | None:
+        """The chunk of `key`, which stays where it is until `let_go`."""
+        for _ in range(10):
+            entry = self.index.find(key)
+            if entry is None:
+                break
+            held = self.locks.share(entry.id)
+            if self.index.is_live(entry):
+                return entry if held else None  # claimed: it is leaving
+            if held:
+                self.locks.unshare(entry.id)
+            # It was replaced in between.
+        return None
+
+    def let_go(self, entry: Entry) -> None:
+        self.locks.unshare(entry.id)
+
+    def reserve(self, key: str, num_bytes: int, header: bytes, cost: float, uses: Mapping[int, int]) -> Entry | None:
+        """Room for a chunk, which is this process's to write; `publish` or `discard` follows. None where too much is
+        held. `uses` of other chunks (id -> how many) are counted first."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            with self._claiming() as claimed:
+                self.index.touch(uses)
+                missing = self.index.num_bytes + num_bytes - self.budget_bytes
+                if missing <= 0:
+                    entry = self.index.insert(key, num_bytes, header, cost, self.segment_bytes)
+                    if not self.locks.claim(entry.id):
+                        raise OSError(f"chunk {entry.id} is new and already locked")
+                    claimed.append(entry)
+                    return entry
+                if not self._evict(missing, claimed):
+                    return None
+            self._give_back(claimed)  # and try again: another process may be faster
+            uses = {}
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"other processes took the space that was made, for {self.timeout:g} s")
+
+    def publish(self, entry: Entry, payload: torch.Tensor) -> None:
+        """Write a reserved chunk; when it is on the disk, it takes the place of what its key stood for."""
+        self.files.write(entry.extent, payload)
+        with self.index.transaction():
+            replaced = self.index.publish(entry)
+            self.locks.unclaim(entry.id)  # before anybody sees it; who clears away waits for this transaction
+        if replaced is not None:
+            self._drop_if_possible(replaced)
+
+    def discard(self, entry: Entry) -> None:
+        """Give up a chunk that was reserved."""
+        try:
+            if self.files.can_punch:  # before anything else: on a full disk, the index has no room to grow either
+                self.files.punch(entry.extent)
+        except OSError as error:
+            logger.debug("what was written of chunk %s stays: %s", entry.key, error)
+        self.locks.unclaim(entry.id)
+        self._drop_if_possible(entry)
+
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """Give up chunks. The space of those that somebody holds comes back later."""
+        entries = list(entries)
+        with self._claiming() as claimed:
+            self.index.give_up(entries)
+            claimed += [entry for entry in entries if self.locks.claim(entry.id)]
+        self._give_back(claimed)
+
+    def _drop_if_possible(self, entry: Entry) -> None:
+        try:
+            self.drop([entry])
+        except (OSError, sqlite3.Error) as error:  # what nobody holds is cleared away by whoever comes next
+            logger.debug("chunk %s was not cleared away: %s", entry.key, error)
+
+    def _evict(self, missing: int, claimed: list[Entry]) -> bool:
+        """Give up chunks of `missing` bytes or more, and claim them; False, and nothing changed, where there are not
+        enough. Inside of a transaction."""
+        for group in self._leaving():
+            if self._claim(group):
+                claimed += group
+                missing -= sum(entry.extent.num_bytes for entry in group)
+            if missing <= 0:
+                break
+        else:
+            self._unclaim(claimed)
+            claimed.clear()
+            return False
+        live = [entry for entry in claimed if entry.state == LIVE]
+        self.index.advance_clock(live)
+        self.index.give_up(claimed)
+        self.num_evicted += len(live)
+        return True
+
+    def _leaving(self) -> Iterator[list[Entry]]:
+        """What may leave, first things first; each group goes as a whole."""
+        if not self.files.can_punch:
+            yield from self.index.by_worth_of_segments()
+            return
+        for entry in self.index.unfinished():
+            yield [entry]
+        for entry in self.index.by_worth():
+            yield [entry]
+
+    def _clear_away(self) -> None:
+        """What dead processes left, and what is above the budget."""
+        with self._claiming() as claimed:
+            for entry in self.index.unfinished():
+                if self._claim([entry]):
+                    claimed.append(entry)
+            self.index.give_up(claimed)
+        self._give_back(claimed)
+        with self._claiming() as claimed:
+            above = self.index.num_bytes - self.budget_bytes
+            if above > 0 and not self._evict(above, claimed):
+                logger.warning("%s holds %d bytes more than its budget, all in use", self.files.folder, above)
+        self._give_back(claimed)
+
+    def _give_back(self, claimed: list[Entry]) -> None:
+        """The space of chunks that are given up. Ends the claims, whatever happens."""
+        claimed = list(claimed)
+        try:
+            with self.index.transaction():
+                if self.files.can_punch:
+                    for entry in claimed:
+                        self.files.punch(entry.extent)
+                        self.index.delete(entry)
+                for segment in {entry.extent.segment for entry in claimed}:
+                    self._remove_unused(segment, claimed)
+                self._unclaim(claimed)  # not later: the next transaction may be another process's, which needs room
+                claimed.clear()
+        finally:
+            self._unclaim(claimed)
+
+    def _remove_unused(self, segment: str, claimed: list[Entry]) -> None:
+        """Remove a segment in which nothing is left but what is given up."""
+        ours = {entry.id for entry in claimed}
+        others = [entry for entry in self.index.in_segment(segment) if entry.id not in ours]
+        if all(entry.state == DEAD for entry in others) and self._claim(others):
+            claimed += others
+            self.files.unlink(segment)
+            self.index.delete_segment(segment)
+
+    @contextmanager
+    def _claiming(self) -> Iterator[list[Entry]]:
+        """A transaction, and the claims that end if it fails."""
+        claimed: list[Entry] = []
+        try:
+            with self.index.transaction():
+                yield claimed
+        except BaseException:
+            self._unclaim(claimed)
+            raise
+
+    def _claim(self, group: list[Entry]) -> bool:
+        """All or none."""
+        for count, entry in enumerate(group):
+            if not self.locks.claim(entry.id):
+                self._unclaim(group[:count])
+                return False
+        return True
+
+    def _unclaim(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self.locks.unclaim(entry.id)
+
+
+def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
+    """The index, or an empty one in place of a damaged one. Other processes that have the damaged one open go on with
+    it, in files that have no name any more."""
+    path = folder / INDEX
+    try:
+        return Index(path, timeout)
+    except sqlite3.DatabaseError as error:
+        # Damage, a full disk, missing permissions: sqlite has no clear line between them. A new index tells.
+        if "locked" in str(error):
+            raise
+        trial = folder / f"{INDEX}.trial"
+        _unlink_index(trial)
+        try:
+            Index(trial, timeout).close()
+        except sqlite3.Error:
+            raise error from None
+        finally:
+            _unlink_index(trial)
+        logger.warning("%s: the index of the chunk store is damaged (%s): it starts empty", path, error)
+        _unlink_index(path)
+        files.unlink_others([])
+        return Index(path, timeout)
+
+
+def _unlink_index(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+@contextmanager
+def _exclusive(path: Path, timeout: float) -> Iterator[None]:
+    """Only one process, and only one thread of it, is in here at a time."""
+    deadline = time.monotonic() + timeout
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} is locked by another process for more than {timeout:g} s") from error
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
