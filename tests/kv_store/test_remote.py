@@ -1,0 +1,353 @@
+"""The remote store over fsspec, and what it does with a server that is slow, broken, full or forbidden."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from tests.kv_store.disk_processes import Child
+from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.objects import FsspecObjects, Rejected, open_objects
+from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+
+
+def open_store(url: str, model: str = MODEL, **settings: object) -> RemoteChunkStore:
+    return RemoteChunkStore(RemoteStoreConfig(url, model, **settings))
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory://{uuid.uuid4().hex}/chunks" if request.param == "memory" else f"file://{tmp_path}/chunks"
+
+
+def object_path(tmp_path: Path, name: str) -> Path:
+    return tmp_path / "chunks" / "vllm-blend" / MODEL / name
+
+
+class Objects:
+    """A server of values that can be told what to do."""
+
+    max_bytes: int | None = None
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.wait: threading.Event | None = None
+        self.num_calls = 0
+
+    def _serve(self) -> None:
+        self.num_calls += 1
+        if self.wait is not None:
+            assert self.wait.wait(60)
+        if self.error is not None:
+            raise self.error
+
+    def get(self, name: str) -> bytes | None:
+        self._serve()
+        return self.values.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._serve()
+        self.values[name] = data
+
+    def delete(self, name: str) -> None:
+        self._serve()
+        self.values.pop(name, None)
+
+    def exists(self, name: str) -> bool:
+        self._serve()
+        return name in self.values
+
+
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
+    objects = Objects()
+    monkeypatch.setattr("vllm_blend.kv_store.remote.open_objects", lambda *_: objects)
+    return objects
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize("how", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_put_comes_back_also_in_another_store(url, dtype, how):
+    kv = chunk(key(1), dtype=dtype)
+    store = open_store(url, format=how)
+    assert store.put(key(1), kv) is kv
+    other = open_store(url)
+    found = other.get(key(1))
+    assert key(1) in other and key(2) not in other and other.get(key(2)) is None
+    if how == "auto":
+        assert same(found, kv)
+    else:
+        assert found.k.dtype == dtype and (found.k - kv.k).norm() < 0.03 * kv.k.norm()
+    assert (other.num_hits, other.num_misses, other.tally.misses) == (1, 1, {"absent": 1})
+    assert store.tally.num_stored == 1 and store.tally.bytes_written == other.tally.bytes_read > 0
+
+
+def test_putting_again_replaces_and_removing_removes(url):
+    store = open_store(url)
+    store.put(key(1), sized(2))
+    store.put(key(1), sized(3))
+    assert same(store.get(key(1)), sized(3))
+    store.remove(key(1))
+    store.remove(key(1))
+    assert key(1) not in store and store.get(key(1)) is None
+
+
+def test_models_do_not_see_each_others_chunks(url):
+    one, other = open_store(url), open_store(url, OTHER_MODEL)
+    one.put(key(1), sized(1))
+    assert key(1) not in other and other.get(key(1)) is None
+    other.put(key(1), sized(2))
+    assert same(one.get(key(1)), sized(1)) and same(other.get(key(1)), sized(2))
+
+
+def test_names_that_are_no_keys_reach_nothing(url, tmp_path):
+    (tmp_path / "precious").write_text("x")
+    store = open_store(url)
+    for name in ("../../../precious", "", "x", "A" * 32):
+        assert name not in store and store.get(name) is None
+        store.remove(name)
+        with pytest.raises(ValueError, match="32 hex digits"):
+            store.put(name, sized(1))
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def put_again_and_again(connection, url, tokens):
+    store = open_store(url, timeout=20.0)
+    for number in range(60):
+        store.put(key(1), chunk(key(1), tokens + number % 2))
+    connection.send(store.tally.refused)
+
+
+def test_nobody_sees_half_a_file(tmp_path):
+    url, name = f"file://{tmp_path}/chunks", key(1)
+    versions = [chunk(name, tokens) for tokens in (300, 301, 800, 801)]
+    store = open_store(url, timeout=20.0)
+    store.put(name, versions[0])
+    seen = set()
+    with Child(put_again_and_again, url, 300) as one, Child(put_again_and_again, url, 800) as other:
+        while one.process.is_alive() or other.process.is_alive():
+            found = store.get(name)
+            matches = {at for at, version in enumerate(versions) if same(found, version)}
+            assert len(matches) == 1, store.tally.misses
+            seen |= matches
+        assert not one.receive() and not other.receive()
+    assert len(seen) > 2
+    assert [path.name for path in object_path(tmp_path, "").iterdir()] == [name]
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign", "other key", "longer"])
+def test_a_damaged_value_is_a_miss_that_is_warned_of_once_and_dropped(tmp_path, damage, caplog):
+    store = open_store(f"file://{tmp_path}/chunks")
+    store.put(key(1), chunk(key(1)))
+    store.put(key(2), chunk(key(2)))
+    path = object_path(tmp_path, key(1))
+    data = bytearray(path.read_bytes())
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    other = object_path(tmp_path, key(2)).read_bytes()
+    changed = {"flip": flipped, "cut": data[:-100], "empty": b"", "foreign": b"x" * 9000, "other key": other}
+    path.write_bytes(changed.get(damage, data + b"x"))
+    assert store.get(key(1)) is None and not path.exists() and store.get(key(1)) is None
+    kind = {"flip": "damaged", "foreign": "foreign", "other key": "foreign"}.get(damage, "truncated")
+    assert store.tally.misses == {kind: 1, "absent": 1}
+    assert caplog.text.count("computed again") == 1 and key(1) in caplog.text
+    assert same(store.get(key(2)), chunk(key(2)))
+
+
+def test_a_value_that_cannot_be_dropped_is_warned_of_once(objects, caplog):
+    store = open_store("made://up")
+    store.put(key(1), sized(1))
+    name = next(iter(objects.values))
+    objects.values[name] = objects.values[name][:-1]
+    objects.delete = lambda name: (_ for _ in ()).throw(Rejected("read-only"))
+    for _ in range(5):
+        assert store.get(key(1)) is None
+    assert store.tally.misses == {"truncated": 5} and caplog.text.count("computed again") == 1
+
+
+# A server in trouble.
+
+
+def test_after_some_failures_the_server_is_left_alone_for_a_while(objects, caplog):
+    caplog.set_level(logging.INFO, "vllm_blend")
+    store = open_store("made://up", max_failures=3, retry_seconds=0.3)
+    store.put(key(1), sized(1))
+    objects.error = ConnectionError("no route")
+    objects.num_calls = 0
+    for _ in range(20):
+        assert store.get(key(1)) is None
+        store.put(key(2), sized(1))
+        assert key(1) not in store
+        store.remove(key(1))
+    assert objects.num_calls == 3
+    assert store.tally.misses == {"unavailable": 20} and store.tally.refused == {"unavailable": 20}
+    assert caplog.text.count("no route") == 1 and "tried again every 0.3 s" in caplog.text
+    time.sleep(0.35)
+    assert store.get(key(1)) is None and store.get(key(1)) is None  # one more try
+    assert objects.num_calls == 4 and caplog.text.count("no route") == 1
+    objects.error = None
+    time.sleep(0.35)
+    assert same(store.get(key(1)), sized(1)) and same(store.get(key(1)), sized(1))
+    assert "works again" in caplog.text
+
+
+def test_failures_now_and_then_do_not_matter(objects):
+    store = open_store("made://up", max_failures=2)
+    store.put(key(1), sized(1))
+    for _ in range(5):
+        objects.error = ConnectionError()
+        assert store.get(key(1)) is None
+        objects.error = None
+        assert same(store.get(key(1)), sized(1))
+    assert store.num_hits == 5 and store.num_misses == 5
+
+
+def test_no_call_takes_longer_than_its_deadline(objects, caplog):
+    store = open_store("made://up", timeout=0.1, max_failures=3, retry_seconds=60)
+    objects.wait = threading.Event()
+    start = time.monotonic()
+    for _ in range(30):
+        assert store.get(key(1)) is None and key(1) not in store
+        store.put(key(1), sized(1))
+    assert time.monotonic() - start < 3
+    assert "no answer in 0.1 s" in caplog.text and caplog.text.count("no answer") == 1
+    objects.wait.set()
+
+
+def test_calls_that_nobody_waits_for_any_more_are_limited(objects):
+    store = open_store("made://up", timeout=0.02, max_failures=1000)
+    objects.wait = threading.Event()
+    before = threading.active_count()
+    for _ in range(40):
+        assert store.get(key(1)) is None
+    assert objects.num_calls == threading.active_count() - before == 16
+    objects.wait.set()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    objects.wait = None
+    store.put(key(1), sized(1))
+    assert same(store.get(key(1)), sized(1))
+
+
+def test_a_server_that_refuses_is_not_one_that_fails(objects, caplog):
+    store = open_store("made://up", max_failures=1)
+    store.put(key(1), sized(1))
+    objects.put = lambda name, data: (_ for _ in ()).throw(Rejected("out of memory"))
+    for _ in range(5):
+        store.put(key(2), sized(1))
+        assert same(store.get(key(1)), sized(1))
+    assert store.tally.refused == {"rejected": 5} and caplog.text.count("out of memory") == 1
+
+
+def test_values_above_the_servers_limit_are_not_sent(objects, caplog):
+    store = open_store("made://up")
+    objects.max_bytes = 3 * 4096
+    store.put(key(1), sized(3))
+    store.put(key(2), sized(3))
+    store.put(key(3), sized(2))
+    assert store.tally.refused == {"too_large": 2} and len(objects.values) == 1
+    assert caplog.text.count("12288 bytes and more are not stored") == 1
+
+
+def test_a_full_or_forbidden_file_system_refuses(tmp_path, monkeypatch):
+    store = open_store(f"file://{tmp_path}/chunks", max_failures=1)
+    store.put(key(1), sized(1))
+    for error in (OSError(28, "No space left on device"), PermissionError(13, "Permission denied")):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                fsspec.implementations.local.LocalFileSystem,
+                "pipe_file",
+                lambda *_, error=error, **__: (_ for _ in ()).throw(error),
+            )
+            store.put(key(2), sized(1))
+        assert same(store.get(key(1)), sized(1))
+    assert store.tally.refused == {"rejected": 2}
+    assert [path.name for path in object_path(tmp_path, "").iterdir()] == [key(1)]
+
+
+def test_what_cannot_be_quantized_is_not_stored(objects, caplog):
+    store = open_store("made://up", format="int8")
+    kv = ChunkKV(torch.full((1, 2, 1, 2), float("inf")), torch.zeros(1, 2, 1, 2))
+    store.put(key(1), kv)
+    store.put(key(2), kv)
+    assert store.tally.refused == {"not_quantizable": 2} and not objects.values
+    assert caplog.text.count("not finite") == 1
+
+
+def test_many_threads_at_once(objects):
+    store, wrong = open_store("made://up"), []
+
+    def work(seed: int) -> None:
+        for number in range(40):
+            name = key((seed * 7 + number) % 11)
+            found = store.get(name)
+            if found is None:
+                store.put(name, chunk(name))
+            elif not same(found, chunk(name)):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and store.num_hits + store.num_misses == 240 and store.num_hits > 100
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"timeout": 0}, "timeout=0 must be positive"),
+        ({"max_failures": 0}, "max_failures=0"),
+        ({"retry_seconds": -1}, "retry_seconds=-1"),
+        ({"format": "zip"}, "format='zip' must be one of auto, fp8, int8"),
+        ({"model": "x"}, "model='x' must be a ModelFingerprint.digest"),
+    ],
+)
+def test_settings_that_cannot_be_say_so(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        RemoteStoreConfig(**({"url": "memory://", "model": MODEL} | settings))
+
+
+def test_a_url_that_is_none_says_so():
+    with pytest.raises(ValueError, match="url='localhost:6379' must be a URL such as redis://"):
+        open_store("localhost:6379")
+    with pytest.raises(ValueError, match="gopher"):
+        open_store("gopher://somewhere")
+
+
+@pytest.mark.parametrize(("url", "package"), [("redis://localhost", "redis"), ("s3://bucket", "fsspec")])
+def test_a_missing_package_says_what_to_install(url, package, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ImportError, match=rf"{package} package: pip install 'vllm-blend\[store\]'"):
+        open_objects(url, 1.0)
+
+
+def test_no_password_is_logged(objects, caplog):
+    store = open_store("redis://user:secret@host:6379/0", max_failures=1)
+    objects.error = ConnectionError("down")
+    store.get(key(1))
+    assert "redis://host:6379/0" in caplog.text and "secret" not in caplog.text
+
+
+def test_object_stores_replace_objects_as_a_whole():
+    assert FsspecObjects("memory://x")._whole and not FsspecObjects("file:///x")._whole
