@@ -36,6 +36,12 @@ class LateCopies(BlockCopies):
         self.waiting.append(ticket)
         return ticket
 
+    def finish(self) -> None:
+        for ticket in self.waiting:
+            ticket.work()
+            ticket.over = True
+        self.waiting.clear()
+
 
 class _Late(Ticket):
     def __init__(self, work):
@@ -184,6 +190,23 @@ def test_a_move_that_ends_after_its_request_belongs_to_nobody():
     assert world.host.num_free_blocks == 64 and world.blocks.num_free_blocks == 63
 
 
+def test_a_promotion_that_ends_after_its_request_gives_both_sides_back():
+    world = World(LateCopies, dwell=1)
+    request = world.start()
+    for scores in ([3.0, 2.0, 0, 1.0], [3.0, 2.0, 0, 1.0], [1.0, 2.0, 0, 0.0], [1.0, 2.0, 0, 0.0]):
+        world.scheduler.step({request: scores})
+        world.copies.finish()
+    world.scheduler.step({request: [1.0, 2.0, 0, 0.0]})
+    assert request.resident_chunks == [1, 2]
+    world.scheduler.step({request: [3.0, 2.0, 0, 0.0]})  # chunk 1 leaves at once, chunk 0 is on its way
+    assert request.resident_chunks == [2] and world.scheduler.num_moving == 1
+    world.finish(request)
+    assert world.blocks.num_free_blocks == 62 and world.host.num_free_blocks == 63
+    world.copies.finish()
+    world.scheduler.step({})
+    assert world.blocks.num_free_blocks == 63 and world.host.num_free_blocks == 64
+
+
 def test_copies_in_a_thread_arrive_and_their_errors_are_raised():
     world = World(ThreadCopies)
     request = world.start()
@@ -255,6 +278,10 @@ class Machine(RuleBasedStateMachine):
         scores = {r: random.random(len(CHUNKS)).tolist() for r in self.world.marks}
         self.world.scheduler.step(scores, reserve)
         assert self.world.scheduler.bytes_moved <= self.world.scheduler.policy.bytes_per_step
+
+    @rule()
+    def copy_all(self):
+        self.world.copies.finish()
 
     @rule(index=st.integers(0, 9))
     def copy(self, index):
