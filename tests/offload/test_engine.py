@@ -35,6 +35,7 @@ pytestmark = pytest.mark.cpu_only  # small pages, and placements that tests pred
 SIZE = 8
 EXACT: dict[str, Any] = {"offload_mode": "exact", "block_size": SIZE, "enable_blending": True}
 RESIDENT: dict[str, Any] = {"offload_mode": "resident", "block_size": SIZE, "offload_predictor": "retrieval_rank"}
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
 FAST = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -118,6 +119,19 @@ def test_running_ahead_preemption_and_completions_leave_nothing_behind(mode):
     if mode == "exact":
         for left, right in zip(outputs, plainly(prompts, params, max_model_len=512), strict=True):
             assert_same_logprobs(left, right)
+
+
+@pytest.mark.parametrize("predictor", ["draft_union", "restless"])
+def test_drafts_are_verified_with_chunks_away(predictor):
+    """Several rows of a request in a step, all of them behind the blocks that are missing."""
+    prompts, params = [demo_prompt(index, 6) for index in range(3)], greedy(24, logprobs=3, ignore_eos=True)
+    llm = new_llm(**EXACT, offload_predictor=predictor, speculative_config=SPECULATIVE)
+    for left, right in zip(run(llm, prompts, params), plainly(prompts, params), strict=True):
+        assert_same_logprobs(left, right)
+    gauges = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert sum(value for name, value in gauges.items() if "accepted" in name) > 0
+    assert gauges["vllm_blend:chunk_promotions"] > 0
+    assert_host_empty(llm)
 
 
 def test_an_aborted_request_gives_everything_back():
