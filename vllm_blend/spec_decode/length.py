@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 # What a drafted row adds to a step, as a share of the step of one sequence: on most hardware reading the weights takes
 # nearly all of the time of a small step. A draft is too long where its last token is accepted less often than that.
 ROW_COST = 0.01
-LEAST_RATE = 0.3  # of draft tokens that are right, below which drafting stops: it then gains less than half a token
-FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps without drafts after drafts have failed
-DECAY = 0.8  # of what was seen, per draft
+LEAST_RATE = 0.25  # of draft tokens that are right, below which drafting stops: it then gains a third of a token
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafts after drafts have failed
+DECAY = 0.9  # of what was seen, per draft
+KNOWN = 5.0  # draft tokens' worth of what a sequence takes over from the one before
 
 
 @dataclass
@@ -23,8 +24,8 @@ class DraftLength:
     """
 
     most: int
-    hits: float = 1.5  # what was seen, weighted: draft tokens that were right, and all that were reached
-    trials: float = 2.5
+    hits: float = 0.6 * KNOWN  # what was seen, weighted: draft tokens that were right, and all that were reached
+    trials: float = KNOWN
     wait: int = 0  # steps until the next draft
     pause: int = FIRST_PAUSE  # steps to wait the next time
 
@@ -46,7 +47,7 @@ class DraftLength:
         """Learn from a draft that was verified."""
         self.hits = DECAY * self.hits + num_accepted
         self.trials = DECAY * self.trials + num_accepted + (num_accepted < num_drafted)
-        if self.rate >= LEAST_RATE:
+        if self.rate >= LEAST_RATE or num_accepted == num_drafted:  # one success is enough to go on trying
             self.pause = FIRST_PAUSE
             return
         self.wait, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
@@ -54,5 +55,4 @@ class DraftLength:
     def successor(self) -> DraftLength:
         """Where another sequence of the same kind begins: it goes on waiting, but is surer of nothing than a new
         one."""
-        trials = DraftLength(self.most).trials
-        return replace(self, hits=trials * self.rate, trials=trials)
+        return replace(self, hits=KNOWN * self.rate, trials=KNOWN)
