@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.quantization import NotQuantizable
+from vllm_blend.kv_store.quantization import NotQuantizable, e4m3_to_float
 from vllm_blend.kv_store.serialization import (
     PACK_BELOW,
     PAGE,
@@ -126,6 +126,12 @@ def test_fp8_keeps_three_bits_of_every_number_and_its_range(dtype, largest):
     for got, expected in ((found.k, kv.k), (found.v, kv.v)):
         error = (got.float() - expected.float()).abs() / expected.float().abs()
         assert float(error.max()) <= 2**-4 + 2 * torch.finfo(dtype).eps
+
+
+def test_every_finite_number_of_e4m3_is_decoded():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[numbers.float().isfinite()]
+    assert len(numbers) == 254 and torch.equal(e4m3_to_float(numbers), numbers.float())
 
 
 @pytest.mark.parametrize("how", ["int8", "fp8"])

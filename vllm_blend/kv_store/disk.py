@@ -71,6 +71,7 @@ class DiskChunkStore:
         self._staging = Arena(aligned_empty(config.staging_bytes).numpy())
         self._lock = threading.Lock()
         self._uses: Counter[int] = Counter()  # id -> uses that the index has not heard of
+        self._num_uses = 0
         self._pins: defaultdict[str, list[Entry]] = defaultdict(list)
         self._faulty: set[int] = set()  # ids of chunks that could not be dropped
         self._warned: set[str] = set()
@@ -260,7 +261,8 @@ class DiskChunkStore:
             self.tally.hit(entry.extent.num_bytes)
             with self._lock:
                 self._uses[entry.id] += 1
-                flush = self._uses.total() >= FLUSH_USES
+                self._num_uses += 1
+                flush = self._num_uses % FLUSH_USES == 0
             if flush:
                 self._flush_uses()
         elif isinstance(error, ChunkFault):

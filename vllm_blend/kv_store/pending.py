@@ -94,9 +94,10 @@ class PendingChunk:
             self._header.check_layer(self._payload, layer)
             if not self._in_place:
                 self._header.layout.read_layer(self._payload, layer, self.kv)
-            with self._changed:
+        with self._changed:
+            for layer in complete:
                 self._ready[layer] = True
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
