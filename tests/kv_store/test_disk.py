@@ -108,6 +108,15 @@ def test_full_segments_are_followed_by_new_ones_and_go_when_they_are_empty(tmp_p
         assert all(same(store.get(key(number)), sized(3)) for number in (3, 5, 6, 7, 8, 9, 10, 11))
 
 
+def test_a_chunk_is_on_the_disk_before_the_index_says_so(store, monkeypatch):
+    events = []
+    sync, publish = os.fdatasync, store.space.index.publish
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (sync(fd), events.append("synced")))
+    monkeypatch.setattr(store.space.index, "publish", lambda entry: (events.append("published"), publish(entry))[1])
+    store.put(key(0), sized(2))
+    assert events == ["synced", "published"]
+
+
 # Where it arrives.
 
 
