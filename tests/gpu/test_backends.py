@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from tests.attention.test_contract import Step, dense, make_step, rows_half
 from vllm_blend.attention.choice import choose
 from vllm_blend.attention.hybrid import HybridBackend
-from vllm_blend.attention.kinds import KINDS, Unusable, usable
+from vllm_blend.attention.kinds import KINDS, usable
 from vllm_blend.attention.measure import HeadLayout
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.attention.registry import make_backend
@@ -41,16 +42,17 @@ class Case:
     head_dim: int
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{str(case[1])[6:]}-{case[2]}")
+def where_installed(name: str, dtype: torch.dtype, head_dim: int) -> object:
+    package = KINDS[name].package
+    missing = package is not None and find_spec(package) is None
+    mark = pytest.mark.skipif(missing, reason=f"{package} is not installed")
+    return pytest.param((name, dtype, head_dim), marks=mark, id=f"{name}-{str(dtype)[6:]}-{head_dim}")
+
+
+@pytest.fixture(scope="module", params=[where_installed(*case) for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     name, dtype, head_dim = request.param
-    try:
-        backend = usable(name, HeadLayout(GPU, dtype, 8, 2, head_dim))
-    except Unusable as error:
-        if not error.missing:
-            raise
-        pytest.skip(str(error))
-    return Case(backend, dtype, head_dim)
+    return Case(usable(name, HeadLayout(GPU, dtype, 8, 2, head_dim)), dtype, head_dim)
 
 
 def on_gpu(step: Step, dtype: torch.dtype) -> tuple[Step, Step]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.ops.host_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ class ForwardContext:
         if self.num_outputs is None or layer_idx < len(self.caches) - 1 or sum(self.num_outputs) == bounds[-1]:
             return None
         device = self.metadata.positions.device
-        pieces = [np.arange(stop - n, stop) for stop, n in zip(bounds[1:], self.num_outputs, strict=True)]
-        rows = torch.from_numpy(np.concatenate(pieces))
-        if not len(rows):  # nothing to transfer, also within a graph
+        if any(self.num_outputs):
+            pieces = [np.arange(stop - n, stop) for stop, n in zip(bounds[1:], self.num_outputs, strict=True)]
+            rows = to_device(torch.from_numpy(np.concatenate(pieces)), device)
+        else:  # nothing to transfer, also within a graph
             rows = torch.empty(0, dtype=torch.int64, device=device)
-        rows = rows if rows.device.type == device.type else rows.pin_memory().to(device, non_blocking=True)
         self.metadata = self.metadata.narrow(rows, [0, *accumulate(self.num_outputs)])
         return rows
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionMetadata
+from vllm_blend.ops import host_copy
 
 
 @dataclass(frozen=True)
@@ -124,5 +125,4 @@ def mask_pieces(queries: Queries, mask: torch.Tensor) -> list[torch.Tensor]:
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device; through pinned memory to a GPU, so that the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return host_copy.to_device(torch.from_numpy(np.ascontiguousarray(values)), device)

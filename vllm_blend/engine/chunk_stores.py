@@ -20,6 +20,7 @@ from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.prefetch import ChunkLoader
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
 from vllm_blend.kv_store.tiered import MAX_WRITE_BYTES, MEMORY, Choice, Tier, TieredChunkStore
+from vllm_blend.worker.kv_cache import bytes_per_block
 from vllm_blend.worker.model_runner import RunnerOutput
 from vllm_blend.worker.worker import Worker
 
@@ -28,7 +29,7 @@ PROBE_BYTES = 64 << 20  # that are copied to find out how fast the link to a GPU
 
 def bytes_per_token(worker: Worker) -> int:
     """Of chunk KV: K and V of all layers."""
-    return 2 * worker.num_layers * worker.num_kv_heads * worker.head_dim * worker.dtype.itemsize
+    return bytes_per_block(worker.num_layers, 1, worker.num_kv_heads, worker.head_dim, worker.dtype)
 
 
 def make_controller(config: BlendConfig, worker: Worker) -> LoadingController | None:

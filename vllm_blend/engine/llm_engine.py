@@ -324,16 +324,17 @@ class LLMEngine:
         drafted = {item.request: item for item in scheduled.scheduled if item.drafts}
         row = 0
         for request in result.sampled:
-            rows = range(row, row + 1 + len(result.drafts.get(request, ())))
+            item = drafted.get(request)
+            drafts = () if item is None else item.drafts
+            rows = range(row, row + 1 + len(drafts))
             row = rows.stop
             request.num_in_flight -= 1
             if request.finished:
                 continue
             touched[self.processor.groups[request]] = None
             if self.speculation is not None:
-                drafts = result.drafts.get(request, ())
                 rows = rows[: self.speculation.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
-            self._append_rows(request, rows, tokens, drafted.get(request), touched)
+            self._append_rows(request, rows, tokens, item, touched)
 
     def _append_rows(
         self,

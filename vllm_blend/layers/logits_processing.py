@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_blend import ops
 from vllm_blend.layers.sampling_state import SamplingState
-from vllm_blend.layers.transfer import to_device
+from vllm_blend.ops.host_copy import to_device
 
 
 def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:

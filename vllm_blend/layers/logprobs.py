@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_blend.layers.transfer import HostCopy, to_device
+from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE
 from vllm_blend.outputs import Logprob
 

@@ -14,7 +14,7 @@ from vllm_blend.layers.logits_processing import process_logits
 from vllm_blend.layers.logprobs import PendingLogprobs, prompt_logprobs, start_logprobs
 from vllm_blend.layers.sampling_batch import SamplingBatch
 from vllm_blend.layers.sampling_state import SamplingState, check_stop
-from vllm_blend.layers.transfer import HostCopy, to_device
+from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.ops.sampling import BROKEN, NONE_LEFT
 from vllm_blend.outputs import Logprob
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_blend.layers.sampling_state import SamplingState
-from vllm_blend.layers.transfer import to_device
+from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE, DrawSettings
 
 GREEDY = (0.0, -float("inf"), float("inf"), 2.0)

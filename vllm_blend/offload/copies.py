@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_blend.offload.block_pool import HostBlockPool
+from vllm_blend.ops.host_copy import to_device
 
 
 class Ticket(ABC):
@@ -122,7 +123,7 @@ class StreamCopies(BlockCopies):
         device = self.key.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
-            index = torch.tensor(list(device_blocks), dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+            index = to_device(torch.tensor(list(device_blocks), dtype=torch.int64), device)
             if to_host:  # [blocks, 2, layers, block_size, kv_heads, head_dim], as on the host
                 both = (self.key[:, index], self.value[:, index])
                 staged = torch.stack([pages.transpose(0, 1) for pages in both], 1)

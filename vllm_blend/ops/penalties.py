@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_blend.ops import cuda_sampling
+from vllm_blend.ops.host_copy import to_device
 
 
 class PenaltyTable:
@@ -114,7 +115,7 @@ def _penalize_on_gpu(
     sections[1].view(np.int64)[:] = [0 if copy is None else copy.data_ptr() for copy in copies]
     sections[2][:] = [0 if table is None else len(table) for table in tables]
     sections[3].view(np.float32).reshape(3, rows)[:] = penalties
-    packed = torch.from_numpy(words).pin_memory().to(logits.device, non_blocking=True)
+    packed = to_device(torch.from_numpy(words), logits.device)
     cuda_sampling.penalize(logits, packed, len(changes))
     for table in tables:
         if table is not None:

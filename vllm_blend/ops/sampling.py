@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_blend.ops import cuda_sampling
+from vllm_blend.ops.host_copy import to_device
 
 # In place of a token: the row's largest logit is NaN or infinite; it is so only after the logits were changed
 BROKEN, NONE_LEFT = -1, -2
@@ -36,10 +37,8 @@ class DrawSettings:
         random = values[:, 0] > 0
         filtered = random & ((values[:, 1] > -np.inf) | (values[:, 2] < vocab_size) | (values[:, 3] < 1.0))
         host = torch.from_numpy(values)
-        on_device = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-        return cls(
-            host, on_device, torch.from_numpy(random.nonzero()[0]), bool(filtered.any()), not bool(filtered.all())
-        )
+        indices = torch.from_numpy(random.nonzero()[0])
+        return cls(host, to_device(host, device), indices, bool(filtered.any()), not bool(filtered.all()))
 
 
 def sample_tokens(logits: torch.Tensor, settings: DrawSettings, uniforms: torch.Tensor | None) -> torch.Tensor:

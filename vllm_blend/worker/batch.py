@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionMetadata
+from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 
 
@@ -97,13 +98,6 @@ def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int
     if position >= request.num_known_tokens:
         return 0, position, slot, drawn.rows[request]
     return request.token_slice(position, position + 1)[0], position, slot, -1
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device; through pinned memory to a GPU, so that the host does not wait."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _block_tables(spans: Sequence[Span]) -> np.ndarray:

@@ -20,8 +20,8 @@ from vllm_blend.attention.context import LayerHook
 from vllm_blend.blend.plan import Segment
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import to_device
 from vllm_blend.worker.kv_cache import KVCache
 
 

@@ -18,9 +18,10 @@ from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler, SamplingState
 from vllm_blend.offload.attention import ExactBackend, QueryTap
 from vllm_blend.offload.block_pool import HostBlockPool
+from vllm_blend.ops.host_copy import to_device
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch, to_device
+from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch
 from vllm_blend.worker.blend_runner import first_positions
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
@@ -45,7 +46,6 @@ class RunnerOutput:
 
     # requests that draw from rows of `tokens`: one row each, and one more for each of its drafts
     sampled: list[Request] = field(default_factory=list)
-    drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)
     tokens: PendingSample | None = None
     prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
     blends: dict[Request, BlendResult] = field(default_factory=dict)
@@ -82,7 +82,8 @@ class ModelRunner:
         On a GPU this queues the work and returns: a token that the step before has drawn is read where it lies.
         """
         result = self._execute(output.scheduled)
-        if result.drafts:  # which of the rows count is found out on the host, and the next step waits for that
+        if any(item.drafts for item in output.scheduled):
+            # Which of the rows count is found out on the host, and the next step waits for that.
             self._drawn = NOTHING_DRAWN
         elif result.tokens is not None:
             self._drawn = Drawn({request: row for row, request in enumerate(result.sampled)}, result.tokens.tokens)
@@ -159,8 +160,6 @@ class ModelRunner:
                 rows += range(end - 1 - len(item.drafts), end)
                 states += [item.request.sampling.after(item.drafts[:n]) for n in range(len(item.drafts) + 1)]
                 result.sampled.append(item.request)
-                if item.drafts:
-                    result.drafts[item.request] = item.drafts
         if rows:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[to_device(torch.tensor(rows), hidden.device)]

@@ -9,7 +9,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on the device; through pinned memory to a GPU, so that the host does not wait."""
     if device.type == "cpu":
         return tensor
-    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
