@@ -3,6 +3,7 @@
 // Threads move units of 16 bytes. A rotated head has rotary_half / 8 units that hold a pair (channels d.. and half + d..) and
 // units beyond 2 * rotary_half that pass through, so rotary_half must be a multiple of 8 (as must head_dim).
 #include "elementwise.cuh"
+#include "launch.cuh"
 
 namespace vb {
 namespace {
@@ -115,11 +116,69 @@ struct RopeParams {
   Pages pages;
   int tokens, q_heads, kv_heads, head_dim, rotary_half;
   unsigned units;
+  const void* q_weight;  // with kNorm, as k_weight: [head_dim], of the RMSNorm over each head before the rotation
+  const void* k_weight;
+  float eps;
 };
+
+// RMSNorm of a head that `units` adjacent lanes hold, rounded where a norm of its own would round.
+template <typename T>
+__device__ __forceinline__ void normalize(Vec8& first, Vec8& second, const T* weight, const Unit& u, const RopeParams& p) {
+  float a[8], b[8], w[8], total = 0.f;
+  to_float<T>(first, a);
+  to_float<T>(second, b);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) total += a[j] * a[j] + b[j] * b[j];
+  for (unsigned lane = 1; lane < p.units; lane <<= 1) total += __shfl_xor_sync(0xffffffffu, total, lane);
+  const float inverse = rsqrtf(total / p.head_dim + p.eps);
+  to_float<T>(*reinterpret_cast<const Vec8*>(weight + u.first), w);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) a[j] = round_to<T>(a[j] * inverse) * w[j];
+  to_float<T>(*reinterpret_cast<const Vec8*>(weight + u.second), w);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) b[j] = round_to<T>(b[j] * inverse) * w[j];
+  first = from_float<T>(a);
+  second = from_float<T>(b);
+}
+
+// The same with the norm: only for heads that are rotated whole, by a power of two of lanes.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) norm_rope_and_cache_kernel(RopeParams p) {
+  wait_for_previous();
+  const unsigned i = blockIdx.x * kThreads + threadIdx.x;
+  const unsigned heads = p.q_heads + p.kv_heads, line = i / p.units;
+  const int head = line % heads;
+  // Lanes after the last token do its work again and write nothing: the others need them to add up.
+  const bool extra = line / heads >= static_cast<unsigned>(p.tokens);
+  const int64_t token = extra ? p.tokens - 1 : line / heads;
+  const Unit u = unit_of(i % p.units, p.rotary_half);
+  auto vec = [](T* x) -> Vec8& { return *reinterpret_cast<Vec8*>(x); };
+  T* from = static_cast<T*>(p.qkv) + token * p.token_stride + head * p.head_dim;
+  const int64_t at = p.positions[token] * p.rotary_half + u.first;
+  const bool is_query = head < p.q_heads;
+  Vec8 a = vec(from + u.first), b = vec(from + u.second);
+  normalize<T>(a, b, static_cast<const T*>(is_query ? p.q_weight : p.k_weight), u, p);
+  if (extra) return;
+  rotate<T>(a, b, p.cos + at, p.sin + at);
+  if (is_query) {
+    vec(from + u.first) = a;
+    vec(from + u.second) = b;
+    return;
+  }
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
+  const int64_t to = p.pages.offset(slot, head - p.q_heads);
+  T* v = from + p.kv_heads * p.head_dim;
+  vec(static_cast<T*>(p.key) + to + u.first) = a;
+  vec(static_cast<T*>(p.key) + to + u.second) = b;
+  vec(static_cast<T*>(p.value) + to + u.first) = vec(v + u.first);
+  vec(static_cast<T*>(p.value) + to + u.second) = vec(v + u.second);
+}
 
 // A thread takes one unit of one query head or of one KV head (K and V).
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) {
+  wait_for_previous();
   const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
   const unsigned heads = p.q_heads + p.kv_heads, line = i / p.units;
   const int unit = i % p.units, head = line % heads;
@@ -207,14 +266,32 @@ extern "C" int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* c
                                  int64_t slot_stride, int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim,
                                  int rotary_half, int block_size, int dtype, void* stream) {
   RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
-               rotary_half, units_of(head_dim, rotary_half)};
+               rotary_half, units_of(head_dim, rotary_half), nullptr, nullptr, 0.f};
   if (int e = check(tokens, q_heads + kv_heads, head_dim, rotary_half)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (!aligned16(qkv) || !aligned16(cos) || !aligned16(sin) || token_stride & 7) return VB_ERROR_ALIGNMENT;
   if (tokens == 0) return 0;
   const unsigned blocks = blocks_of(int64_t(tokens) * (q_heads + kv_heads) * p.units);
   return dispatch_dtype(dtype, [&](auto t) -> int {
-    rope_and_cache_kernel<decltype(t)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-    return cudaGetLastError();
+    return launch_early(rope_and_cache_kernel<decltype(t)>, blocks, kThreads, stream, p);
+  });
+}
+
+extern "C" int vb_norm_rope_and_cache(void* qkv, int64_t token_stride, const void* q_weight, const void* k_weight, float eps,
+                                      const float* cos, const float* sin, const int64_t* positions, const int64_t* slots,
+                                      void* key_cache, void* value_cache, int64_t page_stride, int64_t slot_stride,
+                                      int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim,
+                                      int rotary_half, int block_size, int dtype, void* stream) {
+  RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
+               rotary_half, units_of(head_dim, rotary_half), q_weight, k_weight, eps};
+  if (int e = check(tokens, q_heads + kv_heads, head_dim, rotary_half)) return e;
+  if (2 * rotary_half != head_dim || p.units > 32 || (p.units & (p.units - 1))) return VB_ERROR_HEAD_DIM;
+  if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
+  if (!aligned16(qkv) || !aligned16(cos) || !aligned16(sin) || token_stride & 7) return VB_ERROR_ALIGNMENT;
+  if (!aligned16(q_weight) || !aligned16(k_weight)) return VB_ERROR_ALIGNMENT;
+  if (tokens == 0) return 0;
+  const unsigned blocks = blocks_of(int64_t(tokens) * (q_heads + kv_heads) * p.units);
+  return dispatch_dtype(dtype, [&](auto t) -> int {
+    return launch_early(norm_rope_and_cache_kernel<decltype(t)>, blocks, kThreads, stream, p);
   });
 }

@@ -107,6 +107,13 @@ int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* cos, const f
                       int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size,
                       int dtype, void* stream);
 
+// As vb_rope_and_cache, with an RMSNorm over each head of q and k before the rotation. Heads are rotated whole, and
+// head_dim / 16 is a power of two. q_weight, k_weight: [head_dim], of the dtype of qkv.
+int vb_norm_rope_and_cache(void* qkv, int64_t token_stride, const void* q_weight, const void* k_weight, float eps,
+                           const float* cos, const float* sin, const int64_t* positions, const int64_t* slots, void* key_cache,
+                           void* value_cache, int64_t page_stride, int64_t slot_stride, int64_t head_stride, int tokens,
+                           int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size, int dtype, void* stream);
+
 // out = rms_norm(x + residual) * weight and residual += x (residual may be null: out = rms_norm(x) * weight). out may be x.
 int vb_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t tokens, int hidden, float eps, int dtype,
                 void* stream);

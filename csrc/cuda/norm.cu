@@ -1,6 +1,7 @@
 // RMSNorm with the residual addition fused, and the gated activation. They round where the plain torch versions round, so
 // that both give the same bits but for the order of a sum.
 #include "elementwise.cuh"
+#include "launch.cuh"
 
 namespace vb {
 namespace {
@@ -10,6 +11,7 @@ constexpr int kMaxVecs = 4;  // 16-byte units a thread keeps in registers
 // One block a row; every thread holds its part of the row, so that x is read once.
 template <typename T>
 __global__ void __launch_bounds__(512) rms_norm_kernel(const T* x, T* residual, const T* weight, T* out, int hidden, float eps) {
+  wait_for_previous();
   const int64_t row = int64_t(blockIdx.x) * hidden;
   const int units = hidden / 8;
   Vec8 kept[kMaxVecs];
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(512) rms_norm_kernel(const T* x, T* residual, 
 
 template <typename T>
 __global__ void __launch_bounds__(256) silu_and_mul_kernel(const T* gate_up, T* out, int64_t total_units, int n) {
+  wait_for_previous();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (i >= total_units) return;
   const int units = n / 8, channel = i % units * 8;
@@ -85,9 +88,8 @@ extern "C" int vb_rms_norm(const void* x, void* residual, const void* weight, vo
   while (threads < 512 && threads * 8 * 2 < hidden) threads *= 2;
   return dispatch_dtype(dtype, [&](auto t) -> int {
     using T = decltype(t);
-    rms_norm_kernel<T><<<static_cast<unsigned>(tokens), threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), static_cast<T*>(out), hidden, eps);
-    return cudaGetLastError();
+    return launch_early(rms_norm_kernel<T>, static_cast<unsigned>(tokens), threads, stream, static_cast<const T*>(x),
+                        static_cast<T*>(residual), static_cast<const T*>(weight), static_cast<T*>(out), hidden, eps);
   });
 }
 
@@ -98,8 +100,7 @@ extern "C" int vb_silu_and_mul(const void* gate_up, void* out, int64_t tokens, i
   if (units == 0) return 0;
   return dispatch_dtype(dtype, [&](auto t) -> int {
     using T = decltype(t);
-    silu_and_mul_kernel<T><<<static_cast<unsigned>((units + 255) / 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(gate_up), static_cast<T*>(out), units, n);
-    return cudaGetLastError();
+    return launch_early(silu_and_mul_kernel<T>, static_cast<unsigned>((units + 255) / 256), 256, stream,
+                        static_cast<const T*>(gate_up), static_cast<T*>(out), units, n);
   });
 }

@@ -7,15 +7,16 @@ from torch import nn
 
 from vllm_blend import ops
 from vllm_blend.attention.context import current_context
+from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.rotary import RotaryEmbedding
 
 
 class Attention(nn.Module):
     """Attention of one decoder layer over the paged KV cache of the current forward context.
 
-    `forward(q, k, v)` takes flat [tokens, heads * head_dim] projections before RoPE and returns the flat attention
-    output and, when a hook narrowed the step here, the rows that are still active (the caller drops the others from its
-    residual).
+    `forward(q, k, v)` takes flat [tokens, heads * head_dim] projections before RoPE, and the norms of each head of q
+    and k where the architecture has them (of one eps). It returns the flat attention output and, when the step was
+    narrowed here, the rows that are still active (the caller drops the others from its residual).
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         context = current_context()
         for hook in context.hooks:
             hook.before_layer(self.layer_idx)
@@ -48,8 +51,15 @@ class Attention(nn.Module):
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
         if not watching:
             cos, sin = self.rotary.at(at)
-            q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, cache.key, cache.value, metadata.slot_mapping)
+            places = (cos, sin, cache.key, cache.value, metadata.slot_mapping)
+            if norms is None:
+                q = ops.rotary_and_cache(q, k_unrotated, v, *places)
+            else:
+                weights = (norms[0].weight, norms[1].weight, norms[0].eps)
+                q = ops.norm_rotary_and_cache(q, k_unrotated, v, *weights, *places)
         else:
+            if norms is not None:
+                q, k_unrotated = norms[0](q), norms[1](k_unrotated)
             q, k = self.rotary(at, q, k_unrotated)
             for hook in watching:
                 kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept

@@ -118,11 +118,8 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> tuple[Product, torch.Tensor | None]:
         """hidden [T, hidden_size] -> output [T', hidden_size] and the rows kept, when a hook kept fewer."""
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
-        if self.q_norm is not None and self.k_norm is not None:
-            head_dim = self.attn.head_dim
-            q = self.q_norm(q.view(-1, self.attn.num_heads, head_dim))
-            k = self.k_norm(k.view(-1, self.attn.num_kv_heads, head_dim))
-        out, rows = self.attn(q, k, v)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        out, rows = self.attn(q, k, v, norms)
         return self.o_proj.product(out), rows
 
 

@@ -8,6 +8,7 @@ import torch
 
 from vllm_blend.ops import cpu, cuda
 from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops.layernorm import rms_norm
 from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
 
 
@@ -47,6 +48,33 @@ def rotary_and_cache(
         return cpu.rotary_and_cache(kernels, q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
     reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, key_cache, value_cache, slot_mapping)
     return rotary_embedding_reference(q, cos, sin)
+
+
+def norm_rotary_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """`rotary_and_cache` of q and k whose heads are normalised first (`rms_norm`, weights [head_dim]), as in Qwen3.
+
+    On a GPU one kernel does it all, and q and k may be overwritten.
+    """
+    head_dim, half = q.shape[2], cos.shape[-1]
+    whole = 2 * half == head_dim and 16 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
+    if whole and len(q) and cuda.takes(q, head_dim, half) and cuda.are_packed(q, k, v):
+        rows = _arange(len(q), q.device)  # the tables are gathered already: token i has row i of them
+        cuda.norm_rope_and_cache(q, k, v, q_weight, k_weight, eps, cos, sin, rows, key_cache, value_cache, slot_mapping)
+        return q
+    q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return rotary_and_cache(q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
 
 
 def place_chunk(

@@ -57,6 +57,7 @@ _SIGNATURES = {
     "vb_place_chunk": (_P, _P, _L, _L, _P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _I, _I, _P),
     "vb_reshape_and_cache": (_P, _P, _L, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _P),
     "vb_rope_and_cache": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _I, _I, _I, _P),
+    "vb_norm_rope_and_cache": (_P, _L, _P, _P, _F, *(_P,) * 6, _L, _L, _L, *(_I,) * 7, _P),
     "vb_rms_norm": (_P, _P, _P, _P, _L, _I, _F, _I, _P),
     "vb_silu_and_mul": (_P, _P, _L, _I, _I, _P),
     "vb_kv_deviation": (_P, _L, _P, _P, _P, _L, _L, _L, _P, _I, _I, _I, _I, _I, _P),
@@ -308,6 +309,39 @@ def rope_and_cache(
     )  # fmt: skip
     if code:
         _check("rope_and_cache", code)
+
+
+def norm_rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rows: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `rope_and_cache`, with an RMSNorm over each head of q and k before the rotation; weights [head_dim]. Heads are
+    rotated whole, by a power of two of 16 channels."""
+    cache = cache_view(key_cache, value_cache)
+    tokens, q_heads, head_dim = q.shape
+    if tokens and not are_packed(q, k, v):
+        raise ValueError("q, k and v must lie side by side in one buffer [tokens, q, k and v]")
+    if not (q.dtype == cache.torch_dtype and k.shape[1] == cache.kv_heads and head_dim == cache.head_dim):
+        raise ValueError(f"q {tuple(q.shape)} {q.dtype} and {k.shape[1]} KV heads do not fit the cache")
+    code = _library().vb_norm_rope_and_cache(
+        q.data_ptr(), q.stride(0), _expect(q_weight, "q_weight", q.dtype), _expect(k_weight, "k_weight", q.dtype), eps,
+        _expect(cos, "cos", torch.float32), _expect(sin, "sin", torch.float32), _expect(rows, "rows", torch.int64),
+        _expect(slot_mapping, "slot_mapping", torch.int64), cache.key, cache.value, cache.page_stride,
+        cache.slot_stride, cache.head_stride, tokens, q_heads, cache.kv_heads, head_dim, cos.shape[1],
+        cache.block_size, cache.dtype, _stream(q),
+    )  # fmt: skip
+    if code:
+        _check("norm_rope_and_cache", code)
 
 
 def are_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
