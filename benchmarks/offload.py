@@ -1,6 +1,7 @@
 """Time per output token with most chunks off the device, against all on it. On a CPU, two pools stand for GPU and CPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --mode resident
+    python -m benchmarks.offload --device cuda --shape mistral-7b --mode resident --tokens 100
 
 Both engines answer the same prompts in this process, in turns, so that other work on the machine meets both alike.
 Prompts are random token ids; the model has random weights of the shape given.
@@ -9,6 +10,7 @@ Prompts are random token ids; the model has random weights of the shape given.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
@@ -19,13 +21,20 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.engine_gpu import MISTRAL_7B, QWEN3_06B
 from vllm_blend import LLM, SamplingParams
 
 VOCABULARY = 2048
+SHAPES = {"mistral-7b": MISTRAL_7B, "qwen3-0.6b": QWEN3_06B}
 
 
-def make_model(directory: Path, layers: int, hidden: int, max_len: int) -> None:
-    """config.json of a Llama, whose weights the engine draws, and the demo model's tokenizer."""
+def make_model(directory: Path, shape: str, layers: int, hidden: int, max_len: int) -> None:
+    """config.json of a model whose weights the engine draws, and the demo model's tokenizer."""
+    demo = Path(__file__).parents[1] / "inputs" / "demo-model"
+    PreTrainedTokenizerFast.from_pretrained(demo).save_pretrained(directory)
+    if shape in SHAPES:
+        (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
+        return
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -37,8 +46,6 @@ def make_model(directory: Path, layers: int, hidden: int, max_len: int) -> None:
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(directory)
-    demo = Path(__file__).parents[1] / "inputs" / "demo-model"
-    PreTrainedTokenizerFast.from_pretrained(demo).save_pretrained(directory)
 
 
 def decode_seconds(llm: LLM, prompts: list[Any], tokens: int) -> list[float]:
@@ -66,6 +73,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=("small", *SHAPES), default="small", help="small: --layers of --hidden")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
     args = parser.parse_args()
@@ -80,8 +89,11 @@ def main() -> None:
     ]
     length = 16 + args.chunks * args.chunk_tokens + 20 + args.tokens
     with TemporaryDirectory() as folder:
-        make_model(Path(folder), args.layers, args.hidden, length + 64)
-        common: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "enable_prefix_caching": True}
+        make_model(Path(folder), args.shape, args.layers, args.hidden, length + 64)
+        common: dict[str, Any] = {"device": args.device, "load_format": "dummy", "enable_prefix_caching": True}
+        common |= {"max_model_len": length + 64, "max_num_seqs": max(4, args.batch)}
+        if args.device != "cpu":  # two engines share the GPU
+            common |= {"gpu_memory_utilization": 0.4, "num_gpu_blocks_override": 3 * args.batch * length // 16}
         moving = {"offload_mode": args.mode, "offload_device_fraction": args.fraction}
         engines = {
             "all on the device": LLM(folder, **common),
@@ -93,8 +105,9 @@ def main() -> None:
                 measured = decode_seconds(llm, prompts, args.tokens)
                 times[name] += measured if turn else []  # the first round warms up, and fills the prefix cache
     print(
-        f"{torch.get_num_threads()} threads, {args.layers} layers of {args.hidden}, batch {args.batch}, prompts of "
-        f"{length - args.tokens} tokens in {args.chunks} chunks, {args.predictor}"
+        f"{torch.cuda.get_device_name() if args.device != 'cpu' else f'{torch.get_num_threads()} threads'}, "
+        f"{args.shape if args.shape in SHAPES else f'{args.layers} layers of {args.hidden}'}, batch {args.batch}, "
+        f"prompts of {length - args.tokens} tokens in {args.chunks} chunks, {args.predictor}"
     )
     medians = {name: 1000 * statistics.median(values) for name, values in times.items()}
     for name, value in medians.items():

@@ -1,34 +1,54 @@
 """Speculative decoding against plain decoding, one request at a time: accepted tokens and speed.
 
-    OMP_NUM_THREADS=1 python benchmarks/spec_decode.py --markdown benchmarks/results/spec_decode_cpu.md
+    OMP_NUM_THREADS=1 python -m benchmarks.spec_decode --markdown benchmarks/results/spec_decode_cpu.md
+    python -m benchmarks.spec_decode --device cuda --shape mistral-7b --works random --requests 40
 
 Every request runs with each drafter and plain, in turns and several times, and each of its times is the least of these:
 other work on the machine does not count. Plain is the drafter's own engine with drafting switched off, as two equal
 engines need not be equally fast: where their weights lie in memory matters more than what is measured here. Prefixes
-are cached, so that runs differ in decoding alone. The speed-up is of the time from the first token to the last;
-"whole call" includes the rest. The last rows are the worst case: random tokens, where every draft is wrong. Answers
-must be equal, or the run fails.
+are cached, so that runs differ in decoding alone. The speed-up is of the time from the first token to the last, "median
+pair" that of the median request; "whole call" includes the rest. The last rows are the worst case: random tokens, where
+no draft of a real drafter is right and few are made, and where "always_wrong" makes as many as it may. Answers must be
+equal, or the run fails (on a GPU, rounding differs with the rows of a step: they are not compared).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from benchmarks.offload import SHAPES, make_model
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import prompt_for
-from vllm_blend.spec_decode.drafters import DRAFTERS
+from vllm_blend.spec_decode.drafters import DRAFTERS, Drafter, History, register_drafter
 
 DATASETS = ("musique_s", "wikimqa_s", "samsum")
-HEAD = "| requests | drafter | tokens per step | accepted of drafted | drafts in steps | decode speed-up | whole call |"
+RANDOM = "random"
+HEAD = (
+    "| requests | drafter | tokens per step | accepted of drafted | drafts in steps | decode speed-up | median pair "
+    "| whole call |"
+)
+
+
+@register_drafter
+@dataclass(frozen=True)
+class AlwaysWrong(Drafter):
+    """Drafts as much as it may, and a token that random draws hardly ever give."""
+
+    name: ClassVar[str] = "always_wrong"
+
+    def propose(self, history: History, count: int) -> list[int]:
+        return [2] * count
 
 
 @dataclass
@@ -46,6 +66,7 @@ class Tally:
 
     decode: float = 0.0  # seconds
     whole: float = 0.0
+    times: list[float] = field(default_factory=list)  # of decoding, by request
     answers: list[list[int]] = field(default_factory=list)
     steps: int = 0  # of decoding, after the first token
     drafts: int = 0
@@ -57,23 +78,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
-    parser.add_argument("--requests", type=int, default=40, help="of each data set")
+    parser.add_argument("--requests", type=int, default=40, help="of each data set; a quarter as many random ones")
+    parser.add_argument("--works", nargs="+", choices=[*DATASETS, RANDOM], default=[*DATASETS, RANDOM])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead of --model")
+    parser.add_argument("--forget", action="store_true", help="every request begins as the first one of an engine")
+    parser.add_argument("--output-tokens", type=int, default=64, help="of random requests")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--markdown", help="file to write the table to")
     args = parser.parse_args()
 
-    engines = {}
-    for method in sorted(DRAFTERS):
-        config = {"method": method, "num_speculative_tokens": args.tokens}
-        engines[method] = LLM(args.model, speculative_config=config)
-    lines = [f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.tokens} draft tokens at most", ""]
+    options: dict[str, Any] = {"device": args.device, "max_num_seqs": 16 if args.device == "cpu" else 32}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape is not None:
+            make_model(Path(folder), args.shape, 0, 0, 0)
+            options |= {"load_format": "dummy", "max_model_len": 2048, "num_gpu_blocks_override": 1024}
+        engines = {
+            method: LLM(
+                folder if args.shape else args.model,
+                speculative_config={"method": method, "num_speculative_tokens": args.tokens},
+                **options,
+            )
+            for method in sorted(DRAFTERS)
+            if RANDOM in args.works or method != AlwaysWrong.name
+        }
+    where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
+    model = args.shape or Path(args.model).name
+    lines = [f"{where}, torch {torch.__version__}, {model}, {args.tokens} draft tokens at most", ""]
     lines += [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
-    works = [data_set(args.inputs, name, args.requests) for name in DATASETS]
+    works = [data_set(args.inputs, name, args.requests) for name in args.works if name != RANDOM]
+    if RANDOM in args.works:
+        works.append(random_tokens(max(3, args.requests // 4), args.output_tokens, next(iter(engines.values()))))
     print(*lines, sep="\n", flush=True)
-    for work in [*works, random_tokens(args.requests // 4, engines["ngram"])]:
+    for work in works:
         for method, llm in engines.items():
-            lines.append(row(work, method, *measure(llm, work, args.repeats)))
+            if method == AlwaysWrong.name and work.name != RANDOM:
+                continue
+            lines.append(
+                row(work, method, *measure(llm, work, args.repeats, args.forget), compared=args.device == "cpu")
+            )
             print(lines[-1], flush=True)
     if args.markdown:
         Path(args.markdown).write_text("# Speculative decoding, batch 1\n\n" + "\n".join(lines) + "\n")
@@ -86,23 +130,28 @@ def data_set(folder: str, name: str, count: int) -> Work:
     return Work(name, prompts, SamplingParams(temperature=0, max_tokens=prompt_for(name).max_tokens, stop=["\n"]))
 
 
-def random_tokens(count: int, llm: LLM) -> Work:
+def random_tokens(count: int, num_tokens: int, llm: LLM) -> Work:
     """Prompts and draws that nothing foresees: a temperature that makes all tokens alike."""
     rng, vocabulary = random.Random(0), llm.llm_engine.hf_config.vocab_size
     prompts = [{"prompt_token_ids": [rng.randrange(3, vocabulary) for _ in range(500)]} for _ in range(count)]
-    return Work("random tokens", prompts, SamplingParams(temperature=50.0, seed=1, max_tokens=64, ignore_eos=True))
+    asked = SamplingParams(temperature=50.0, seed=1, max_tokens=num_tokens, ignore_eos=True)
+    return Work(RANDOM, prompts, asked)
 
 
-def measure(llm: LLM, work: Work, repeats: int) -> tuple[Tally, Tally]:
-    """Plain and with drafts, one request at a time."""
+def measure(llm: LLM, work: Work, repeats: int, forget: bool) -> tuple[Tally, Tally]:
+    """Plain and with drafts, one request at a time. `forget` what earlier requests have taught the drafter."""
     engine = llm.llm_engine
-    drafting = engine.speculation
+    drafting, ahead = engine.speculation, engine.config.scheduler.runs_ahead(torch.device(engine.config.model.device))
+    ahead_drafting = engine.async_scheduling
     plain, spec = Tally(), Tally()
     for prompt in work.prompts:
         best: dict[int, tuple[float, float]] = {}
         for turn in range(repeats + 1):
             for tally in (plain, spec) if turn % 2 else (spec, plain):
                 engine.speculation = drafting if tally is spec else None
+                engine.async_scheduling = ahead_drafting if tally is spec else ahead
+                if forget and drafting is not None:
+                    drafting.speculator.__post_init__()
                 before = counts(llm)
                 started = time.perf_counter()
                 [output] = llm.generate([prompt], work.params, use_tqdm=False)
@@ -125,6 +174,7 @@ def measure(llm: LLM, work: Work, repeats: int) -> tuple[Tally, Tally]:
         for tally in (plain, spec):
             decode, whole = best[id(tally)]
             tally.decode += decode
+            tally.times.append(decode)
             tally.whole += whole
     return plain, spec
 
@@ -134,8 +184,8 @@ def counts(llm: LLM) -> Sequence[int]:
     return metrics.num_steps, metrics.spec_drafts, metrics.spec_draft_tokens, metrics.spec_accepted_tokens
 
 
-def row(work: Work, method: str, plain: Tally, spec: Tally) -> str:
-    if spec.answers != plain.answers:
+def row(work: Work, method: str, plain: Tally, spec: Tally, compared: bool) -> str:
+    if compared and spec.answers != plain.answers:
         raise RuntimeError(f"{work.name}: {method} changed answers")
     cells = [
         f"{len(work.prompts)} x {work.name}",
@@ -144,6 +194,7 @@ def row(work: Work, method: str, plain: Tally, spec: Tally) -> str:
         f"{spec.accepted / max(1, spec.drafted):.0%}",
         f"{spec.drafts / max(1, spec.steps):.0%}",
         f"{plain.decode / max(1e-9, spec.decode):.2f}x",
+        f"{statistics.median(a / max(1e-9, b) for a, b in zip(plain.times, spec.times, strict=True)):.3f}x",
         f"{plain.whole / spec.whole:.2f}x",
     ]
     return "| " + " | ".join(cells) + " |"

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests import settings
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import demo_prompt, engine, greedy, run
+from tests.settings import Settings
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import StreamCopies
 
 pytestmark = pytest.mark.gpu
 
-PARAMS = greedy(12, logprobs=5, ignore_eos=True)
+COMMON: dict[str, Any] = {
+    "device": "cuda",
+    "enable_blending": True,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 1024,
+}
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def on_gpu(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Arguments of engines on the GPU; outputs are compared by the rules of their dtype."""
+    before = settings.current()
+    settings.use(Settings("cuda", request.param))
+    yield COMMON | {"dtype": request.param}
+    settings.use(before)
+
+
+def params() -> Any:
+    return greedy(12, logprobs=5, ignore_eos=True)
 
 
 def test_blocks_cross_the_link_and_come_back():
@@ -40,24 +61,65 @@ def _wait(ticket: Any) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_exact_mode_gives_the_answers_of_all_on_the_gpu(share):
+@pytest.mark.parametrize("predictor", ["retrieval_rank", "query_digest", "attention_mass"])
+def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor):
     prompts = [demo_prompt(index, 6) for index in range(3)]
-    with engine(enable_blending=True) as llm:
-        expected = run(llm, prompts, PARAMS)
-    with engine(enable_blending=True, offload_mode="exact", offload_device_fraction=share) as llm:
-        for left, right in zip(run(llm, prompts, PARAMS), expected, strict=True):
+    with engine(**on_gpu) as llm:
+        expected = run(llm, prompts, params())
+        assert llm.llm_engine.model_executor.driver_worker.device.type == "cuda"
+    moving = {"offload_mode": "exact", "offload_device_fraction": share, "offload_predictor": predictor}
+    with engine(**on_gpu, **moving) as llm:
+        for left, right in zip(run(llm, prompts, params()), expected, strict=True):
             assert_same_logprobs(left, right)
+        offload = llm.llm_engine.offload
+        assert offload is not None
+        assert (offload.scheduler.num_evictions > 0) == (share < 1)
 
 
-def test_resident_mode_is_the_same_with_and_without_graphs():
+@pytest.mark.parametrize("predictor", ["retrieval_rank", "query_digest"])
+def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor):
+    """What is seen depends on when copies arrive, so all chunks are told to leave, and leave before the second step."""
     prompts = [demo_prompt(index, 6) for index in range(3)]
-    settings: dict[str, Any] = {"enable_blending": True, "offload_mode": "resident"}
-    settings |= {"offload_predictor": "retrieval_rank", "async_scheduling": False}
+    moving: dict[str, Any] = {"offload_mode": "resident", "offload_predictor": predictor, "async_scheduling": False}
     outputs = []
     for eager in (False, True):
-        with engine(**settings, enforce_eager=eager) as llm:
-            outputs.append(run(llm, prompts, PARAMS))
+        with engine(**on_gpu, **moving, offload_resident_chunks=0, enforce_eager=eager) as llm:
+            _synchronous_copies(llm)
+            graphs = llm.llm_engine.model_executor.driver_worker.model_runner.decode_graphs
+            assert (graphs is None) is (eager or on_gpu["dtype"] not in _graph_dtypes())
+            outputs.append(run(llm, prompts, params()))
             offload = llm.llm_engine.offload
             assert offload is not None and offload.scheduler.num_evictions > 0
     for left, right in zip(*outputs, strict=True):
         assert_same_logprobs(left, right)
+
+
+def _synchronous_copies(llm: Any) -> None:
+    """Every copy is over when `submit` returns: placements do not depend on the speed of the link."""
+    copies = llm.llm_engine.offload.scheduler.copies
+    submit = StreamCopies.submit
+
+    def submitted(*arguments: Any) -> Any:
+        ticket = submit(copies, *arguments)
+        copies.stream.synchronize()
+        return ticket
+
+    copies.submit = submitted
+
+
+def _graph_dtypes() -> list[str]:
+    """Where a backend has decode graphs: not plain torch, the only one for float32."""
+    return ["bfloat16"]
+
+
+def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu):
+    """Blocks that leave are given to others at once: answers of a second batch are those of a fresh engine."""
+    prompts = [demo_prompt(index, 6) for index in range(6)]
+    with engine(**on_gpu) as llm:
+        expected = run(llm, prompts, params())
+    small = on_gpu | {"num_gpu_blocks_override": 200, "max_model_len": 1024}
+    with engine(**small, offload_mode="exact", offload_predictor="attention_mass") as llm:
+        for batch in (prompts, prompts[::-1]):
+            wanted = expected if batch is prompts else expected[::-1]
+            for left, right in zip(run(llm, batch, params()), wanted, strict=True):
+                assert_same_logprobs(left, right)
