@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--inputs", default="inputs")
     parser.add_argument("--requests", type=int, default=40, help="of each data set; a quarter as many random ones")
     parser.add_argument("--works", nargs="+", choices=[*DATASETS, RANDOM], default=[*DATASETS, RANDOM])
+    parser.add_argument("--drafters", nargs="+", choices=sorted(DRAFTERS), default=sorted(DRAFTERS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead of --model")
     parser.add_argument("--forget", action="store_true", help="every request begins as the first one of an engine")
@@ -100,7 +101,7 @@ def main() -> None:
                 speculative_config={"method": method, "num_speculative_tokens": args.tokens},
                 **options,
             )
-            for method in sorted(DRAFTERS)
+            for method in args.drafters
             if RANDOM in args.works or method != AlwaysWrong.name
         }
     where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
