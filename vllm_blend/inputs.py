@@ -26,6 +26,7 @@ class _ChunkedPromptOptions(TypedDict, total=False):
     blend_selector: str
     blend_recompute_ratio: float
     chunk_ranking: list[int]
+    in_place_chunks: list[int]
 
 
 class ChunkedPrompt(_ChunkedPromptOptions):
@@ -33,6 +34,8 @@ class ChunkedPrompt(_ChunkedPromptOptions):
 
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `chunk_ranking` has
     numbers of chunks, most relevant first: where chunks move while decoding, the first ones are on the device at first.
+    `in_place_chunks` has numbers of chunks that are not worth storing: where nothing is stored for one, it is computed
+    where it stands, as prefill does it, and leaves nothing in the store.
     """
 
     prefix: str | list[int]
@@ -42,7 +45,15 @@ class ChunkedPrompt(_ChunkedPromptOptions):
 
 PromptType: TypeAlias = "str | TextPrompt | TokensPrompt | ChunkedPrompt"
 
-_CHUNKED_KEYS = {"prefix", "chunks", "suffix", "blend_selector", "blend_recompute_ratio", "chunk_ranking"}
+_CHUNKED_KEYS = {
+    "prefix",
+    "chunks",
+    "suffix",
+    "blend_selector",
+    "blend_recompute_ratio",
+    "chunk_ranking",
+    "in_place_chunks",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class ParsedPrompt:
     blend_selector: str | None = None
     blend_recompute_ratio: float | None = None
     chunk_ranking: tuple[int, ...] = ()
+    in_place_chunks: tuple[int, ...] = ()
 
 
 def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
@@ -104,18 +116,19 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         context.chunk_bounds,
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
-        _check_ranking(prompt.get("chunk_ranking", ()), len(context.chunk_bounds)),
+        _check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
+        _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
     )
 
 
-def _check_ranking(ranking: Any, num_chunks: int) -> tuple[int, ...]:
-    if isinstance(ranking, (str, bytes)) or not hasattr(ranking, "__iter__"):
-        raise TypeError(f"chunk_ranking must be a list of chunk numbers, not {type(ranking).__name__}")
-    checked = [_index(entry, f"chunk_ranking[{index}]") for index, entry in enumerate(ranking)]
+def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
+    if isinstance(numbers, (str, bytes)) or not hasattr(numbers, "__iter__"):
+        raise TypeError(f"{name} must be a list of chunk numbers, not {type(numbers).__name__}")
+    checked = [_index(entry, f"{name}[{index}]") for index, entry in enumerate(numbers)]
     for index, chunk in enumerate(checked):
         if not 0 <= chunk < num_chunks or chunk in checked[:index]:
             raise ValueError(
-                f"chunk_ranking[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
+                f"{name}[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
             )
     return tuple(checked)
 

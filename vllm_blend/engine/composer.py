@@ -6,6 +6,9 @@ segment, the chunk is the suffix. Several requests that lack the same chunk shar
 
 Where the store has tiers below the memory, what is not in memory is asked for there first, in other threads, and
 encoded when it is not there, damaged or late.
+
+Chunks that a prompt has computed in place are looked for in the same way, and never encoded: where they are not stored
+they are holes of the plan, and a prompt of which nothing is stored runs as a plain one.
 """
 
 from __future__ import annotations
@@ -182,8 +185,9 @@ class ChunkComposer:
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
-        for start, stop in parsed.chunk_bounds:
-            pieces.append(Piece(start, ChunkId.of(self.model, prefix, ids[start:stop]), start == first))
+        for index, (start, stop) in enumerate(parsed.chunk_bounds):
+            chunk = ChunkId.of(self.model, prefix, ids[start:stop])
+            pieces.append(Piece(start, chunk, start == first, in_place=index in parsed.in_place_chunks))
         return pieces
 
     def _advance(self, composition: Composition) -> list[Request]:
@@ -196,6 +200,12 @@ class ChunkComposer:
         for request in composition.requests:
             request.blocked = True
         absent = [piece for piece in missing if not self._load(composition, piece)]
+        composition.leave_out({piece.id.key for piece in absent})
+        missing = composition.missing
+        if all(self._is_idle(piece) for piece in missing) and not (missing and composition.chunks):
+            self._finish(composition)  # a prefix without chunks is not worth encoding
+            return []
+        absent = [piece for piece in missing if piece.id.key not in self._loading]
         prefix = composition.prefix
         if prefix is not None and prefix.kv is None:
             absent = [piece for piece in absent if piece is prefix]
@@ -206,6 +216,10 @@ class ChunkComposer:
                 request = self._encoding[piece.id.key] = self._encode_request(piece, prefix)
                 started.append(request)
         return started
+
+    def _is_idle(self, piece: Piece) -> bool:
+        """Whether nobody loads or encodes a piece."""
+        return piece.id.key not in self._loading and piece.id.key not in self._encoding
 
     def _load(self, composition: Composition, piece: Piece) -> bool:
         """Have a piece loaded by another thread; False where it has to be encoded."""
@@ -262,8 +276,9 @@ class ChunkComposer:
         if not composition.requests:
             return
         segments = [Segment(p.start, p.kv, p.exact) for p in composition.pieces if p.kv is not None]
-        plan = self._plan(composition.parsed, segments)
-        plan = self._controlled(plan, composition.parsed)
+        plan = None  # nothing is reused but perhaps the prefix, which is the prefix cache's business
+        if composition.chunks:
+            plan = self._controlled(self._plan(composition.parsed, segments), composition.parsed)
         for request in composition.requests:
             request.blend, request.blocked = plan, False
             if composition.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request

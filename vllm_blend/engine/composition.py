@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from vllm_blend.inputs import ParsedPrompt
@@ -21,6 +21,7 @@ class Piece:
     id: ChunkId
     exact: bool
     kv: ChunkKV | None = None
+    in_place: bool = False  # computed where it stands unless it is stored
 
 
 @dataclass(eq=False)
@@ -43,8 +44,16 @@ class Composition:
         return self.pieces[0] if self.parsed.chunk_bounds[0][0] else None
 
     @property
+    def chunks(self) -> list[Piece]:
+        return self.pieces if self.prefix is None else self.pieces[1:]
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(piece.id.token_ids) for piece in self.pieces)
+
+    def leave_out(self, keys: Container[str]) -> None:
+        """Compute those of these chunks where they stand that may be."""
+        self.pieces = [piece for piece in self.pieces if not (piece.in_place and piece.id.key in keys)]
 
     def fill(self, key: str, kv: ChunkKV | None) -> None:
         """The KV of a chunk has arrived; None: it has not, and will not."""
