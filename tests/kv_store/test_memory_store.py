@@ -82,3 +82,27 @@ def test_chunk_kv_must_be_layers_by_tokens_by_heads() -> None:
         ChunkKV(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4))
     with pytest.raises(ValueError, match=r"\[1, 2, 2, 4\].*\[1, 3, 2, 4\]"):
         ChunkKV(torch.zeros(1, 2, 2, 4), torch.zeros(1, 3, 2, 4))
+
+
+def test_pinned_chunks_stay() -> None:
+    """And what only they could make room for is not kept."""
+    store = MemoryChunkStore(10 * TOKEN_BYTES)
+    for key in "abc":
+        store.put(key, chunk(3))
+    store.pin("a")
+    store.pin("a")
+    store.pin("later")
+    store.put("d", chunk(4))
+    assert [key in store for key in "abcd"] == [True, False, True, True]
+    assert store.room == 7 * TOKEN_BYTES
+    store.put("e", chunk(8))
+    assert "e" not in store and "a" in store
+    store.unpin("a")
+    assert store.room == 7 * TOKEN_BYTES
+    store.unpin("a")
+    store.put("e", chunk(8))
+    assert "e" in store and "a" not in store
+    store.put("later", chunk(1))
+    assert store.bytes_of("later") == TOKEN_BYTES and store.room == 9 * TOKEN_BYTES
+    store.put("f", chunk(9))
+    assert "later" in store and "e" not in store and store.bytes_of("e") == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 
@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryChunkStore:
-    """Least recently used chunks leave first when the budget is reached; a chunk larger than the budget is not kept.
+    """Least recently used chunks leave first when the budget is reached; a chunk larger than the budget is not kept, nor
+    is one for which only pinned chunks would have to leave.
 
     Chunks are kept on `device`, or where they are (None). The tensors are never written to: whoever places a chunk
     copies it into pages of its own.
@@ -30,6 +31,7 @@ class MemoryChunkStore:
         self.num_hits = 0
         self.num_misses = 0
         self._chunks: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._pins: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -52,7 +54,8 @@ class MemoryChunkStore:
         if self._size(chunk) > self.budget_bytes:
             return chunk
         while self.num_bytes + self._size(chunk) > self.budget_bytes:
-            self._evict()
+            if not self._evict():
+                return chunk
         if self.device is not None:
             chunk = ChunkKV(chunk.k.to(self.device), chunk.v.to(self.device))
         self._keep(key, chunk)
@@ -77,12 +80,35 @@ class MemoryChunkStore:
         if chunk is not None:
             self.num_bytes -= self._size(chunk)
 
+    def pin(self, key: str) -> None:
+        """Do not evict what is stored under `key`, now or later, until it is unpinned as often."""
+        self._pins[key] += 1
+
+    def unpin(self, key: str) -> None:
+        self._pins[key] -= 1
+        if self._pins[key] <= 0:
+            del self._pins[key]
+
+    def bytes_of(self, key: str) -> int:
+        """What a chunk takes of the budget, 0 where it is not there. No use of it."""
+        chunk = self._chunks.get(key)
+        return 0 if chunk is None else self._size(chunk)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the budget that are not pinned: what a chunk may take at most."""
+        return self.budget_bytes - sum(self.bytes_of(key) for key in self._pins)
+
     def clear(self) -> None:
         self._chunks.clear()
         self.num_bytes = 0
 
-    def _evict(self) -> None:
-        self.remove(next(iter(self._chunks)))
+    def _evict(self) -> bool:
+        """Drop the least recently used chunk that is not pinned; False where there is none."""
+        key = next((key for key in self._chunks if key not in self._pins), None)
+        if key is not None:
+            self.remove(key)
+        return key is not None
 
     def _keep(self, key: str, chunk: ChunkKV) -> None:
         self._chunks[key] = chunk
@@ -130,8 +156,7 @@ class PinnedChunkStore(MemoryChunkStore):
         if piece_bytes(num_bytes) > self.budget_bytes:
             return None
         memory = self.arena.allocate(num_bytes)
-        while memory is None and self._chunks:
-            self._evict()
+        while memory is None and self._evict():
             memory = self.arena.allocate(num_bytes)
         return memory
 

@@ -164,6 +164,24 @@ class TieredChunkStore:
             tier.writer.put(key, chunk)
         return chunk
 
+    def pin(self, key: str) -> None:
+        """Keep a chunk in memory once it is there."""
+        with self._lock:
+            self.memory.pin(key)
+
+    def unpin(self, key: str) -> None:
+        with self._lock:
+            self.memory.unpin(key)
+
+    def bytes_of(self, key: str) -> int:
+        """What a chunk takes of the memory."""
+        return self.memory.bytes_of(key)
+
+    @property
+    def room(self) -> int:
+        with self._lock:
+            return self.memory.room
+
     def remove(self, key: str) -> None:
         """Drop a chunk from every tier."""
         with self._lock:
