@@ -338,11 +338,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.speculative is None or not self.scheduler.async_scheduling,
-            "async_scheduling=True and speculative_config exclude each other, as drafting needs the tokens that a step "
-            "ahead does not wait for: leave one of them out",
-        )
-        require(
             self.tensor_parallel_size == 1,
             f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported by the single-process executor",
         )
@@ -357,5 +352,5 @@ class EngineConfig:
             )
 
     def runs_ahead(self, device: torch.device) -> bool:
-        """Whether a step is queued before the last one is read."""
-        return self.speculative is None and self.scheduler.runs_ahead(device)
+        """Whether a step is queued before the last one is read, where nobody drafts."""
+        return self.scheduler.runs_ahead(device)

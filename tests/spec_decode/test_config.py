@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 import pytest
@@ -51,15 +50,9 @@ def test_a_bad_option_fails_before_anything_is_loaded() -> None:
         LLM("no such model", speculative_config={"method": "medusa"})
 
 
-def test_running_ahead_and_speculation_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=re.escape("async_scheduling=True and speculative_config exclude each other")):
-        config(speculative_config={"method": "ngram"}, async_scheduling=True)
-
-
-def test_an_engine_that_speculates_does_not_run_ahead() -> None:
+def test_an_engine_that_speculates_runs_ahead_where_others_do() -> None:
     gpu = torch.device("cuda")
-    assert config().runs_ahead(gpu)
-    assert not config(speculative_config={"method": "ngram"}).runs_ahead(gpu)
+    assert config(speculative_config={"method": "ngram"}).runs_ahead(gpu)
     assert not config(speculative_config={"method": "ngram"}, async_scheduling=False).runs_ahead(gpu)
 
 

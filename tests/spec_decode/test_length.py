@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from vllm_blend.spec_decode.drafters import NGram
@@ -71,3 +73,20 @@ def test_a_limit_is_kept() -> None:
     speculation = Speculator(NGram(), 8).begin([1, 2, 3, 4, 5, 1], [2], ())
     assert speculation.propose(1, 2) == [3, 4]
     assert speculation.propose(1, 0) == []
+
+
+def test_looks_that_find_nothing_become_rarer_where_they_cost_something() -> None:
+    length = DraftLength(8)
+    looks = []
+    for step in range(100):
+        if length.rests(1):
+            length.passed_by()
+            continue
+        assert length.next() > 0
+        looks.append(step)
+        length.found(False)
+    assert looks[:5] == [0, 2, 5, 10, 19]
+    assert {b - a for a, b in itertools.pairwise(looks[5:])} == {17}
+    length.wait = 0
+    length.found(True)
+    assert not length.rests(1) and length.rests(100), "100 sequences pay too much for each others' rows"

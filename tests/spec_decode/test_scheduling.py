@@ -34,7 +34,7 @@ def test_drafts_are_computed_behind_the_last_token() -> None:
     assert item == ScheduledRequest(request, 3, 3, drafts=(51, 52))
     assert (item.known_stop, item.stop) == (4, 6)
     assert item.samples
-    assert not item.is_decode, "graphs take one row of a request"
+    assert not item.is_decode
     assert len(request.block_table) == 2
     scheduler.advance(output)
     assert request.num_computed_tokens == 4

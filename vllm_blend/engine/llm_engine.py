@@ -85,7 +85,7 @@ class LLMEngine:
         self.offload = make_offload(config.offload, worker.model_runner, self.blocks, self.async_scheduling)
         if self.offload is not None:
             self.scheduler.on_release = self.offload.released
-        self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics)
+        self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics, self.async_scheduling)
         self._in_flight: _Step | None = None
         self._launch_failed = False
 
@@ -234,7 +234,7 @@ class LLMEngine:
     def _launch(self, ahead: bool) -> _Step | None:
         """Queue a step on the device; None when there is nothing to compute."""
         if self.speculation is not None:
-            self.speculation.propose(self.scheduler.running)
+            self.speculation.propose(self.scheduler.running, ahead)
         if self.offload is not None:
             self.offload.begin_step(self.scheduler.running)
         scheduled = self.scheduler.schedule(ahead)
@@ -255,6 +255,8 @@ class LLMEngine:
     def _may_run_ahead(self, step: _Step) -> bool:
         """Whether the next step can be chosen and computed before the tokens of this one are known."""
         if not self.async_scheduling or self._launch_failed:  # after an error, the next step starts from what is known
+            return False
+        if self.speculation is not None and not self.speculation.may_run_ahead(step.scheduled, self.scheduler.running):
             return False
         return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_blend.core.scheduler import SchedulerOutput
 from vllm_blend.engine.metrics import EngineMetrics
 from vllm_blend.request import Request
 from vllm_blend.spec_decode.config import SpeculativeConfig
@@ -20,10 +21,12 @@ class SpeculativeDecoding:
     metrics: EngineMetrics
 
     @classmethod
-    def of(cls, config: SpeculativeConfig | None, metrics: EngineMetrics) -> SpeculativeDecoding | None:
+    def of(
+        cls, config: SpeculativeConfig | None, metrics: EngineMetrics, runs_ahead: bool
+    ) -> SpeculativeDecoding | None:
         if config is None:
             return None
-        return cls(Speculator(config.make_drafter(), config.num_speculative_tokens), metrics)
+        return cls(Speculator(config.make_drafter(), config.num_speculative_tokens, runs_ahead), metrics)
 
     def begin(self, requests: Sequence[Request], chunk_bounds: Sequence[tuple[int, int]]) -> None:
         """Make new requests, completions of one prompt, ready for `propose`."""
@@ -32,10 +35,25 @@ class SpeculativeDecoding:
                 request.prompt_token_ids, request.output_token_ids, chunk_bounds
             )
 
-    def propose(self, running: Sequence[Request]) -> None:
-        """Set `drafts` of the requests that the next step decodes: one token of theirs is known and not computed."""
+    def may_run_ahead(self, step: SchedulerOutput, running: Sequence[Request]) -> bool:
+        """Whether the step after `step` is known without the tokens that this one draws: it verifies nothing, and
+        nobody would draft in the next one."""
+        if any(item.drafts for item in step.scheduled):
+            return False
+        decoding = [
+            r.speculation for r in running if r.speculation is not None and (r.output_token_ids or r.num_in_flight)
+        ]
+        return all(speculation.length.rests(len(decoding)) for speculation in decoding)
+
+    def propose(self, running: Sequence[Request], ahead: bool) -> None:
+        """Set `drafts` of the requests that the next step decodes: one token of theirs is known and not computed. When
+        running `ahead` that token is not known, and nobody drafts."""
         for request in running:
             request.drafts = []
+            if ahead and request.speculation is not None:
+                request.speculation.length.passed_by()
+        if ahead:
+            return
         decoding = [r for r in running if r.output_token_ids and r.num_computed_tokens == r.num_tokens - 1]
         for request in decoding:
             # past the last token that the request may have, nothing is drawn

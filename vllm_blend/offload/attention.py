@@ -158,6 +158,12 @@ class QueryTap(LayerHook):
         if layer_idx in self.layers:
             self._queries[layer_idx] = (q.clone() if self.copies else q, metadata.query_start_loc)
 
+    def by_request(self, starts: list[int]) -> QueryTap:
+        """The same queries, the rows of request r being starts[r] .. starts[r + 1] - 1."""
+        tap = QueryTap(self.layers, self.copies)
+        tap._queries = {layer: (q, starts) for layer, (q, _) in self._queries.items()}
+        return tap
+
     def last_rows(self, request: int, count: int) -> torch.Tensor:
         """[layers, count, heads, head_dim]: the last so many rows of a request of the step."""
         pieces = []

@@ -18,9 +18,10 @@ class SpeculativeConfig:
 
     `method` is "ngram" (prompt lookup, with `prompt_lookup_max` and `prompt_lookup_min`: the tokens of a match) or
     "suffix" (suffix automata). `num_speculative_tokens` is the most that is drafted; how many are depends on what was
-    accepted lately. Drafting needs the tokens of the step before, so the engine does not run ahead of them
-    (`async_scheduling`), and a step with drafts runs without a CUDA graph. With `offload_mode="resident"` what a step
-    sees depends on the moves of chunks before it, so other steps may give other answers; nowhere else.
+    accepted lately. Drafting needs the tokens of the step before: the engine runs ahead of them (`async_scheduling`)
+    only while drafting pauses, as it does where drafts fail or nothing is found to draft. With
+    `offload_mode="resident"` what a step sees depends on the moves of chunks before it, so other steps may give other
+    answers; nowhere else.
 
     Raises ValueError naming the option and the fix.
     """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 ROW_COST = 0.01
 LEAST_RATE = 0.25  # of draft tokens that are right, below which drafting stops: it then gains a third of a token
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafts after drafts have failed
+LONGEST_REST = 16  # steps without a look after looks that found nothing to draft
 DECAY = 0.9  # of what was seen, per draft
 KNOWN = 5.0  # draft tokens' worth of what a sequence takes over from the one before
 
@@ -28,6 +29,7 @@ class DraftLength:
     trials: float = KNOWN
     wait: int = 0  # steps until the next draft
     pause: int = FIRST_PAUSE  # steps to wait the next time
+    idle: int = 0  # steps that the last look has cost, where it found nothing
 
     @property
     def rate(self) -> float:
@@ -38,10 +40,24 @@ class DraftLength:
         if self.wait > 0:
             self.wait -= 1
             return 0
-        cost, rate = ROW_COST * num_sequences, min(max(self.rate, 0.1), 0.99)
+        cost, rate = _cost(num_sequences), min(max(self.rate, 0.1), 0.99)
         if cost >= 1:
             return 0
         return min(self.most, int(math.log(cost) / math.log(rate)))
+
+    def rests(self, num_sequences: int) -> bool:
+        """Whether `next` will be 0, whatever the token is that the step before draws."""
+        return self.wait > 0 or _cost(num_sequences) >= 1
+
+    def passed_by(self) -> None:
+        """A step began in which nothing was asked, because `rests`."""
+        self.wait = max(0, self.wait - 1)
+
+    def found(self, anything: bool) -> None:
+        """Whether a look for drafts found any. A look has a price where the engine could run ahead otherwise: what
+        finds nothing looks again later, each time."""
+        self.idle = 0 if anything else min(2 * self.idle or 1, LONGEST_REST)
+        self.wait = self.idle
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft that was verified."""
@@ -56,3 +72,8 @@ class DraftLength:
         """Where another sequence of the same kind begins: it goes on waiting, but is surer of nothing than a new
         one."""
         return replace(self, hits=KNOWN * self.rate, trials=KNOWN)
+
+
+def _cost(num_sequences: int) -> float:
+    """Of a draft token for each of so many sequences, as a share of a step."""
+    return ROW_COST * num_sequences

@@ -21,6 +21,8 @@ class Speculation:
         """Tokens that may come next, at most `limit`, for a step in which `num_sequences` decode."""
         count = min(self.length.next(num_sequences), limit)
         drafts = self.owner.drafter.propose(self.history, count) if count > 0 else []
+        if count > 0 and self.owner.runs_ahead:
+            self.length.found(bool(drafts))
         self.owner.latest = self.length
         return drafts
 
@@ -32,10 +34,11 @@ class Speculation:
 @dataclass(eq=False)
 class Speculator:
     """A drafter and what it has achieved. New sequences begin where the latest one stands, so that drafts which fail
-    for all are tried rarely, however short the sequences are."""
+    for all are tried rarely, however short the sequences are. `runs_ahead`: the engine does so while nobody looks."""
 
     drafter: Drafter
     num_speculative_tokens: int
+    runs_ahead: bool = False
     latest: DraftLength = field(init=False)
 
     def __post_init__(self) -> None:

@@ -91,10 +91,27 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, dr
     return Batch(drawn.feed(packed[0], packed[3]) if host.feeds else packed[0], metadata)
 
 
+def single_rows(span: Span) -> list[Span]:
+    """A span of consecutive positions as spans of one position each."""
+    first_draft = span.stop - len(span.drafts)
+    return [
+        Span(
+            span.request,
+            at,
+            at + 1,
+            None,
+            span.drafts[at - first_draft : at - first_draft + 1] if at >= first_draft else (),
+        )
+        for at in range(span.start, span.stop)
+    ]
+
+
 def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int, int]:
     """Token id, position, slot and source (see `Drawn.feed`) of a span of one position."""
     request, position = span.request, span.start
     slot = request.block_table[position // block_size] * block_size + position % block_size
+    if span.drafts:
+        return span.drafts[0], position, slot, -1
     if position >= request.num_known_tokens:
         return 0, position, slot, drawn.rows[request]
     return request.token_slice(position, position + 1)[0], position, slot, -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.offload.attention import QueryTap
-from vllm_blend.worker.batch import Drawn, Span, decode_row
+from vllm_blend.worker.batch import Drawn, Span, decode_row, single_rows
 from vllm_blend.worker.kv_cache import KVCache
 
 
@@ -58,10 +59,15 @@ class DecodeGraphs:
         self._sizes = sorted(self._graphs)
 
     def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
-        """Logits [len(spans), vocab] of a step in which every request computes its last token, None if none fits.
+        """Logits [rows, vocab] of a step in which every request computes its last token and the drafts behind it, None
+        if no graph fits.
 
-        The logits are valid until the next run.
+        A row of drafts runs as a sequence of its own over the same blocks: all rows write their K and V before any
+        attends, and each sees the positions up to its own. The logits are valid until the next run.
         """
+        starts = [0, *accumulate(span.stop - span.start for span in spans)]
+        if starts[-1] > len(spans):
+            spans = [row for span in spans for row in single_rows(span)]
         count = len(spans)
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
@@ -83,7 +89,7 @@ class DecodeGraphs:
             graph.rows[0].copy_(drawn.feed(graph.rows[0], graph.rows[3]))
         graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
         graph.graph.replay()
-        self.tap = graph.tap
+        self.tap = None if graph.tap is None else graph.tap.by_request(starts)
         return graph.logits[:count]
 
     def _capture(self, size: int, pool: Any) -> _Graph:
