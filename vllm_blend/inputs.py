@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.kv_store.keys import ChunkId
+
 
 class TextPrompt(TypedDict):
     prompt: str
@@ -57,10 +59,27 @@ _CHUNKED_KEYS = {
 
 
 @dataclass(frozen=True)
+class StoredPiece:
+    """A piece of a prompt whose KV is stored: where it begins, its name in the chunk store, and the tokens that it was
+    (or is to be) encoded after."""
+
+    start: int
+    id: ChunkId
+    context: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.id.token_ids)
+
+
+@dataclass(frozen=True)
 class ParsedPrompt:
     """A prompt as token ids. `chunk_bounds` are the (start, stop) positions of its chunks; empty for a plain prompt.
 
-    Everything before the first chunk is the prefix, everything after the last one the suffix.
+    Everything before the first chunk is the prefix, everything after the last one the suffix. Where `pieces` are given
+    they say what is stored, and whatever lies between them is computed; otherwise prefix and chunks are, the chunks
+    encoded after the prefix. With `retain` the pages of the blended context are kept for other prompts that have it
+    too.
     """
 
     token_ids: list[int]
@@ -70,6 +89,8 @@ class ParsedPrompt:
     blend_recompute_ratio: float | None = None
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
+    pieces: tuple[StoredPiece, ...] = ()
+    retain: bool = False
 
 
 def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
@@ -107,7 +128,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
             f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}"
         )
     context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size)
-    suffix = _piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
+    suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
     if not suffix:
         raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
     return ParsedPrompt(
@@ -149,10 +170,10 @@ def parse_context(
     """Prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
         raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
-    ids = _piece(prefix, tokenizer, True, "prefix", vocab_size)
+    ids = parse_piece(prefix, tokenizer, True, "prefix", vocab_size)
     bounds = []
     for index, chunk in enumerate(chunks):
-        piece = _piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
+        piece = parse_piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
         if not piece:
             raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
         bounds.append((len(ids), len(ids) + len(piece)))
@@ -160,9 +181,10 @@ def parse_context(
     return ParsedPrompt(ids, None, tuple(bounds))
 
 
-def _piece(
+def parse_piece(
     piece: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str, vocab_size: int
 ) -> list[int]:
+    """Token ids of a piece of a prompt, text or ids; with `special`, BOS comes before a text."""
     if isinstance(piece, str):
         return _encode(piece, tokenizer, special, name)
     return _check_ids(piece, name, vocab_size)
