@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_blend.blend.controller import MIN_PREFILL_TOKENS, RATIO_STEP, TRY_AGAIN, Average, LoadingController
-from vllm_blend.kv_store.tiered import MEMORY, Choice
+from vllm_blend.kv_store.tiered import DISK, MEMORY, Choice
 
 BYTES = 1000  # of a token
 FLOOR = 0.15
@@ -35,7 +35,7 @@ def gauges(made: LoadingController) -> dict[str, float]:
 def test_recompute_hides_behind_loading_and_keeps_the_floor(
     load: float, prefill: float, reused: int, more: int, floor: float
 ) -> None:
-    ratio = controller(load, prefill).choose_ratio(floor, reused, reused + more).ratio
+    ratio = controller(load, prefill).choose_ratio(floor, {MEMORY: reused * BYTES}, reused + more).ratio
     assert floor <= ratio <= 1
     t_load, t_prefill = load * reused, prefill * (reused + more)
     if ratio > floor:
@@ -48,20 +48,29 @@ def test_recompute_hides_behind_loading_and_keeps_the_floor(
 def test_ratios_for_links_of_several_speeds(load: float, ratio: float) -> None:
     """`load` in prefills: a link that takes half as long as computing everything lets half be computed."""
     made = controller(load * 1e-4, 1e-4)
-    assert made.choose_ratio(FLOOR, 1000, 1000).ratio == pytest.approx(ratio)
+    assert made.choose_ratio(FLOOR, {MEMORY: 1000 * BYTES}, 1000).ratio == pytest.approx(ratio)
     assert gauges(made)["controller_ratio"] == pytest.approx(ratio)
     assert gauges(made)["controller_prompts_raised"] == (ratio > FLOOR)
 
 
 @pytest.mark.parametrize(("load", "prefill"), [(None, 1e-4), (1e-4, None), (None, None)])
 def test_the_floor_holds_while_something_is_unknown(load: float | None, prefill: float | None) -> None:
-    choice = controller(load, prefill).choose_ratio(FLOOR, 100, 100)
+    choice = controller(load, prefill).choose_ratio(FLOOR, {MEMORY: 100 * BYTES}, 100)
     assert choice.ratio == FLOOR and "floor is kept" in choice.reason
 
 
 def test_what_arrives_before_a_request_runs_hides_nothing() -> None:
-    """Reading from the disk does not overlap with the request's own prefill, however slow it is."""
-    assert controller(1.0, 1e-4, tier="disk").choose_ratio(FLOOR, 100, 100).ratio == FLOOR
+    """Only what is left on the disk overlaps with the request's own prefill, however slow the disk is."""
+    made = controller(1e-4, 1e-4, tier="disk")
+    assert made.choose_ratio(FLOOR, {MEMORY: 100 * BYTES, DISK: 0}, 100).ratio == FLOOR
+    assert made.choose_ratio(FLOOR, {MEMORY: 0, DISK: 0}, 100).ratio == FLOOR
+    assert made.choose_ratio(FLOOR, {MEMORY: 50 * BYTES, DISK: 50 * BYTES}, 100).ratio == pytest.approx(0.5)
+
+
+def test_what_arrives_from_several_tiers_adds_up() -> None:
+    made = controller(1e-5, 1e-4)
+    made.loaded(Choice(DISK, 100 * BYTES, 100), 100 * 6e-5)
+    assert made.choose_ratio(FLOOR, {MEMORY: 100 * BYTES, DISK: 50 * BYTES}, 100).ratio == pytest.approx(0.4)
 
 
 @given(load=SPEEDS, prefill=SPEEDS, tokens=st.integers(1, 4000))
@@ -108,12 +117,12 @@ def test_every_choice_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     made = controller(5e-5, 1e-4)
     made.loaded(Choice("disk", BYTES, 1), 1.0)
     with caplog.at_level(logging.DEBUG, "vllm_blend.blend.controller"):
-        made.choose_ratio(FLOOR, 1000, 1000)
+        made.choose_ratio(FLOOR, {MEMORY: 1000 * BYTES}, 1000)
         made.recompute(Choice("disk", 100 * BYTES, 100))
     ratio, chunk = (record.getMessage() for record in caplog.records)
     assert ratio == (
-        "recompute ratio 0.50 for 1000 of 1000 tokens: loading takes about 50.00 ms, a full prefill 100.00 ms; a share "
-        "of 0.50 hides behind loading"
+        "recompute ratio 0.50 for 1000 tokens, 1.0 MiB from the memory: loading takes about 50.00 ms, a full prefill "
+        "100.00 ms; a share of 0.50 hides behind loading"
     )
     assert chunk == (
         "a chunk of 100 tokens is computed: loading it from the disk takes about 100000.00 ms, computing it 10.00 ms"

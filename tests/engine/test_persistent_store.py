@@ -75,12 +75,12 @@ def expected(prompt: Any, params: Any = PARAMS) -> RequestOutput:
 
 
 class Held:
-    """Reads of a tier that wait until they are let through."""
+    """Reads of a tier that wait until they are let through, of whole chunks."""
 
     def __init__(self, llm: LLM) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
         tier = store_of(llm).below[0]
-        read = tier.read
+        read, tier.begin = tier.read, None
 
         def held(key: str, allocate: Any) -> ChunkKV | None:
             self.entered.set()
@@ -291,7 +291,8 @@ def test_a_store_that_raises_costs_time_only(tmp_path: Path) -> None:
     def broken(key: str, allocate: Any) -> ChunkKV | None:
         raise RuntimeError("no such luck")
 
-    store_of(llm).below[0].read = broken
+    tier = store_of(llm).below[0]
+    tier.read, tier.begin = broken, None
     assert_same_logprobs(run(llm, tiny_prompt(), PARAMS)[0], expected(tiny_prompt()))
     assert_empty(llm)
 
@@ -377,7 +378,7 @@ class TestController:
         controller = llm.llm_engine.controller
         assert controller is not None and controller.num_recomputed == 0
         tier = store_of(llm).below[0]
-        read = tier.read
+        read, tier.begin = tier.read, None
 
         def slow(key: str, allocate: Any) -> ChunkKV | None:
             time.sleep(0.2)

@@ -4,9 +4,10 @@ CacheBlend (Yao et al., EuroSys 2025, section 5.1): with a recompute ratio r, re
 loading takes bytes(L) / throughput. As the two overlap, r can grow, at no cost in time, until recomputing takes as long
 as loading; it never falls below the ratio that quality needs.
 
-Here, only KV that travels from host memory to a GPU arrives while the request itself is computed. What lies on a disk
-or a server arrives before the request runs, while others are computed: recomputing more of it would hide behind
-nothing. For those tiers the controller decides chunk by chunk whether loading or computing it is faster.
+Here, KV that travels from host memory to a GPU arrives while the request itself is computed, and so does what is left
+on the disk of a prompt that runs early (`ChunkComposer.start_early`). What comes from a server, or from a disk while
+others are computed, is there before the request runs: recomputing more of it would hide behind nothing. Chunk by chunk
+the controller decides whether loading it from a tier or computing it is faster.
 
 Speeds are moving averages over what really happened in this process.
 """
@@ -16,10 +17,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_blend.kv_store.tiered import MEMORY, Choice
+from vllm_blend.kv_store.tiered import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,18 @@ class LoadingController:
         )
         return recompute
 
-    def choose_ratio(self, floor: float, num_reused: int, num_context: int) -> RatioChoice:
-        """The recompute ratio of a context of `num_context` tokens, `num_reused` of which come from stored KV."""
+    def choose_ratio(self, floor: float, loads: Mapping[str, int], num_context: int) -> RatioChoice:
+        """The recompute ratio of a context of `num_context` tokens, of which so many bytes are loaded from each tier
+        while it is computed."""
         with self._lock:
-            load, prefill = self._seconds(MEMORY, num_reused * self.bytes_per_token), self._prefill.value
-            choice = _choose(floor, load, None if prefill is None else prefill * num_context)
+            known = [seconds for tier, size in loads.items() if (seconds := self._seconds(tier, size)) is not None]
+            prefill = self._prefill.value
+            choice = _choose(floor, sum(known) or None, None if prefill is None else prefill * num_context)
             self.num_raised += choice.ratio > floor
             self.last_ratio = choice.ratio
+        parts = ", ".join(f"{size / 2**20:.1f} MiB from the {tier}" for tier, size in loads.items() if size)
         logger.debug(
-            "recompute ratio %.2f for %d of %d tokens: %s", choice.ratio, num_reused, num_context, choice.reason
+            "recompute ratio %.2f for %d tokens, %s: %s", choice.ratio, num_context, parts or "all there", choice.reason
         )
         return choice
 

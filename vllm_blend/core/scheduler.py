@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_blend.core.block_manager import BlockManager, chain_digest
@@ -101,6 +101,14 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         self._release(request)
+
+    def send_back(self, requests: Sequence[Request]) -> None:
+        """Take the pages of running requests and have them wait again, before all others."""
+        for request in reversed(requests):
+            self.running.remove(request)
+            self._release(request)
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.appendleft(request)
 
     def advance(self, output: SchedulerOutput) -> None:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks

@@ -12,14 +12,14 @@ import torch
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.config import BlendConfig, ChunkStoreConfig, EngineConfig
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.kv_store.cpu import MemoryChunkStore, make_chunk_store
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.kv_store.prefetch import ChunkLoader
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
-from vllm_blend.kv_store.tiered import MAX_WRITE_BYTES, MEMORY, Choice, Tier, TieredChunkStore
+from vllm_blend.kv_store.tiered import DISK, MAX_WRITE_BYTES, MEMORY, REMOTE, Choice, Tier, TieredChunkStore
 from vllm_blend.worker.kv_cache import bytes_per_block
 from vllm_blend.worker.model_runner import RunnerOutput
 from vllm_blend.worker.worker import Worker
@@ -64,14 +64,15 @@ def make_store(
 
 
 def store_gauges(
-    store: MemoryChunkStore | TieredChunkStore, loader: ChunkLoader | None, controller: LoadingController | None
+    store: MemoryChunkStore | TieredChunkStore, composer: ChunkComposer, controller: LoadingController | None
 ) -> list[Gauge]:
     """Metrics of what is below the memory, and of the controller."""
     values: list[tuple[str, float]] = []
     if isinstance(store, TieredChunkStore):
         values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
-    if loader is not None:
-        values += [("chunk_loads_waiting", len(loader)), ("chunk_loads_late", loader.num_late)]
+    if composer.loader is not None:
+        values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]
+        values += [("prompts_started_early", composer.num_early), ("prompts_started_again", composer.num_lost)]
     if controller is not None:
         values += controller.gauges()
     return [Gauge(f"vllm_blend:{name}", value) for name, value in values]
@@ -117,7 +118,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
     def usage() -> tuple[int, int]:
         return store.num_bytes, len(store)
 
-    return Tier("disk", store, store.get, max_write_bytes, usage, store.close)
+    return Tier(DISK, store, store.get, max_write_bytes, usage, store.close, store.read_many)
 
 
 def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:
@@ -127,7 +128,7 @@ def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_wri
         raise ValueError(
             f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"
         ) from error
-    return Tier("remote", store, lambda key, allocate: store.get(key), max_write_bytes)
+    return Tier(REMOTE, store, lambda key, allocate: store.get(key), max_write_bytes)
 
 
 def _link_seconds(device: torch.device) -> float:

@@ -25,11 +25,12 @@ from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
 from vllm_blend.engine.composition import Composition, Piece, Turns
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.arrivals import Arrivals
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.prefetch import ChunkLoader
-from vllm_blend.kv_store.tiered import Choice, TieredChunkStore
+from vllm_blend.kv_store.tiered import DISK, MEMORY, Choice, TieredChunkStore
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
@@ -53,8 +54,10 @@ class ChunkComposer:
         self.bytes_per_token, self.controller = bytes_per_token, controller
         self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
         self.num_encoded = 0
+        self.num_early = 0  # prompts that ran while their chunks arrived
+        self.num_lost = 0  # of those, prompts that had to start again
         self._encoding: dict[str, Request] = {}  # key -> the request that computes it
-        self._loading: set[str] = set()
+        self._loading: dict[str, Arrivals] = {}  # key -> what is read together
         self._waiting: dict[str, list[Composition]] = {}  # key -> who needs it, encoded or loaded
         self._turns = Turns(store.budget_bytes, bytes_per_token)
         selector = make_selector(config.selector)
@@ -71,12 +74,13 @@ class ChunkComposer:
         """Raise ValueError if the prompt asks for a blend that cannot be."""
         self._plan(parsed, ())
 
-    def compose(self, parsed: ParsedPrompt, requests: Sequence[Request]) -> list[Request]:
+    def compose(self, parsed: ParsedPrompt, requests: Sequence[Request], patient: bool = False) -> list[Request]:
         """Give `requests` (the completions of one prompt that `blends`) a plan, now or when their chunks are encoded.
 
-        Returns new requests to schedule first; `requests` are blocked until those are done.
+        Returns new requests to schedule first; `requests` are blocked until those are done. `patient` ones do not
+        `start_early`.
         """
-        composition = Composition(parsed, list(requests), self._pieces(parsed))
+        composition = Composition(parsed, list(requests), self._pieces(parsed), patient=patient)
         if self.loader is None:  # nothing is held for longer than the store would
             return self._start(composition)
         for request in requests:
@@ -90,11 +94,35 @@ class ChunkComposer:
             return []
         started: list[Request] = []
         for key, kv in self.loader.poll():
-            self._loading.discard(key)
+            self._loading.pop(key, None)
             for composition in self._waiting.pop(key, []):
                 composition.fill(key, kv)
                 started += self._advance(composition)
         return started + self._take_turns()
+
+    def start_early(self) -> bool:
+        """Let a prompt run while its chunks arrive: the first one that waits only for chunks of which the disk has
+        given the first layers. For when there is nothing else to compute, as the step waits for each layer. Whether
+        there is such a prompt."""
+        for composition in dict.fromkeys(c for waiting in self._waiting.values() for c in waiting):
+            chunks = None if composition.patient or not composition.requests else self._arriving(composition)
+            if chunks is not None:
+                for key, kv in chunks.items():
+                    composition.fill(key, kv)
+                    self._waiting[key].remove(composition)
+                    if not self._waiting[key]:
+                        del self._waiting[key]
+                self.num_early += 1
+                self._finish(composition)
+                return True
+        return False
+
+    def start_again(self, parsed: ParsedPrompt, requests: Sequence[Request]) -> list[Request]:
+        """Chunks of `requests` (of one prompt) were lost in the middle of a step: as `compose`, from the beginning."""
+        self.num_lost += 1
+        for request in requests:
+            request.blend = None
+        return self.compose(parsed, requests, patient=True)
 
     @property
     def is_loading(self) -> bool:
@@ -199,7 +227,7 @@ class ChunkComposer:
             return []
         for request in composition.requests:
             request.blocked = True
-        absent = [piece for piece in missing if not self._load(composition, piece)]
+        absent = self._load_all(composition, missing)
         composition.leave_out({piece.id.key for piece in absent})
         missing = composition.missing
         if all(self._is_idle(piece) for piece in missing) and not (missing and composition.chunks):
@@ -221,11 +249,18 @@ class ChunkComposer:
         """Whether nobody loads or encodes a piece."""
         return piece.id.key not in self._loading and piece.id.key not in self._encoding
 
-    def _load(self, composition: Composition, piece: Piece) -> bool:
-        """Have a piece loaded by another thread; False where it has to be encoded."""
+    def _load_all(self, composition: Composition, pieces: Sequence[Piece]) -> list[Piece]:
+        """Have pieces loaded by other threads. Returns those that have to be encoded."""
+        if self.loader is None:
+            return list(pieces)
+        arrivals = Arrivals(self.loader.wake)
+        with arrivals.adding:
+            return [piece for piece in pieces if not self._load(composition, piece, self.loader, arrivals)]
+
+    def _load(self, composition: Composition, piece: Piece, loader: ChunkLoader, arrivals: Arrivals) -> bool:
         key = piece.id.key
         if key not in self._loading:
-            if self.loader is None or key in composition.asked or key in self._encoding:
+            if key in composition.asked or key in self._encoding:
                 return False
             composition.asked.add(key)
             assert isinstance(self.store, TieredChunkStore)
@@ -233,13 +268,26 @@ class ChunkComposer:
             controlled = self.controller is not None and composition.parsed.blend_recompute_ratio is None
             num_tokens = len(piece.id.token_ids)
             choice = partial(_choice, num_tokens * self.bytes_per_token, num_tokens) if controlled else None
-            if not self.loader.request(key, partial(self.store.load, key, choice)):
+            if not loader.request(key, partial(self.store.load, key, choice, arrivals)):
                 return False
-            self._loading.add(key)
+            arrivals.wanted[key] = choice
+            self._loading[key] = arrivals
         composition.asked.add(key)
         composition.first_scheduled_time = min(composition.first_scheduled_time, time.time())
         self._wait_for(key, composition)
         return True
+
+    def _arriving(self, composition: Composition) -> dict[str, ChunkKV] | None:
+        """What a prompt waits for, when all of it has begun to arrive from a disk."""
+        assert self.loader is not None
+        chunks = {}
+        for piece in composition.missing:
+            key = piece.id.key
+            kv = self._loading[key].kv(key, self.loader.deadline(key)) if key in self._loading else None
+            if kv is None:
+                return None
+            chunks[key] = kv
+        return chunks
 
     def _wait_for(self, key: str, composition: Composition) -> None:
         waiting = self._waiting.setdefault(key, [])
@@ -247,7 +295,7 @@ class ChunkComposer:
             waiting.append(composition)
 
     def _cancel_load(self, key: str) -> None:
-        self._loading.discard(key)
+        self._loading.pop(key, None)
         self._waiting.pop(key, None)
         if self.loader is not None:
             self.loader.cancel(key)
@@ -305,8 +353,14 @@ class ChunkComposer:
         fixed = plan.selector.fixed_ratio is not None or self.config.recompute_ratios is not None
         if self.controller is None or fixed or parsed.blend_recompute_ratio is not None:
             return plan
-        num_reused = sum(segment.kv.num_tokens for segment in plan.segments)
-        choice = self.controller.choose_ratio(plan.ratio, num_reused, plan.suffix_start)
+        loads = {MEMORY: 0, DISK: 0}
+        for segment in plan.segments:
+            arriving = segment.kv.arriving
+            if arriving is not None:
+                loads[DISK] += arriving.bytes_left
+            else:
+                loads[MEMORY] += segment.kv.num_tokens * self.bytes_per_token
+        choice = self.controller.choose_ratio(plan.ratio, loads, plan.suffix_start)
         shares = plan.selector.shares(choice.ratio, self.config.check_layers)
         return replace(plan, ratio=choice.ratio, shares=tuple(shares)) if choice.ratio > plan.ratio else plan
 

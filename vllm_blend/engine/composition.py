@@ -34,6 +34,7 @@ class Composition:
     pieces: list[Piece]
     first_scheduled_time: float = field(default=float("inf"))
     asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory
+    patient: bool = False  # it waits until its chunks are whole
 
     @property
     def missing(self) -> list[Piece]:
@@ -97,4 +98,4 @@ class Turns:
 
 def _runs(request: Request | None) -> bool:
     """Whether a request runs, has run or is gone: what it holds is the scheduler's business then."""
-    return request is None or request.status is not RequestStatus.WAITING
+    return request is None or (request.status is not RequestStatus.WAITING and not request.blocked)

@@ -26,7 +26,7 @@ from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.layers.sampler import SamplerOutput
 from vllm_blend.layers.sampling_state import SamplingState
@@ -224,6 +224,8 @@ class LLMEngine:
         self._schedule_first(self.composer.poll())
         if self._in_flight is None or self._in_flight.abandoned:
             self._in_flight = self._launch(ahead=False)
+        if self._in_flight is None and self.composer.start_early():
+            self._in_flight = self._launch(ahead=False)
         if self._in_flight is None:
             self.composer.wait(LOAD_WAIT_SECONDS)
             return []
@@ -243,14 +245,33 @@ class LLMEngine:
         self._count_scheduled(scheduled)
         launched = None if ahead else time.perf_counter()
         self._launch_failed = True
-        result = self.model_executor.execute_model(scheduled)
+        try:
+            result = self.model_executor.execute_model(scheduled)
+        except ChunkLost as error:
+            self._start_again(scheduled, error)
+            result = None
         self._launch_failed = False
+        if result is None:
+            return None
         self.scheduler.advance(scheduled)
         if self.offload is not None and result.queries is not None:
             self.offload.observe(((i.request, i.start, i.stop) for i in scheduled.scheduled), result.queries)
         for request in result.sampled:
             request.num_in_flight += 1
         return _Step(scheduled, result, launched)
+
+    def _start_again(self, scheduled: SchedulerOutput, error: ChunkLost) -> None:
+        """A stored chunk turned out to be damaged in the middle of a step: whoever reuses it starts again without, and
+        the rest of the step is done again."""
+        logger.warning("a step is done again: %s", error)
+        lost: dict[str, list[Request]] = {}
+        for item in scheduled.scheduled:
+            segments = item.request.blend.segments if item.is_blend and item.request.blend is not None else ()
+            if any(segment.kv.arriving is not None and segment.kv.arriving.is_lost for segment in segments):
+                lost.setdefault(item.request.request_id, []).append(item.request)
+        for request_id, requests in reversed(lost.items()):
+            self.scheduler.send_back(requests)
+            self._schedule_first(self.composer.start_again(self._groups[request_id].parsed, requests))
 
     def _may_run_ahead(self, step: _Step) -> bool:
         """Whether the next step can be chosen and computed before the tokens of this one are known."""
@@ -293,7 +314,7 @@ class LLMEngine:
             Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
             Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
             Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
-            *store_gauges(self.chunk_store, self.composer.loader, self.controller),
+            *store_gauges(self.chunk_store, self.composer, self.controller),
             *offload_gauges(self.offload),
         ]
 

@@ -4,10 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from vllm_blend.ops import HostKV
+
+
+class ChunkLost(Exception):
+    """A chunk that was on its way from a store has not arrived, and will not: it has to be computed again."""
+
+
+class Arriving(Protocol):
+    """A chunk that other threads fill, layer by layer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer has arrived. Never waits."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether some layer will not arrive. Never waits."""
+
+    @property
+    def bytes_left(self) -> int:
+        """Of KV, that have not arrived. Never waits."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when a layer has arrived; raises ChunkLost, among others when a deadline has passed."""
 
 
 @dataclass(frozen=True)
@@ -15,12 +39,14 @@ class ChunkKV:
     """K before RoPE and V of a chunk, each [layers, tokens, kv_heads, head_dim].
 
     `written` is set where a GPU fills the tensors in the background: a stream that reads them waits for it, and the
-    host calls `wait` before it looks.
+    host calls `wait` before it looks. `arriving` is set where other threads fill them from a disk: whoever reads a
+    layer asks it first.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     written: torch.cuda.Event | None = None
+    arriving: Arriving | None = None
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
@@ -39,9 +65,12 @@ class ChunkKV:
         return self.k.shape[1]
 
     def wait(self) -> None:
-        """Return when the tensors are filled."""
+        """Return when the tensors are filled. Raises ChunkLost where they will not be."""
         if self.written is not None:
             self.written.synchronize()
+        if self.arriving is not None:
+            for layer in range(self.k.shape[0]):
+                self.arriving.wait_layer(layer)
 
     def copy(self) -> ChunkKV:
         """The same KV in memory of its own."""

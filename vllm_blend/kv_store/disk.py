@@ -133,7 +133,15 @@ class DiskChunkStore:
         chunk has to be decoded. A chunk for which it gives None is a miss.
         """
         self._usable()
-        pending = [self._prepare(key, allocate) for key in keys]
+        pending: list[PendingChunk | None] = []
+        try:
+            for key in keys:
+                pending.append(self._prepare(key, allocate))
+        except BaseException:  # of `allocate`: nobody will read the others
+            for prepared in pending:
+                if prepared is not None:
+                    prepared.give_up()
+            raise
         runs = [(start, i, number) for i, p in enumerate(pending) if p for number, (start, _) in enumerate(p.runs)]
         for _, i, number in sorted(runs):
             chunk, pool = pending[i], self._pool

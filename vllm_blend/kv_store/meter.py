@@ -31,11 +31,19 @@ class Meter:
     def measure(self) -> Iterator[Share]:
         """`seconds` of what is yielded are known when the block ends."""
         share = Share()
-        start = self._change(1)
+        start = self.start()
         try:
             yield share
         finally:
-            share.seconds = self._change(-1) - start
+            share.seconds = self.stop(start)
+
+    def start(self) -> float:
+        """Some work begins; what is returned is for `stop`."""
+        return self._change(1)
+
+    def stop(self, start: float) -> float:
+        """That work is done: its seconds."""
+        return self._change(-1) - start
 
     def _change(self, by: int) -> float:
         with self._lock:

@@ -47,6 +47,33 @@ class PendingChunk:
         self._ready = [False] * header.layout.num_layers
         self._unread = len(self.runs)
         self._reported = self._done = False
+        self._on_first: list[Callable[[], None]] = []
+        self._on_done: list[Callable[[], None]] = []
+
+    @property
+    def bytes_left(self) -> int:
+        """Of KV, that have not arrived."""
+        with self._changed:
+            share = self._ready.count(False) / len(self._ready)
+        return int(self.kv.nbytes * share)
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer has arrived, of a chunk that is not a miss so far. Never waits."""
+        with self._changed:
+            return self._ready[layer] and self.error is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has arrived. Never waits."""
+        return self._done and self.error is None
+
+    def watch(self, first: Callable[[], None] | None = None, done: Callable[[], None] | None = None) -> None:
+        """Have `first` called when the first layer has arrived, or nothing is being read any more, and `done` when
+        nothing is: once each, in a reading thread, or now. They must neither wait nor raise."""
+        with self._changed:
+            self._on_first += [first] if first is not None else []
+            self._on_done += [done] if done is not None else []
+        self._call_watchers()
 
     def layer(self, index: int, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V of a layer, each [tokens, kv_heads, head_dim], as soon as they are there; None when the chunk turns
@@ -62,6 +89,12 @@ class PendingChunk:
     def abandon(self) -> None:
         """Nobody wants the chunk any more: what has not begun to be read will not be."""
         self._fail(InterruptedError("abandoned"))
+
+    def give_up(self) -> None:
+        """Instead of `read_run`: nothing is read."""
+        self.abandon()
+        for number in range(len(self.runs)):
+            self.read_run(number)
 
     def read_run(self, number: int) -> None:
         """Read a part of the chunk; for one of the store's threads, once for each of `runs`."""
@@ -79,6 +112,7 @@ class PendingChunk:
             with self._changed:
                 self._done = True
                 self._changed.notify_all()
+            self._call_watchers()
 
     def _read(self, number: int) -> None:
         start, stop = self.runs[number]
@@ -98,6 +132,18 @@ class PendingChunk:
             for layer in complete:
                 self._ready[layer] = True
             self._changed.notify_all()
+        if 0 in complete:
+            self._call_watchers()
+
+    def _call_watchers(self) -> None:
+        calls: list[Callable[[], None]] = []
+        with self._changed:
+            if self._ready[0] or self._done:
+                calls, self._on_first = self._on_first, []
+            if self._done:
+                calls, self._on_done = calls + self._on_done, []
+        for call in calls:
+            call()
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)

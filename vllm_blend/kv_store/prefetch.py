@@ -40,6 +40,7 @@ class ChunkLoader:
         self._unwanted: dict[str, Future[None]] = {}  # that were cancelled, and run on
         self._changed = threading.Condition()
         self._arrived: list[tuple[str, ChunkKV | None]] = []
+        self._woken = False
 
     def __len__(self) -> int:
         """Loads that somebody waits for."""
@@ -82,12 +83,24 @@ class ChunkLoader:
         return results
 
     def wait(self, timeout: float) -> None:
-        """Return when `poll` has something to tell, after `timeout` seconds at the latest."""
+        """Return when `poll` has something to tell, somebody has called `wake`, or after `timeout` seconds."""
         if not self._loads:
             return
         earliest = min(load.deadline for load in self._loads.values())
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived, max(0.0, min(timeout, earliest - time.monotonic())))
+            left = max(0.0, min(timeout, earliest - time.monotonic()))
+            self._changed.wait_for(lambda: self._arrived or self._woken, left)
+            self._woken = False
+
+    def wake(self) -> None:
+        """End the `wait` that goes on, or the next one; for any thread."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def deadline(self, key: str) -> float:
+        """When a chunk that somebody waits for counts as late (time.monotonic)."""
+        return self._loads[key].deadline
 
     def close(self) -> None:
         """Begin no further loads."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from vllm_blend.kv_store.arrivals import Arrivals, Begun
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
 from vllm_blend.kv_store.meter import Meter
+from vllm_blend.kv_store.pending import PendingChunk
 from vllm_blend.kv_store.serialization import aligned_empty
 from vllm_blend.kv_store.tally import Tally
 from vllm_blend.kv_store.transfer import InFlight, copy_to_host
@@ -25,7 +28,7 @@ from vllm_blend.kv_store.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-MEMORY = "memory"
+MEMORY, DISK, REMOTE = "memory", "disk", "remote"  # names of tiers
 WRITE_SECONDS = 30.0  # for what is still to be written when a store is closed
 MAX_WRITE_BYTES = 256 << 20  # that wait for a tier; a quarter of the memory tier's budget where that is less
 
@@ -54,6 +57,10 @@ class Choice:
     num_tokens: int
 
 
+DescribeChunk = Callable[[str], Choice]  # given the name of a tier
+ReadMany = Callable[[Sequence[str], Allocate], "list[PendingChunk | None]"]  # as DiskChunkStore.read_many
+
+
 class LoadObserver(Protocol):
     """Whoever wants to know how fast chunks load, and to have a say in it. Called from several threads."""
 
@@ -73,9 +80,11 @@ class Tier:
         max_write_bytes: int,
         usage: Callable[[], tuple[int, int]] | None = None,
         close: Callable[[], None] | None = None,
+        begin: ReadMany | None = None,
     ) -> None:
-        """`usage` gives the bytes and the chunks that are stored, where that is known."""
-        self.name, self.storage, self.read, self.usage = name, storage, read, usage
+        """`usage` gives the bytes and the chunks that are stored, where that is known. `begin` begins to read chunks
+        whose layers can be had one by one."""
+        self.name, self.storage, self.read, self.usage, self.begin = name, storage, read, usage, begin
         self.writer = WriteBehind(name, self._write, max_write_bytes)
         self.meter = Meter()
         self.load_seconds = 0.0  # of the medium, for hits
@@ -130,27 +139,29 @@ class TieredChunkStore:
             chunk = next((found for tier in self.below if (found := tier.writer.get(key)) is not None), None)
         return chunk
 
-    def load(self, key: str, choice: Callable[[str], Choice] | None = None) -> ChunkKV | None:
+    def load(self, key: str, describe: DescribeChunk | None = None, arrivals: Arrivals | None = None) -> ChunkKV | None:
         """A chunk from a tier below the memory, which keeps it from now on. Takes as long as the tiers' own deadlines.
 
-        With a `choice` (given the name of a tier), the observer may have the chunk computed again instead: None.
+        With `describe`, the observer may have the chunk computed again instead: None. With `arrivals`, which wants this
+        chunk, a tier that can do so begins to read all that it wants, and others may use what has arrived.
         """
         for index, tier in enumerate(self.below):
-            if choice is not None and self.observer is not None:
-                if key not in tier.storage:
-                    tier.storage.tally.miss("absent")
-                    continue
-                if self.observer.recompute(choice(tier.name)):
+            if arrivals is not None and tier.begin is not None:
+                begun = arrivals.begin(partial(self._begin, tier, tier.begin))
+                if key in begun.declined:
                     return None
-            with tier.meter.measure() as share:
-                chunk = tier.read(key, self._allocate)
+                pending = begun.pending.get(key)
+                chunk = None if pending is None else pending.wait()
+            elif describe is not None and self.observer is not None and key not in tier.storage:
+                tier.storage.tally.miss("absent")
+                continue
+            elif self._declines(tier, describe):
+                return None
+            else:
+                chunk = self._read(tier, key)
             if chunk is None:
                 continue
             chunk = self._keep(key, chunk)
-            with self._lock:
-                tier.load_seconds += share.seconds
-            if self.observer is not None:
-                self.observer.loaded(Choice(tier.name, chunk.nbytes, chunk.num_tokens), share.seconds)
             for faster in self.below[:index]:
                 faster.writer.put(key, chunk)
             return chunk
@@ -227,6 +238,43 @@ class TieredChunkStore:
                 num_bytes, num_chunks = tier.usage()
                 yield f"{tier.name}_bytes", num_bytes
                 yield f"{tier.name}_chunks", num_chunks
+
+    def _declines(self, tier: Tier, describe: DescribeChunk | None) -> bool:
+        """Whether to compute a chunk that a tier has."""
+        return describe is not None and self.observer is not None and self.observer.recompute(describe(tier.name))
+
+    def _read(self, tier: Tier, key: str) -> ChunkKV | None:
+        with tier.meter.measure() as share:
+            chunk = tier.read(key, self._allocate)
+        if chunk is not None:
+            self._observe(tier, chunk, share.seconds)
+        return chunk
+
+    def _begin(self, tier: Tier, begin: ReadMany, wanted: Mapping[str, DescribeChunk | None]) -> Begun:
+        """Begin to read what a tier has of `wanted`."""
+        declined = frozenset(
+            key
+            for key, describe in wanted.items()
+            if describe is not None and self.observer is not None and key in tier.storage
+            if self._declines(tier, describe)
+        )
+        keys = [key for key in wanted if key not in declined]
+        found = zip(keys, begin(keys, self._allocate), strict=True)
+        pending = {key: chunk for key, chunk in found if chunk is not None}
+        for chunk in pending.values():
+            chunk.watch(done=partial(self._stopped, tier, chunk, tier.meter.start()))
+        return Begun(pending, declined)
+
+    def _stopped(self, tier: Tier, pending: PendingChunk, start: float) -> None:
+        seconds = tier.meter.stop(start)
+        if pending.is_whole:
+            self._observe(tier, pending.kv, seconds)
+
+    def _observe(self, tier: Tier, chunk: ChunkKV, seconds: float) -> None:
+        with self._lock:
+            tier.load_seconds += seconds
+        if self.observer is not None:
+            self.observer.loaded(Choice(tier.name, chunk.nbytes, chunk.num_tokens), seconds)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor | None:
         with self._lock:

@@ -1,7 +1,8 @@
 """Chunk KV on its way from the store to a request's pages.
 
 What lies on the engine's device is placed at once, all layers of a chunk in one launch. What lies on the host while the
-engine is on a GPU travels layer by layer during the forward passes that need it.
+engine is on a GPU travels layer by layer during the forward passes that need it, and so does what is still being read
+from a disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from vllm_blend import ops
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.blend.plan import Segment
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops.host_copy import to_device
@@ -41,7 +43,8 @@ class ChunkPlacement:
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
         """Begin to place the stored KV of `requests`; the hooks that the forward passes up to the blend's need.
 
-        A layer's KV is in place when the layer writes its own: the tokens that are computed again come later.
+        A layer's KV is in place when the layer writes its own: the tokens that are computed again come later. Raises
+        ChunkLost where that cannot be, and so do those forward passes.
         """
         last = self._last() if self._last is not None else None
         if last is not None:  # a step that failed may have left the rest of its load
@@ -49,9 +52,13 @@ class ChunkPlacement:
         self.in_flight.release()
         at_once: list[tuple[Request, Segment]] = []
         travelling: list[tuple[Request, Segment]] = []
+        read: list[tuple[Request, Segment]] = []
         for request in requests:
             assert request.blend is not None
             for segment in request.blend.segments:
+                if _is_being_read(segment.kv):
+                    read.append((request, segment))
+                    continue
                 travels = self.ring is not None and self.ring.takes(segment.kv)
                 (travelling if travels else at_once).append((request, segment))
         hooks: list[LayerHook] = []
@@ -63,6 +70,12 @@ class ChunkPlacement:
             hooks.append(_ArrivalHook(load, self.cache, self._rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
+        if read:
+            chunks = [segment.kv for _, segment in read]
+            hook = _ReadHook(chunks, self.cache, self._rotaries, self._rows(read))
+            if hook.copied is not None:
+                self.in_flight.hold(hook.copied, chunks)
+            hooks.append(hook)
         return hooks
 
     def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
@@ -91,13 +104,11 @@ class ChunkPlacement:
         return to_device(torch.from_numpy(np.concatenate(rows, 1)), self.cache.key.device)
 
 
-class _ArrivalHook(LayerHook):
-    """Places a layer of a load just before the layer writes its own K and V, in the first forward that comes to it."""
+class _LayerHook(LayerHook):
+    """Places a layer just before the layer writes its own K and V, in the first forward that comes to it."""
 
-    def __init__(
-        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
-    ) -> None:
-        self._load, self._cache, self._rotaries, self._rows = load, cache, rotaries, rows
+    def __init__(self, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor) -> None:
+        self._cache, self._rotaries, self._rows = cache, rotaries, rows
         self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
         self._next_layer = 0
 
@@ -111,9 +122,59 @@ class _ArrivalHook(LayerHook):
         cos, sin = self._tables[rotary]
         layer = slice(layer_idx, layer_idx + 1)
         keys, values = self._cache.key[layer], self._cache.value[layer]
+        for rows, k, v in self._arrivals(layer_idx):
+            ops.place_chunk(k, v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
+
+    def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Rows, and K before RoPE and V of these, each [1, rows, kv_heads, head_dim] on the device."""
+        raise NotImplementedError
+
+
+class _ArrivalHook(_LayerHook):
+    """Of a load from pinned memory."""
+
+    def __init__(
+        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+    ) -> None:
+        super().__init__(cache, rotaries, rows)
+        self._load = load
+
+    def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         for arrival in self._load.layer(layer_idx):
-            rows = arrival.rows
-            ops.place_chunk(arrival.k, arrival.v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
+            yield arrival.rows, arrival.k, arrival.v
+
+
+class _ReadHook(_LayerHook):
+    """Of chunks that are being read from a disk: the host waits for each layer. On its way to a GPU it is copied on the
+    stream that computes, as that takes far less time than reading it."""
+
+    def __init__(
+        self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+    ) -> None:
+        super().__init__(cache, rotaries, rows)
+        self._chunks = chunks
+        self.copied = torch.cuda.Event() if cache.key.is_cuda else None  # after the last copy so far
+
+    def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        start, device = 0, self._cache.key.device
+        for chunk in self._chunks:
+            assert chunk.arriving is not None
+            chunk.arriving.wait_layer(layer_idx)
+            rows = slice(start, start + chunk.num_tokens)
+            k, v = (t[layer_idx : layer_idx + 1].to(device, non_blocking=True) for t in (chunk.k, chunk.v))
+            if self.copied is not None:
+                self.copied.record()
+            yield rows, k, v
+            start = rows.stop
+
+
+def _is_being_read(kv: ChunkKV) -> bool:
+    """Whether layers of a chunk are still to come. Raises ChunkLost where they will not."""
+    if kv.arriving is None or kv.arriving.is_whole:
+        return False
+    if kv.arriving.is_lost:
+        raise ChunkLost("a stored chunk was found to be damaged, or is late")
+    return True
 
 
 def _runs_of_layers(rotaries: Sequence[RotaryEmbedding]) -> Iterator[tuple[slice, RotaryEmbedding]]:

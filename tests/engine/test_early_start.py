@@ -1,0 +1,241 @@
+"""A prompt that runs while the layers of its chunks are read from the disk, and what becomes of it when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.engine.compare import assert_same_logprobs
+from tests.engine.engines import assert_empty, engine, greedy, run, threads, tokens_of
+from tests.engine.test_persistent_store import (
+    PARAMS,
+    PIECES,
+    SECONDS,
+    TINY,
+    cold,
+    expected,
+    metrics,
+    persistent,
+    store_of,
+)
+from vllm_blend import LLM, RequestOutput
+from vllm_blend.kv_store import pending
+from vllm_blend.kv_store.segment import Extent
+from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader
+from vllm_blend.kv_store.tiered import DISK, Choice
+from vllm_blend.worker.chunk_placement import _ReadHook
+
+
+@pytest.fixture(autouse=True)
+def one_page_a_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The chunks of these tests are far smaller than what the disk reads at once."""
+    monkeypatch.setattr(pending, "READ_BYTES", 1)
+    with threads(1):
+        yield
+
+
+class Gates:
+    """Reads behind the first layer of a chunk that wait until the forward pass is about to compute what lies there."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_held = 0
+        self.reached = threading.Event()  # the forward pass waits for a layer behind the first
+        self.error: Exception | None = None  # of reads from then on
+        files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
+        read, arrivals = files.read, _ReadHook._arrivals
+
+        def held(extent: Extent, start: int, into: torch.Tensor) -> None:
+            if start:
+                self.num_held += 1
+                assert self.reached.wait(SECONDS)
+                if self.error is not None:
+                    raise self.error
+            read(extent, start, into)
+
+        def reaching(hook: _ReadHook, layer: int) -> Any:
+            if layer > 0:
+                self.reached.set()
+            return arrivals(hook, layer)
+
+        monkeypatch.setattr(files, "read", held)
+        monkeypatch.setattr(_ReadHook, "_arrivals", reaching)
+
+
+def stored(path: Path, prompt: Any, **arguments: Any) -> LLM:
+    """An engine whose disk has the prompt's chunks, and whose memory has none."""
+    llm = persistent(path, **arguments)
+    run(llm, prompt, PARAMS)
+    cold(llm)
+    return llm
+
+
+@pytest.mark.parametrize("selector", ["question_attention", "value_deviation", "none", "full"])
+@pytest.mark.parametrize("how", ["auto", "int8"])
+def test_a_prompt_runs_while_its_layers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selector: str, how: str
+) -> None:
+    """No layer behind the first is read before the forward pass has come to it."""
+    prompt = tiny_prompt(blend_selector=selector)
+    llm = stored(tmp_path, prompt, chunk_store_format=how)
+    [whole] = run(llm, prompt, PARAMS)
+    cold(llm)
+    assert metrics(llm)["chunk_store_disk_hits"] == PIECES
+    started = metrics(llm)["prompts_started_early"]
+    gates = Gates(llm, monkeypatch)
+    [output] = run(llm, prompt, PARAMS)
+    assert gates.reached.is_set() and gates.num_held >= 1
+    assert_same_logprobs(output, whole)
+    if how == "auto":
+        assert_same_logprobs(output, expected(prompt))
+    assert_counts_add_up(output)
+    found = metrics(llm)
+    assert found["prompts_started_early"] == started + 1 and found["prompts_started_again"] == 0
+    assert found["chunks_encoded"] == PIECES and found["chunk_store_disk_hits"] == 2 * PIECES
+    assert_empty(llm)
+
+
+FAULTS = {
+    "damaged": ChunkFault("damaged", "the checksum of layer 1 differs"),
+    "vanished": ChunkFault("vanished", "the segment is gone"),
+    "truncated": ChunkFault("truncated", "the segment ends"),
+    "error": OSError(5, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_layer_that_is_lost_in_mid_forward_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, n: int
+) -> None:
+    params = PARAMS if n == 1 else greedy(8, ignore_eos=True, n=n, temperature=1e-4, seed=1)
+    llm = stored(tmp_path, tiny_prompt())
+    gates = Gates(llm, monkeypatch)
+    gates.error = FAULTS[fault]
+    with caplog.at_level(logging.WARNING):
+        [output] = run(llm, tiny_prompt(), params)
+    assert gates.num_held >= 1
+    if n == 1:
+        assert_same_logprobs(output, expected(tiny_prompt()))
+    else:
+        assert tokens_of([output]) == tokens_of([expected(tiny_prompt(), params)])
+    assert_counts_add_up(output)
+    found = metrics(llm)
+    assert found["prompts_started_early"] == 1 and found["prompts_started_again"] == 1
+    lost = found["chunks_encoded"] - PIECES
+    assert lost == found["chunk_store_disk_faults"] >= 1
+    assert found["chunk_store_disk_hits"] == PIECES - lost
+    assert "a step is done again" in caplog.text
+    assert_empty(llm)
+    composer = llm.llm_engine.composer
+    assert not composer._waiting and not composer._loading and not composer._encoding
+
+
+def test_flipped_bytes_in_any_layer(tmp_path: Path) -> None:
+    """Real damage: one byte of one layer of one chunk, layer by layer, each in a store of its own."""
+    wanted = expected(tiny_prompt())
+    for layer in range(3):
+        llm = stored(tmp_path / str(layer), tiny_prompt())
+        disk: Any = store_of(llm).below[0].storage
+        entry = max(disk.space.index.live(), key=lambda e: e.extent.num_bytes)
+        [segment] = (tmp_path / str(layer)).rglob("*.segment")
+        layout = ChunkHeader.decode(entry.header, entry.key, disk.config.model).layout
+        position = entry.extent.offset + layout.layer_span(layer)[1] - 1
+        data = bytearray(segment.read_bytes())
+        data[position] ^= 1
+        segment.write_bytes(data)
+        [output] = run(llm, tiny_prompt(), PARAMS)
+        assert_same_logprobs(output, wanted)
+        found = metrics(llm)
+        assert found["chunks_encoded"] == PIECES + 1 and found["chunk_store_disk_faults"] == 1
+        assert_empty(llm)
+        store_of(llm).close()
+
+
+def test_a_layer_that_does_not_come_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that hangs in the middle of a forward pass holds it up until the deadline of loading, once."""
+    llm = stored(tmp_path, tiny_prompt())
+    gates = Gates(llm, monkeypatch)
+    gates.reached = threading.Event()  # that nobody sets
+    monkeypatch.setattr(gates.reached, "set", lambda: None)
+    loader = llm.llm_engine.composer.loader
+    assert loader is not None
+    loader.timeout = 0.3
+    start = time.monotonic()
+    [output] = run(llm, tiny_prompt(), PARAMS)
+    assert time.monotonic() - start < SECONDS / 2
+    assert_same_logprobs(output, expected(tiny_prompt()))
+    found = metrics(llm)
+    assert found["prompts_started_early"] == 1 == found["prompts_started_again"]
+    assert found["chunks_encoded"] > PIECES and found["chunk_loads_late"] >= 1
+    assert_empty(llm)
+    threading.Event.set(gates.reached)
+    loader.timeout = SECONDS
+    [again] = run(llm, tiny_prompt(), PARAMS)
+    assert_same_logprobs(again, output)
+
+
+def test_others_in_the_step_are_not_harmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain prompt that comes just before the step is computed with it, and again without."""
+    llm = stored(tmp_path, tiny_prompt())
+    gates = Gates(llm, monkeypatch)
+    gates.error = FAULTS["damaged"]
+    inner = llm.llm_engine
+    plain = {"prompt_token_ids": [5, 6, 7]}
+    start_early = inner.composer.start_early
+
+    def with_another() -> bool:
+        started = start_early()
+        if started:
+            inner.add_request("plain", plain, PARAMS)  # type: ignore[arg-type]
+        return started
+
+    monkeypatch.setattr(inner.composer, "start_early", with_another)
+    inner.add_request("blended", tiny_prompt(), PARAMS)  # type: ignore[arg-type]
+    done: dict[str, RequestOutput] = {}
+    while inner.has_unfinished_requests():
+        done |= {output.request_id: output for output in inner.step() if output.finished}
+    assert metrics(llm)["prompts_started_again"] == 1
+    assert_same_logprobs(done["blended"], expected(tiny_prompt()))
+    with engine(TINY, enable_blending=True) as other:
+        assert_same_logprobs(done["plain"], run(other, plain, PARAMS)[0])
+    assert_empty(llm)
+
+
+def test_the_ratio_rises_with_what_is_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stored(tmp_path, tiny_prompt(), blend_controller=True)
+    controller = llm.llm_engine.controller
+    assert controller is not None
+    for _ in range(100):  # until what was measured is forgotten
+        controller.prefilled(1000, 1.0)
+        controller.loaded(Choice(DISK, 1000 * controller.bytes_per_token, 1000), 0.9)
+    gates = Gates(llm, monkeypatch)
+    [output] = run(llm, tiny_prompt(), PARAMS)
+    assert gates.num_held >= 1 and output.blend is not None
+    assert 0.15 < output.blend.recompute_ratio < 0.9
+    assert_same_logprobs(output, expected(tiny_prompt(blend_recompute_ratio=output.blend.recompute_ratio)))
+
+
+def test_a_prompt_waits_while_others_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass that waits for a disk would hold them up."""
+    llm = stored(tmp_path, tiny_prompt())
+    gates = Gates(llm, monkeypatch)
+    inner = llm.llm_engine
+    inner.add_request("plain", {"prompt_token_ids": [5, 6, 7]}, greedy(30, ignore_eos=True))
+    inner.add_request("blended", tiny_prompt(), PARAMS)  # type: ignore[arg-type]
+    while "plain" in inner._groups:
+        inner.step()
+        assert metrics(llm)["prompts_started_early"] == 0 or "plain" not in inner._groups
+    while inner.has_unfinished_requests():
+        inner.step()
+    assert metrics(llm)["prompts_started_early"] == 1 and gates.reached.is_set()
+    assert_empty(llm)
