@@ -9,6 +9,7 @@ from vllm_blend.compat.foreign import warn_of_foreign_distributions
 
 if TYPE_CHECKING:
     from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
+    from vllm_blend.chunks.chunked_llm import ChunkedLLM
     from vllm_blend.config import BlendConfig
     from vllm_blend.engine.arg_utils import EngineArgs
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BlendConfig": "config",
     "BlendStats": "outputs",
+    "ChunkedLLM": "chunks.chunked_llm",
     "ChunkedPrompt": "inputs",
     "CompletionOutput": "outputs",
     "EngineArgs": "engine.arg_utils",
@@ -44,6 +46,7 @@ __all__ = [
     "LLM",
     "BlendConfig",
     "BlendStats",
+    "ChunkedLLM",
     "ChunkedPrompt",
     "CompletionOutput",
     "EngineArgs",

@@ -64,7 +64,8 @@ class BlendStats:
 
     `num_exact_tokens` is the leading part that needed no repair (a true prefix), `num_reused_tokens` those whose KV
     came from stored chunks and stayed as it was, `num_recomputed_tokens` those the model computed again or for the
-    first time.
+    first time. `retained`: the context was found as it had been blended for an earlier prompt, and only the suffix was
+    computed.
     """
 
     selector: str
@@ -73,6 +74,7 @@ class BlendStats:
     num_exact_tokens: int
     num_chunks: int
     recompute_ratio: float  # as asked for
+    retained: bool = False
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_blend.core.block_manager import ChunkSpan
 from vllm_blend.outputs import Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from vllm_blend.layers.sampler import SamplingState
     from vllm_blend.offload.residency import Residency
     from vllm_blend.spec_decode.speculation import Speculation
+
+
+@dataclass(frozen=True)
+class CompositionKey:
+    """What a blended context is found by when its pages are retained: key covers tokens, chunks, how it is blended, and
+    the model. `num_tokens`: the context's, so the suffix starts there."""
+
+    key: bytes
+    num_tokens: int
+    spans: tuple[ChunkSpan, ...] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -54,6 +65,7 @@ class Request:
     # blending
     blend: BlendPlan | None = None
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
+    composition: CompositionKey | None = None  # under which its context's pages are looked for, and retained
     # chunks on the device or the host while decoding
     chunk_bounds: tuple[tuple[int, int], ...] = ()  # positions of the prompt's chunks, where they may move
     chunk_ranking: tuple[int, ...] = ()  # chunks, most relevant first, as the prompt says
@@ -121,7 +133,9 @@ class Request:
     @property
     def exact(self) -> bool:
         """Whether the cache holds what plain prefill would have put there: only then may pages be shared by content."""
-        return self.blend is None and not (self.residency is not None and self.residency.approximate)
+        if self.blend is not None or self.composition is not None:
+            return False
+        return self.residency is None or not self.residency.approximate
 
     @property
     def max_cached_tokens(self) -> int:

@@ -3,13 +3,16 @@
 Every block has a reference count. A full block of exact prefill can be published under a digest chained over everything
 before it; a later request with the same beginning takes it by reference. A published block that nobody uses keeps its
 content until the space is needed, least recently used first.
+
+The blocks of a blended context are no exact prefix and are never published. They can be retained under a key of their
+own, which names the whole context and how it was blended, and are found again all together or not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +28,25 @@ class Published:
 
     digest: bytes
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """Where a chunk stands in a context: positions start .. stop - 1."""
+
+    chunk_id: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Retained:
+    """The blocks of a blended context of `num_tokens` tokens. Whoever computed it may have gone on in the last block,
+    if that is not full: others copy it before they write."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    spans: tuple[ChunkSpan, ...] = ()
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -44,6 +66,8 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to be reused first
         self._published: dict[int, Published] = {}
         self._by_digest: dict[bytes, int] = {}
+        self._retained: dict[bytes, Retained] = {}
+        self._retained_by: dict[int, bytes] = {}  # block -> the key of what it belongs to
 
     @property
     def num_free_blocks(self) -> int:
@@ -71,6 +95,7 @@ class BlockManager:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._unpublish(block)
+            self.forget_retained(self._retained_by.get(block, b""))
             self._references[block] = 1
             taken.append(block)
         return taken
@@ -93,7 +118,7 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
-                if block not in self._published:
+                if block not in self._published and block not in self._retained_by:
                     self._free.move_to_end(block, last=False)  # nothing to lose: reuse it before cached content
 
     def match_prefix(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
@@ -115,10 +140,46 @@ class BlockManager:
         self._published[block] = Published(digest, tuple(token_ids))
         self._by_digest[digest] = block
 
+    @property
+    def retained(self) -> Mapping[bytes, Retained]:
+        """What is retained, by key."""
+        return self._retained
+
+    def retain(self, key: bytes, retained: Retained) -> None:
+        """Make the blocks of a blended context findable under a key. Whoever holds them releases them as any others.
+
+        Where the key is in use the blocks stay private."""
+        if key not in self._retained and not any(block in self._retained_by for block in retained.blocks):
+            self._retained[key] = retained
+            self._retained_by.update(dict.fromkeys(retained.blocks, key))
+
+    def find_retained(self, key: bytes) -> Retained | None:
+        """What is retained under a key, without taking it; it counts as used now."""
+        retained = self._retained.get(key)
+        if retained is not None:
+            for block in reversed(retained.blocks):
+                if block in self._free:
+                    self._free.move_to_end(block)
+        return retained
+
+    def forget_retained(self, key: bytes) -> int:
+        """Retain nothing under this key any more; how many blocks nobody uses then. Blocks in use stay with their
+        owners."""
+        retained = self._retained.pop(key, None)
+        free = 0
+        for block in () if retained is None else retained.blocks:
+            del self._retained_by[block]
+            if block in self._free:
+                self._free.move_to_end(block, last=False)  # nothing to lose any more
+                free += 1
+        return free
+
     def reset_prefix_cache(self) -> None:
-        """Forget all published content. Blocks in use stay with their owners."""
+        """Forget all published and retained content. Blocks in use stay with their owners."""
         self._published.clear()
         self._by_digest.clear()
+        for key in list(self._retained):
+            self.forget_retained(key)
 
     def _unpublish(self, block: int) -> None:
         published = self._published.pop(block, None)

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_blend.core.block_manager import BlockManager, chain_digest
-from vllm_blend.request import Request, RequestStatus
+from vllm_blend.core.block_manager import BlockManager, Retained, chain_digest
+from vllm_blend.request import CompositionKey, Request, RequestStatus
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)  # of those, the ones that run for the first time
     preempted: list[Request] = field(default_factory=list)
+    # (from, to): blocks whose content is to be copied before anything of the step is computed
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -73,6 +75,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.on_release: Callable[[Request], None] | None = None  # a request is about to give its pages back
+        # Requests that counted on retained pages which are gone, and have no plan: blocked until they have one.
+        self.lost: list[Request] = []
+        self._uncopied: list[Request] = []  # their copies belong to a step that has not been queued yet
 
     @property
     def has_requests(self) -> bool:
@@ -85,6 +90,7 @@ class Scheduler:
         """The next step's tokens. `ahead`: while the step before it still runs, so that some requests will turn out to
         have ended. Nothing is preempted then, as they may be about to give pages back: the output is empty instead.
         """
+        self._restart_uncopied()
         output = SchedulerOutput()
         budget = self._schedule_running(output, self.max_num_batched_tokens, ahead)
         if budget is None:
@@ -113,8 +119,11 @@ class Scheduler:
     def advance(self, output: SchedulerOutput) -> None:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
         that exact prefill fills."""
+        self._uncopied.clear()
         for item in output.scheduled:
             item.request.num_computed_tokens = item.known_stop
+            if item.is_blend and item.request.composition is not None:
+                self._retain(item.request, item.request.composition)
             if item.known_stop <= item.request.num_known_tokens:
                 self._publish(item.request, item.start, item.known_stop)
 
@@ -171,14 +180,19 @@ class Scheduler:
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         passed_over: list[Request] = []
+        # Contexts that this step blends: whoever wants the same one finds it in the next step.
+        blending = {_key_of(item.request) for item in output.scheduled if item.is_blend} - {None}
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.popleft()
-            item = None if request.blocked else self._admit(request, budget, output)
+            later = request.blocked or _key_of(request) in blending
+            item = None if later else self._admit(request, budget, output)
             if item is None:
                 passed_over.append(request)
-                if request.blocked:
+                if later or request.blocked:
                     continue
                 break
+            if item.is_blend and request.composition is not None:
+                blending.add(request.composition.key)
             output.scheduled.append(item)
             budget -= _blend_cost(request) if item.is_blend else item.num_tokens
             if request.status is not RequestStatus.PREEMPTED:
@@ -191,6 +205,14 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
         """Give a waiting request its first pages and tokens, or None when they do not fit now."""
+        if request.composition is not None:
+            retained = self.blocks.find_retained(request.composition.key)
+            if retained is not None:
+                return self._resume(request, retained, budget, output)
+            if request.blend is None:
+                request.blocked = True
+                self.lost.append(request)
+                return None
         if request.blend is not None:
             # A blend is one step by nature: it may exceed the budget, but only where nothing else is being prefilled.
             if _blend_cost(request) > budget and any(item.is_prefill for item in output.scheduled):
@@ -210,6 +232,45 @@ class Scheduler:
         if request.status is not RequestStatus.PREEMPTED:  # what it finds of its own is no hit for its user
             request.num_cached_tokens = start
         return ScheduledRequest(request, start, count)
+
+    def _resume(
+        self, request: Request, retained: Retained, budget: int, output: SchedulerOutput
+    ) -> ScheduledRequest | None:
+        """As `_admit`, of a request whose context is in retained pages: it shares those that are full and copies the
+        rest of the context, in whose page it goes on."""
+        start, size = retained.num_tokens, self.blocks.block_size
+        shared, copied = retained.blocks[: start // size], retained.blocks[start // size :]
+        count = min(request.num_tokens - start, budget)
+        self.blocks.take(shared)
+        request.block_table = list(shared)
+        # From here on the page to be copied may be given to this very request, or to a later one of this step: its
+        # content is read before the step writes anything.
+        if not self._grow(request, start + count):
+            self._release(request)
+            return None
+        if copied:
+            output.copies.append((copied[0], request.block_table[len(shared)]))
+            self._uncopied.append(request)
+        request.num_computed_tokens = start
+        if request.status is not RequestStatus.PREEMPTED:
+            request.num_cached_tokens = start
+        return ScheduledRequest(request, start, count)
+
+    def _restart_uncopied(self) -> None:
+        """Requests whose step failed before it was queued: nobody knows whether the page was copied, so they start
+        again."""
+        for request in self._uncopied:
+            if request in self.running:
+                self.running.remove(request)
+                self._release(request)
+                request.status = RequestStatus.PREEMPTED
+                self.waiting.appendleft(request)
+        self._uncopied.clear()
+
+    def _retain(self, request: Request, composition: CompositionKey) -> None:
+        """The step that blends a request's context has been queued: its pages hold it for every later step."""
+        blocks = tuple(request.block_table[: self.blocks.blocks_for(composition.num_tokens)])
+        self.blocks.retain(composition.key, Retained(blocks, composition.num_tokens, composition.spans))
 
     def _cached_blocks(self, request: Request) -> list[int]:
         limit = request.max_cached_tokens // self.blocks.block_size
@@ -263,6 +324,10 @@ class Scheduler:
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()
+
+
+def _key_of(request: Request) -> bytes | None:
+    return None if request.composition is None else request.composition.key
 
 
 def _is_complete(request: Request) -> bool:

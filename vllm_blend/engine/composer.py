@@ -70,9 +70,9 @@ class ChunkComposer:
         bounds = parsed.chunk_bounds
         return self.config.enable_blending and bool(bounds) and bounds[-1][1] >= self.config.min_tokens
 
-    def check(self, parsed: ParsedPrompt) -> None:
-        """Raise ValueError if the prompt asks for a blend that cannot be."""
-        self._plan(parsed, ())
+    def check(self, parsed: ParsedPrompt) -> BlendPlan:
+        """What the prompt asks for, as a plan without segments. Raises ValueError if that cannot be."""
+        return self._plan(parsed, ())
 
     def compose(self, parsed: ParsedPrompt, requests: Sequence[Request], patient: bool = False) -> list[Request]:
         """Give `requests` (the completions of one prompt that `blends`) a plan, now or when their chunks are encoded.
@@ -210,6 +210,8 @@ class ChunkComposer:
 
     def _pieces(self, parsed: ParsedPrompt) -> list[Piece]:
         ids = parsed.token_ids
+        if parsed.pieces:
+            return [Piece(p.start, p.id, p.context == tuple(ids[: p.start]), context=p.context) for p in parsed.pieces]
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
@@ -302,7 +304,7 @@ class ChunkComposer:
 
     def _encode_request(self, piece: Piece, prefix: Piece | None) -> Request:
         if prefix is None or piece is prefix:
-            ids, plan = list(piece.id.token_ids), None
+            ids, plan = [*piece.context, *piece.id.token_ids], None
         else:
             assert prefix.kv is not None
             ids = [*prefix.id.token_ids, *piece.id.token_ids]

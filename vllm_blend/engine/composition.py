@@ -22,6 +22,7 @@ class Piece:
     exact: bool
     kv: ChunkKV | None = None
     in_place: bool = False  # computed where it stands unless it is stored
+    context: tuple[int, ...] = ()  # the tokens it is encoded after, where that is not the prefix
 
 
 @dataclass(eq=False)
@@ -42,7 +43,8 @@ class Composition:
 
     @property
     def prefix(self) -> Piece | None:
-        return self.pieces[0] if self.parsed.chunk_bounds[0][0] else None
+        """What the other pieces are encoded after; None where each has a context of its own."""
+        return self.pieces[0] if self.parsed.chunk_bounds[0][0] and not self.parsed.pieces else None
 
     @property
     def chunks(self) -> list[Piece]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.metadata import plan_from_old_kvs
+from vllm_blend.chunks.chunk import Chunk, Deletion
+from vllm_blend.chunks.composition import ChunkComposition, composition_key
+from vllm_blend.chunks.registry import ChunkRegistry
 from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
 from vllm_blend.core.block_manager import BlockManager
+from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
-from vllm_blend.engine import setup
+from vllm_blend.engine import chunk_registration, setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
@@ -23,6 +27,7 @@ from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
+from vllm_blend.engine.output_router import OutputRouter
 from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
@@ -73,6 +78,9 @@ class LLMEngine:
         self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
         self.controller = make_controller(config.blend, worker)
         self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)
+        self.pages = PageManager(self.blocks)
+        self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
+        self.router = OutputRouter(self)
         sizes = (worker.num_layers, bytes_per_token(worker))
         self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, *sizes, self.controller)
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
@@ -116,9 +124,22 @@ class LLMEngine:
 
         With `final_only`, `step` reports the request once, when it is finished.
         """
+        parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
+        self.add_parsed(request_id, parsed, params, arrival_time, final_only)
+
+    def add_parsed(
+        self,
+        request_id: str,
+        parsed: ParsedPrompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        final_only: bool = False,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        """As `add_request`, of a prompt as token ids. `on_end` is called once, when the request has finished in any
+        way."""
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
-        parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         self._check_length(parsed)
         if parsed.chunk_ranking and self.offload is None:
@@ -128,7 +149,7 @@ class LLMEngine:
             )
         blending = self.composer.blends(parsed)
         hooks = self.decoder.cache_fuse_metadata
-        plan = None
+        plan, composition = None, None
         own_settings = parsed.blend_selector is not None or parsed.blend_recompute_ratio is not None
         if own_settings and not self.config.blend.enable_blending:
             raise ValueError(
@@ -136,7 +157,9 @@ class LLMEngine:
                 "enable_blending=True to the engine, or leave them out"
             )
         if self.config.blend.enable_blending and parsed.chunk_bounds:
-            self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend
+            asked = self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend
+            if blending and parsed.retain:
+                composition = composition_key(self.fingerprint, parsed, asked)
         if not blending and hooks.get("check"):
             plan = self._plan_from_hooks(parsed)
         if (blending or plan is not None) and params.prompt_logprobs is not None:
@@ -155,6 +178,7 @@ class LLMEngine:
             own = params.for_completion(index)
             longest = min(self.max_model_len, len(parsed.token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(request_id, list(parsed.token_ids), own, metrics, index, longest, blend=plan)
+            request.composition = composition
             request.sampling = SamplingState(
                 own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
             )
@@ -166,14 +190,43 @@ class LLMEngine:
             requests.append(request)
         if plan is not None:
             hooks["check"] = False
-        group = RequestGroup(request_id, parsed, metrics, requests, final_only)
+        group = RequestGroup(request_id, parsed, metrics, requests, final_only, on_end=on_end)
         self._groups[request_id] = group
         self.processor.groups |= dict.fromkeys(requests, group)
         if self.speculation is not None:
             self.speculation.begin(requests, parsed.chunk_bounds)
-        encodings = self.composer.compose(parsed, requests) if blending else []
+        # Whose context is in retained pages already is composed only if these are gone when its turn comes.
+        is_retained = composition is not None and composition.key in self.blocks.retained
+        encodings = self.composer.compose(parsed, requests) if blending and not is_retained else []
         for request in [*encodings, *requests]:
             self.scheduler.add(request)
+
+    def generate_from_chunks(
+        self, composition: ChunkComposition, params: SamplingParams, request_id: str, final_only: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Queue a prompt made of registered chunks; an iterator of its outputs, which runs the engine's steps as far as
+        it needs. Its chunks cannot be deleted until it has finished.
+
+        Raises ValueError as `add_request` does, and for chunks that are not registered.
+        """
+        return chunk_registration.generate_from_chunks(self, request_id, composition, params, final_only)
+
+    def register_chunk(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
+        """Enter a chunk into `chunk_registry` and compute its KV now; see `engine/chunk_registration.py`."""
+        return chunk_registration.register_chunk(self, chunk, name, metadata)
+
+    def delete_chunk(self, id_or_name: str) -> Deletion:
+        """Delete a registered chunk, or have it deleted when the last request that uses it ends."""
+        return chunk_registration.delete_chunk(self, id_or_name)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request has not finished."""
+        return request_id in self._groups
+
+    def drop_finished(self) -> None:
+        """Let go of requests that have finished: a step in flight that nobody waits for may hold their chunks' KV."""
+        if self._in_flight is not None and self._in_flight.abandoned:
+            self._in_flight = None
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Stop requests and free their pages; unknown ids are ignored, as they may just have finished."""
@@ -222,6 +275,7 @@ class LLMEngine:
         works while the device does. What a request that turns out to have ended computes too much is thrown away.
         """
         self._schedule_first(self.composer.poll())
+        self._compose_lost()
         if self._in_flight is None or self._in_flight.abandoned:
             self._in_flight = self._launch(ahead=False)
         if self._in_flight is None and self.composer.start_early():
@@ -418,6 +472,13 @@ class LLMEngine:
         for encoding in reversed(encodings):
             self.scheduler.waiting.appendleft(encoding)
 
+    def _compose_lost(self) -> None:
+        """Plans for requests whose context was in pages that have been given to others since."""
+        lost, self.scheduler.lost = self.scheduler.lost, []
+        for request in lost:
+            if not request.finished:
+                self._schedule_first(self.composer.compose(self.processor.groups[request].parsed, [request]))
+
     def _fail(self, request: Request, error: str, touched: dict[RequestGroup, None]) -> None:
         if not request.finished:
             logger.warning("request %s failed: %s", request.request_id, error)
@@ -435,6 +496,10 @@ class LLMEngine:
         self._groups.pop(group.request_id, None)
         for request in group.requests:
             self.processor.groups.pop(request, None)
+        self.model_executor.driver_worker.model_runner.forget(group.requests)
+        on_end, group.on_end = group.on_end, None
+        if on_end is not None:
+            on_end()
 
     def _plan_from_hooks(self, parsed: ParsedPrompt) -> Any:
         worker, decoder = self.model_executor.driver_worker, self.decoder
@@ -457,6 +522,11 @@ class LLMEngine:
             )
 
     def _count_scheduled(self, scheduled: SchedulerOutput) -> None:
+        for item in scheduled.scheduled:
+            composition = item.request.composition
+            if composition is not None and not item.is_blend and item.start == composition.num_tokens:
+                group = self.processor.groups[item.request]
+                self.processor.record_retained(group, composition, self.composer.check(group.parsed))
         for request in scheduled.admitted:
             if request.params is None:
                 continue

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.engine.detokenizer import with_decoded_tokens
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.layers.sampling_state import check_stop
 from vllm_blend.outputs import BlendStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from vllm_blend.request import Request
+from vllm_blend.request import CompositionKey, Request
 from vllm_blend.worker.model_runner import BlendResult
 
 
@@ -26,6 +28,7 @@ class RequestGroup:
     final_only: bool = False  # report once, at the end
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     blend: BlendStats | None = None
+    on_end: Callable[[], None] | None = None  # called once, when nothing more will come
 
     @property
     def finished(self) -> bool:
@@ -81,6 +84,19 @@ class OutputProcessor:
             num_chunks=len(group.parsed.chunk_bounds),
             recompute_ratio=plan.ratio,
         )
+
+    def record_retained(self, group: RequestGroup, composition: CompositionKey, asked: BlendPlan) -> None:
+        """Count what a prompt reused whose blended context was found in retained pages."""
+        if group.blend is None:
+            group.blend = BlendStats(
+                selector=asked.selector.name,
+                num_reused_tokens=composition.num_tokens,
+                num_recomputed_tokens=len(group.parsed.token_ids) - composition.num_tokens,
+                num_exact_tokens=0,
+                num_chunks=len(group.parsed.chunk_bounds),
+                recompute_ratio=asked.ratio,
+                retained=True,
+            )
 
     def output(self, group: RequestGroup) -> RequestOutput:
         """The state of a group as its user sees it."""

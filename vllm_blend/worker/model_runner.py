@@ -13,6 +13,7 @@ from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler, SamplingState
@@ -81,6 +82,8 @@ class ModelRunner:
 
         On a GPU this queues the work and returns: a token that the step before has drawn is read where it lies.
         """
+        if output.copies:
+            self._copy_blocks(output.copies)
         result = self._execute(output.scheduled)
         if any(item.drafts for item in output.scheduled):
             # Which of the rows count is found out on the host, and the next step waits for that.
@@ -123,6 +126,30 @@ class ModelRunner:
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return result
+
+    @torch.inference_mode()
+    def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
+        """Compute the KV of the prompt of `request` from its `collect_from` on, at most `max_tokens` at a time, and
+        sample nothing. Its block table must hold the prompt. Runs beside the scheduler's steps: between two of them, or
+        behind one that is queued on a GPU."""
+        request.collected.clear()
+        while request.num_computed_tokens < request.num_prompt_tokens:
+            count = min(max_tokens, request.num_prompt_tokens - request.num_computed_tokens)
+            self._execute([ScheduledRequest(request, request.num_computed_tokens, count)])
+            request.num_computed_tokens += count
+        k, v = request.collected_kv().unbind(0)
+        return ChunkKV(k.contiguous(), v.contiguous())
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """These requests have finished: hold nothing of theirs."""
+        for request in requests:
+            self._drawn.rows.pop(request, None)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of all layers, (from, to) each: everything is read before anything is written."""
+        sources, targets = to_device(torch.tensor(copies), self.cache.key.device).unbind(1)
+        for pages in (self.cache.key, self.cache.value):
+            pages[:, targets] = pages[:, sources]
 
     def _missing(self, items: Sequence[ScheduledRequest]) -> dict[int, list[int]]:
         """In mode "exact", the host blocks of the requests of a step that are not whole on the device."""

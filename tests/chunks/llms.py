@@ -1,0 +1,70 @@
+"""Small `ChunkedLLM`s: built once, emptied between tests, checked for leaks after each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from tests import settings
+from tests.engine.compare import record_chosen
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, threads, tiny_model
+from vllm_blend import ChunkedLLM
+from vllm_blend.chunks.composition import ChunkComposition
+
+TINY = tiny_model("llama")
+
+
+@cache
+def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> ChunkedLLM:
+    chunked = ChunkedLLM(
+        model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | dict(arguments))
+    )
+    record_chosen(chunked.llm)
+    return chunked
+
+
+@contextmanager
+def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
+    """As good as new, and again at the end: no request, no chunk, no page in use."""
+    chunked = _built(model, tuple(sorted(arguments.items())))
+    chunked.llm.reset_prefix_cache()
+    chunked.llm_engine.chunk_store.clear()
+    chunked.llm_engine.scheduler.num_preemptions = 0
+    assert_empty(chunked.llm)
+    try:
+        with threads(1):
+            yield chunked
+        assert_empty(chunked.llm)
+    finally:
+        for info in chunked.list_chunks():
+            for _ in range(info.num_pins):
+                chunked.unpin_chunk(info.chunk.id)
+            chunked.delete_chunk(info.chunk.id)
+    assert chunked.llm_engine.chunk_store.room == chunked.llm_engine.chunk_store.budget_bytes
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, TINY_VOCABULARY) for _ in range(count)]  # no special tokens
+
+
+def random_compositions(chunked: ChunkedLLM, count: int, **options: Any) -> list[ChunkComposition]:
+    """Of a handful of chunks, in any order and number, with and without a system prompt; at most 80 tokens."""
+    generator = random.Random(7)
+    system = [chunked.register_chunk(random_ids(n, 100 + n), "system_prompt").id for n in (1, 8, 13)]
+    context = [chunked.register_chunk(random_ids(n, n)).id for n in (1, 2, 5, 7, 8, 11, 16)]
+    queries = [chunked.register_chunk(random_ids(n, 200 + n), "query").id for n in (1, 3, 8)]
+    made = []
+    for index in range(count):
+        system_chunk = generator.choice([None, *system])
+        if index % 5 == 4:
+            question: dict[str, Any] = {"query": random_ids(generator.randrange(1, 9), index)}
+        else:
+            question = {"query_chunk_id": generator.choice(queries)}
+        chosen = [generator.choice(context) for _ in range(generator.randrange(6))]
+        made.append(chunked.compose(system_chunk, chosen, **question, **options))
+        assert len(made[-1].token_ids) <= 80 + 10
+    return made

@@ -1,0 +1,59 @@
+"""A model's chat template, split around the chunks.
+
+The template is rendered once with marks where contents go; what it puts before, between and behind them is tokenized on
+its own and stands between the chunks of a composition. No text is put together and nothing is tokenized again: the ids
+equal those of the whole conversation wherever no token of the tokenizer would reach across a seam (see
+`preview_composition`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_SYSTEM, _USER = "SYSTEM0MARK1OF2VLLM3BLEND", "USER0MARK1OF2VLLM3BLEND"
+
+
+@dataclass(frozen=True)
+class TemplateSplit:
+    """Token ids before the system prompt, between it and what the user says, and behind that. Without a system prompt
+    `middle` is empty and `head` is what stands before the user's part."""
+
+    head: tuple[int, ...]
+    middle: tuple[int, ...]
+    tail: tuple[int, ...]
+
+
+def conversation(system: str | None, user: str) -> list[dict[str, str]]:
+    """The messages that a composition stands for."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": user}]
+
+
+def split_template(
+    tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_template: str | None = None, **template_kwargs: Any
+) -> TemplateSplit:
+    """Split the tokenizer's chat template, or the one given. Raises ValueError where there is none, or where it does
+    not show every content once, unchanged and in order."""
+    if chat_template is None and tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give chat_template, or leave use_chat_template out")
+    text = str(
+        tokenizer.apply_chat_template(
+            conversation(_SYSTEM if with_system else None, _USER),
+            chat_template=chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **template_kwargs,
+        )
+    )
+    marks = [_SYSTEM, _USER] if with_system else [_USER]
+    if any(text.count(mark) != 1 for mark in marks) or (with_system and text.index(_SYSTEM) > text.index(_USER)):
+        raise ValueError(
+            "the chat template does not show the system prompt and the user's message once each, unchanged and in this "
+            "order, so it cannot be split around chunks: give chat_template, or build the prompt without"
+        )
+    head, _, rest = text.partition(marks[0])
+    middle, _, tail = rest.partition(_USER) if with_system else ("", "", rest)
+    return TemplateSplit(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (head, middle, tail)))

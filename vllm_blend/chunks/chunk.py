@@ -1,0 +1,109 @@
+"""A piece of a prompt with an identity: what it is, and how its KV is known to the chunk store."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm_blend.inputs import StoredPiece
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+
+
+class ChunkType(enum.Enum):
+    """The part that a chunk plays in a composition."""
+
+    SYSTEM_PROMPT = "system_prompt"  # stands first, once
+    CONTEXT = "context"  # stands between, in any number and order
+    QUERY = "query"  # stands last and is always computed: a chunk of tokens without KV of its own
+    OUTPUT = "output"  # what was generated earlier, to be used as context
+
+    @classmethod
+    def of(cls, value: ChunkType | str) -> ChunkType:
+        """A type, by its name or value in any case. Raises ValueError naming the known ones."""
+        if isinstance(value, cls):
+            return value
+        known = {member.value: member for member in cls}
+        if not isinstance(value, str) or value.lower() not in known:
+            raise ValueError(f"chunk_type={value!r} is unknown: use one of {', '.join(member.name for member in cls)}")
+        return known[value.lower()]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that may stand anywhere in a composition. Positions belong to the composition, never to the chunk.
+
+    `id` is made from the content: model, tokens, and `context_token_ids`, which is what stands before the chunk when
+    its KV is computed. Chunks that have KV share their id with its entry in the chunk store.
+    `PageManager.chunk_page_tables` has the pages in which a chunk stands at present.
+    """
+
+    id: str
+    chunk_type: ChunkType
+    token_ids: tuple[int, ...]
+    context_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelFingerprint,
+        chunk_type: ChunkType,
+        token_ids: tuple[int, ...],
+        context_token_ids: tuple[int, ...],
+    ) -> Chunk:
+        key = ChunkId.of(model, context_token_ids, token_ids).key
+        if chunk_type is ChunkType.QUERY:  # nothing in the store: another id than the same tokens with KV
+            key = hashlib.sha256(f"query/{key}".encode()).hexdigest()[:32]
+        return cls(key, chunk_type, token_ids, context_token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.token_ids)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether KV of this chunk is stored and reused."""
+        return self.chunk_type is not ChunkType.QUERY
+
+    @cached_property
+    def stored(self) -> ChunkId:
+        """How the chunk store knows the KV."""
+        return ChunkId(self.id, "", self.token_ids)
+
+    def at(self, start: int) -> StoredPiece:
+        """The chunk as a piece of a prompt."""
+        return StoredPiece(start, self.stored, self.context_token_ids)
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """A registered chunk as `list_chunks` shows it. `num_bytes` of KV are in the memory of the chunk store: 0 where it
+    has been evicted, to be computed again when it is used."""
+
+    chunk: Chunk
+    name: str | None
+    metadata: Mapping[str, Any]
+    num_bytes: int
+    page_tables: tuple[tuple[int, ...], ...]  # pages of the KV cache that hold it, in retained compositions
+    num_pins: int
+    num_references: int  # of requests that have not finished
+    deleting: bool  # as soon as those have
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What became of `delete_chunk`. Deferred: requests still use the chunk, and it goes with the last of them; no new
+    request can."""
+
+    chunk_id: str
+    deferred: bool
+    num_references: int
+    num_bytes: int  # that were freed, or will be
+    num_pages: int  # of the KV cache that nobody uses any more

@@ -1,0 +1,282 @@
+"""`ChunkedLLM`: prompts are compositions of registered chunks instead of strings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, overload
+
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.chunks.chat import TemplateSplit, split_template
+from vllm_blend.chunks.chunk import Chunk, ChunkInfo, ChunkType, Deletion
+from vllm_blend.chunks.composition import ChunkComposition, Mode, Part, Role
+from vllm_blend.chunks.preview import CompositionPreview, preview
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.entrypoints.llm import LLM
+from vllm_blend.inputs import parse_piece
+from vllm_blend.outputs import RequestOutput
+from vllm_blend.sampling_params import SamplingParams
+
+Content = str | Sequence[int]
+
+
+class ChunkedLLM:
+    """A model whose prompts are made of chunks: a system prompt, context in any number and order, and a question.
+
+    Registering a chunk computes its KV once, after the tokenizer's BOS token (or after a registered system prompt).
+    Compositions then reuse it at any position. Texts are tokenized when they are registered and never again.
+
+    Per call, `mode` says how: "blend" (the default) computes a share of the context's tokens again, as the engine's
+    `blend_selector` and `blend_recompute_ratio` say; "reuse" computes the question alone; "exact" computes everything,
+    token by token what `LLM.generate` gives for the same ids. With `retain` (the default), the pages of a blended
+    context stay in the KV cache until their space is needed, and the next composition of the same chunks with the same
+    settings computes its question alone. A rule that looks at the question then repairs for the first one:
+    `retain=False` makes each composition independent of those before it.
+
+    With `use_chat_template` the chat template stands around the chunks: the system prompt is the system's message,
+    context and question together are the user's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        use_chat_template: bool = False,
+        chat_template: str | None = None,
+        **engine_args: Any,
+    ) -> None:
+        if engine_args.setdefault("enable_blending", True) is not True:
+            raise ValueError("enable_blending=False, but chunks are reused by blending: leave it out")
+        self.llm = LLM(model, tokenizer, **engine_args)
+        self.use_chat_template, self.chat_template = use_chat_template or chat_template is not None, chat_template
+        self._ids = itertools.count()
+        self._split = cache(self._split_template)
+        if self.use_chat_template:
+            self._split(False)  # a template that cannot be split is an error now, not with the first composition
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        return self.llm.llm_engine
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.llm.get_tokenizer()
+
+    def register_chunk(
+        self,
+        content: Content,
+        chunk_type: ChunkType | str = ChunkType.CONTEXT,
+        name: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        after: str | None = None,
+    ) -> Chunk:
+        """Register text or token ids, and compute its KV at once. Equal content is registered and computed once.
+
+        `after`, the id or name of a system prompt, has a context chunk encoded after that one: its KV fits best to
+        compositions that begin with it. A query is always computed with its composition and has no KV of its own.
+
+        Raises ValueError for a chunk that is empty or too long, and RuntimeError with the numbers when there is no
+        memory for it although everything unused has left.
+        """
+        kind = ChunkType.of(chunk_type)
+        vocab_size = self.llm_engine.hf_config.vocab_size
+        ids = tuple(parse_piece(content, self.llm_engine.tokenizer, False, "content", vocab_size))
+        context = self._context(kind, after)
+        if kind is ChunkType.SYSTEM_PROMPT and context and ids[: len(context)] == context:
+            ids = ids[len(context) :]  # token ids that begin with BOS themselves
+        chunk = Chunk.of(self.llm_engine.fingerprint, kind, ids, context)
+        return self.llm_engine.register_chunk(chunk, name, metadata)
+
+    def delete_chunk(self, id_or_name: str) -> Deletion:
+        """Delete a chunk and free its memory. While requests use it the deletion is deferred, and the result says so;
+        the chunk cannot be used by new ones then."""
+        return self.llm_engine.delete_chunk(id_or_name)
+
+    def list_chunks(self, chunk_type: ChunkType | str | None = None) -> list[ChunkInfo]:
+        """The registered chunks, of one type or all, in order of registration."""
+        kind = None if chunk_type is None else ChunkType.of(chunk_type)
+        return [info for info in self.llm_engine.chunk_registry.infos() if kind in (None, info.chunk.chunk_type)]
+
+    def get_chunk(self, id_or_name: str) -> ChunkInfo:
+        return self.llm_engine.chunk_registry.info(id_or_name)
+
+    def pin_chunk(self, id_or_name: str) -> None:
+        """Keep a chunk's KV in memory whatever else needs the space, until `unpin_chunk`."""
+        self.llm_engine.chunk_registry.pin(id_or_name)
+
+    def unpin_chunk(self, id_or_name: str) -> None:
+        self.llm_engine.chunk_registry.unpin(id_or_name)
+
+    def compose(
+        self,
+        system_chunk_id: str | None = None,
+        context_chunk_ids: Sequence[str] = (),
+        query_chunk_id: str | None = None,
+        query: Content | None = None,
+        mode: Mode = "blend",
+        selector: str | None = None,
+        recompute_ratio: float | None = None,
+        retain: bool = True,
+    ) -> ChunkComposition:
+        """The composition of registered chunks, by id or name, and a question: a query chunk, text or token ids.
+
+        Raises ValueError naming a chunk that is unknown, deleted or of the wrong type.
+        """
+        if isinstance(context_chunk_ids, str):
+            raise TypeError("context_chunk_ids is a str: give a list of ids or names")
+        if (query is None) == (query_chunk_id is None):
+            raise ValueError("give the question either as query or as query_chunk_id")
+        if query_chunk_id is not None:
+            question = self._part(query_chunk_id, "query_chunk_id", "query", ChunkType.QUERY)
+        else:
+            assert query is not None
+            engine = self.llm_engine
+            ids = parse_piece(query, engine.tokenizer, False, "query", engine.hf_config.vocab_size)
+            question = Part(tuple(ids), "query")
+        system = []
+        if system_chunk_id is not None:
+            system = [self._part(system_chunk_id, "system_chunk_id", "system", ChunkType.SYSTEM_PROMPT)]
+        contexts = [
+            self._part(chunk_id, f"context_chunk_ids[{index}]", "context", ChunkType.CONTEXT, ChunkType.OUTPUT)
+            for index, chunk_id in enumerate(context_chunk_ids)
+        ]
+        if not question.token_ids:
+            raise ValueError("the query is empty: its last token is what the answer follows")
+        head, middle, tail = self._glue(bool(system))
+        parts = [head, *system, middle, *contexts, question, tail]
+        return ChunkComposition(
+            tuple(part for part in parts if part.token_ids), mode, selector, recompute_ratio, retain
+        )
+
+    def preview_composition(self, *args: Any, **kwargs: Any) -> CompositionPreview:
+        """What `generate_from_chunks` would run with these arguments: ids, positions, what is reused, whether it fits.
+        Runs nothing."""
+        template = self.chat_template if self.use_chat_template else None
+        return preview(self.llm_engine, self.compose(*args, **kwargs), self.use_chat_template, template)
+
+    @overload
+    def generate_from_chunks(
+        self,
+        system_chunk_id: str | None = ...,
+        context_chunk_ids: Sequence[str] = ...,
+        query_chunk_id: str | None = ...,
+        query: Content | None = ...,
+        sampling_params: SamplingParams | None = ...,
+        stream: Literal[False] = ...,
+        **options: Any,
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate_from_chunks(
+        self,
+        system_chunk_id: str | None = ...,
+        context_chunk_ids: Sequence[str] = ...,
+        query_chunk_id: str | None = ...,
+        query: Content | None = ...,
+        sampling_params: SamplingParams | None = ...,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate_from_chunks(
+        self,
+        system_chunk_id: str | None = None,
+        context_chunk_ids: Sequence[str] = (),
+        query_chunk_id: str | None = None,
+        query: Content | None = None,
+        sampling_params: SamplingParams | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> RequestOutput | Iterator[RequestOutput]:
+        """Answer a composition (see `compose`, which takes the `options` too). With `stream`, an iterator with one
+        output a token, each with everything so far; closing it early aborts the request. Other calls may be made
+        meanwhile."""
+        composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+        outputs = self._start(composition, sampling_params, final_only=not stream)
+        return outputs if stream else _last(outputs)
+
+    def batch_generate_from_chunks(
+        self,
+        compositions: Sequence[ChunkComposition | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer several compositions in one batch, in their order; each is one of `compose`, or its arguments.
+
+        Raises ValueError for the first bad one before anything runs.
+        """
+        made = [c if isinstance(c, ChunkComposition) else self.compose(**c) for c in compositions]
+        each = [sampling_params] * len(made) if not isinstance(sampling_params, Sequence) else list(sampling_params)
+        if len(each) != len(made):
+            raise ValueError(f"{len(each)} sampling_params for {len(made)} compositions: give one for all, or one each")
+        running: list[Iterator[RequestOutput]] = []
+        for composition, params in zip(made, each, strict=True):  # an error drops those that were started: they abort
+            running.append(self._start(composition, params, final_only=True))
+        return [_last(outputs) for outputs in running]
+
+    def generate_and_retain_output(
+        self,
+        system_chunk_id: str | None = None,
+        context_chunk_ids: Sequence[str] = (),
+        query_chunk_id: str | None = None,
+        query: Content | None = None,
+        sampling_params: SamplingParams | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[RequestOutput, Chunk]:
+        """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
+        every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
+        are left out."""
+        output = self.generate_from_chunks(
+            system_chunk_id, context_chunk_ids, query_chunk_id, query, sampling_params, **options
+        )
+        ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
+        if not ids:
+            raise ValueError("the answer is empty: there is nothing to retain")
+        return output, self.register_chunk(ids, ChunkType.OUTPUT, name, metadata)
+
+    def _start(
+        self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool
+    ) -> Iterator[RequestOutput]:
+        request_id = f"composition-{next(self._ids)}"
+        return self.llm_engine.generate_from_chunks(composition, params or SamplingParams(), request_id, final_only)
+
+    def _part(self, id_or_name: str, field: str, role: Role, *types: ChunkType) -> Part:
+        chunk = self.llm_engine.chunk_registry.get(id_or_name)
+        if chunk.chunk_type not in types:
+            wanted = " or ".join(kind.name for kind in types)
+            raise ValueError(f"{field}: chunk {id_or_name!r} is of type {chunk.chunk_type.name}, not {wanted}")
+        return Part(chunk.token_ids, role, chunk)
+
+    def _context(self, kind: ChunkType, after: str | None) -> tuple[int, ...]:
+        """What stands before a chunk when its KV is computed."""
+        if after is not None:
+            system = self._part(after, "after", "system", ChunkType.SYSTEM_PROMPT).chunk
+            if kind not in (ChunkType.CONTEXT, ChunkType.OUTPUT):
+                raise ValueError(f"after={after!r} is for context, but this chunk is of type {kind.name}")
+            assert system is not None
+            return system.context_token_ids + system.token_ids
+        if kind is ChunkType.QUERY:
+            return ()
+        if kind is ChunkType.SYSTEM_PROMPT:
+            return self._glue(True)[0].token_ids
+        return self._bos
+
+    @property
+    def _bos(self) -> tuple[int, ...]:
+        return tuple(parse_piece("", self.llm_engine.tokenizer, True, "bos", self.llm_engine.hf_config.vocab_size))
+
+    def _glue(self, with_system: bool) -> tuple[Part, Part, Part]:
+        """What stands before the system prompt, behind it, and at the end."""
+        split = self._split(with_system) if self.use_chat_template else TemplateSplit(self._bos, (), ())
+        return Part(split.head, "template"), Part(split.middle, "template"), Part(split.tail, "template")
+
+    def _split_template(self, with_system: bool) -> TemplateSplit:
+        return split_template(self.get_tokenizer(), with_system, self.chat_template)
+
+
+def _last(outputs: Iterator[RequestOutput]) -> RequestOutput:
+    *_, last = outputs
+    return last

@@ -1,0 +1,129 @@
+"""A prompt made of chunks: which tokens stand where, and how what is stored of them is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from vllm_blend.chunks.chunk import Chunk
+from vllm_blend.core.block_manager import ChunkSpan
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.keys import ModelFingerprint
+from vllm_blend.request import CompositionKey
+
+if TYPE_CHECKING:
+    from vllm_blend.blend.plan import BlendPlan
+
+Mode = Literal["blend", "reuse", "exact"]
+Role = Literal["template", "system", "context", "query"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some tokens of a composition: those of a chunk, a question, or what a template puts between them."""
+
+    token_ids: tuple[int, ...]
+    role: Role
+    chunk: Chunk | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part and the positions that it takes: start .. stop - 1."""
+
+    part: Part
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ChunkComposition:
+    """Parts in their order; everything after the last chunk with KV is the question, which is always computed.
+
+    mode "blend" computes the tokens again that the engine's rule chooses (`selector` and `recompute_ratio` override
+    it), "reuse" none, "exact" all: it is the plain prompt of these tokens, and only exact prefixes are reused. With
+    `retain` the pages of a blended context are kept for other compositions that differ in nothing but the question.
+    """
+
+    parts: tuple[Part, ...]
+    mode: Mode = "blend"
+    selector: str | None = None
+    recompute_ratio: float | None = None
+    retain: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r} is unknown: use one of {', '.join(map(repr, get_args(Mode)))}")
+        if self.mode != "blend" and (self.selector is not None or self.recompute_ratio is not None):
+            raise ValueError(
+                f"mode={self.mode!r} says what is computed again: leave selector and recompute_ratio out, or use "
+                "'blend'"
+            )
+        last = self.parts[-1] if self.parts else None
+        if last is None or not last.token_ids or (last.chunk is not None and last.chunk.has_kv):
+            raise ValueError("the composition has no question: its last token is what the answer follows")
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for part in self.parts for token in part.token_ids]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks in their order, each as often as it stands there."""
+        return [part.chunk for part in self.parts if part.chunk is not None]
+
+    def placed(self) -> list[Placed]:
+        """Where every part stands."""
+        result, start = [], 0
+        for part in self.parts:
+            result.append(Placed(part, start, start + len(part.token_ids)))
+            start += len(part.token_ids)
+        return result
+
+    def parse(self) -> ParsedPrompt:
+        """What the engine runs."""
+        stored = [
+            (placed, placed.part.chunk)
+            for placed in self.placed()
+            if placed.part.chunk is not None and placed.part.chunk.has_kv
+        ]
+        if self.mode == "exact" or not stored:
+            return ParsedPrompt(self.token_ids)
+        # Positions before the first stored chunk are computed, like all between chunks.
+        return ParsedPrompt(
+            self.token_ids,
+            chunk_bounds=tuple((placed.start, placed.stop) for placed, _ in stored),
+            blend_selector="none" if self.mode == "reuse" else self.selector,
+            blend_recompute_ratio=self.recompute_ratio,
+            pieces=tuple(chunk.at(placed.start) for placed, chunk in stored),
+            retain=self.retain,
+        )
+
+
+def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPlan) -> CompositionKey:
+    """What the pages of a prompt's blended context are retained under: the model, the context's tokens, which of them
+    are stored and what they were encoded after, and how it is blended. The question is no part of it."""
+    context = parsed.token_ids[: asked.suffix_start]
+    selector = asked.selector
+    settings = {
+        "model": model.digest,
+        "pieces": [(piece.start, piece.id.key) for piece in parsed.pieces],
+        "bounds": parsed.chunk_bounds,
+        "selector": [selector.name, repr(asdict(selector)) if is_dataclass(selector) else ""],
+        "shares": asked.shares,
+        "layers": asked.check_layers,
+    }
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
+    digest.update(np.asarray(context, np.int64).tobytes())
+    spans = tuple(ChunkSpan(piece.id.key, piece.start, piece.stop) for piece in parsed.pieces)
+    return CompositionKey(digest.digest(), len(context), spans)
+
+
+def matching_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

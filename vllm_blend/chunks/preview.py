@@ -1,0 +1,112 @@
+"""What a composition would run, before it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_blend.chunks.chat import conversation
+from vllm_blend.chunks.chunk import ChunkType
+from vllm_blend.chunks.composition import ChunkComposition, composition_key, matching_prefix
+
+if TYPE_CHECKING:
+    from vllm_blend.engine.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True)
+class PreviewedPart:
+    """Positions start .. stop - 1. `chunk_id` is None between chunks and for a question that is no chunk. `exact`: the
+    stored KV is what full prefill gives there. `num_bytes`: of stored KV in memory, 0 where it would be computed
+    first."""
+
+    start: int
+    stop: int
+    chunk_id: str | None
+    chunk_type: ChunkType | None
+    exact: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CompositionPreview:
+    """`text` is what the ids decode to. `num_computed_tokens` is how many prompt tokens the model computes as things
+    are (chunks that have been evicted not counted). `is_retained`: the blended context is in retained pages.
+    `template_seam`: with a chat template, the first position where the ids differ from the whole conversation's, None
+    where they do not: there the tokenizer would make one token of the end of one piece and the beginning of the
+    next."""
+
+    token_ids: list[int]
+    text: str | None
+    parts: list[PreviewedPart]
+    max_model_len: int
+    num_computed_tokens: int
+    is_retained: bool
+    template_seam: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prompt leaves room for at least one token of an answer."""
+        return self.num_tokens < self.max_model_len
+
+
+def preview(
+    engine: LLMEngine, composition: ChunkComposition, use_chat_template: bool, chat_template: str | None
+) -> CompositionPreview:
+    """See `CompositionPreview`. Raises ValueError for settings that cannot be."""
+    ids = composition.token_ids
+    parsed = composition.parse()
+    num_computed, is_retained = len(ids), False
+    if engine.composer.blends(parsed):
+        asked = engine.composer.check(parsed)
+        key = composition_key(engine.fingerprint, parsed, asked).key
+        is_retained = parsed.retain and key in engine.blocks.retained
+        if is_retained:
+            num_computed = len(ids) - asked.suffix_start
+        else:
+            reused = sum(p.stop - p.start for p in parsed.pieces if p.context != tuple(ids[: p.start]))
+            stored = sum(p.stop - p.start for p in parsed.pieces)
+            num_computed = len(ids) - stored + min(reused, int(asked.shares[-1] * asked.suffix_start + 1e-9))
+    tokenizer = engine.tokenizer
+    parts = []
+    for placed in composition.placed():
+        chunk = placed.part.chunk
+        exact = chunk is not None and chunk.has_kv and chunk.context_token_ids == tuple(ids[: placed.start])
+        num_bytes = 0 if chunk is None else engine.chunk_store.bytes_of(chunk.id)
+        chunk_id, kind = (None, None) if chunk is None else (chunk.id, chunk.chunk_type)
+        parts.append(PreviewedPart(placed.start, placed.stop, chunk_id, kind, exact, num_bytes))
+    return CompositionPreview(
+        token_ids=ids,
+        text=None if tokenizer is None else str(tokenizer.decode(ids)),
+        parts=parts,
+        max_model_len=engine.max_model_len,
+        num_computed_tokens=num_computed,
+        is_retained=is_retained,
+        template_seam=_seam(engine, composition, chat_template) if use_chat_template else None,
+    )
+
+
+def _seam(engine: LLMEngine, composition: ChunkComposition, chat_template: str | None) -> int | None:
+    """Where the ids first differ from those of the conversation as one text."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    contents: dict[str, list[int]] = {}
+    for part in composition.parts:
+        message = "system" if part.role == "system" else "user"
+        if part.role != "template":
+            contents.setdefault(message, []).extend(part.token_ids)
+    texts = {
+        message: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for message, ids in contents.items()
+    }
+    text = tokenizer.apply_chat_template(
+        conversation(texts.get("system"), texts["user"]),
+        chat_template=chat_template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    whole = list(tokenizer.encode(str(text), add_special_tokens=False))
+    ids = composition.token_ids
+    return None if whole == ids else matching_prefix(whole, ids)

@@ -1,0 +1,152 @@
+"""Which chunks there are, who uses them, and what may be deleted.
+
+The KV of a chunk is its entry in the engine's chunk store, whose byte budget and order of eviction (least recently used
+first) hold for chunks too. Chunks that are pinned, or used by a request, are not evicted. The others may be; they stay
+registered, and are computed again when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_blend.chunks.chunk import Chunk, ChunkInfo, Deletion
+from vllm_blend.chunks.errors import ChunkInUseError, UnknownChunkError
+from vllm_blend.core.page_manager import PageManager
+from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.tiered import TieredChunkStore
+
+
+@dataclass
+class _Entry:
+    chunk: Chunk
+    name: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    num_pins: int = 0
+    num_references: int = 0
+    deleting: bool = False
+
+
+class ChunkRegistry:
+    """Chunks by id or name. Equal content is registered once. Not for several threads."""
+
+    def __init__(self, store: MemoryChunkStore | TieredChunkStore, pages: PageManager) -> None:
+        self.store, self.pages = store, pages
+        self._entries: dict[str, _Entry] = {}
+        self._names: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id_or_name: str) -> bool:
+        return self._names.get(id_or_name, id_or_name) in self._entries
+
+    def register(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
+        """Enter a chunk; the one to go on with: the first that was registered with this content. A name that it has
+        already is replaced, metadata is added to, and a deletion that is deferred is called off."""
+        self.check_name(name, chunk.id)
+        entry = self._entries.setdefault(chunk.id, _Entry(chunk))
+        entry.deleting = False
+        if name is not None:
+            if entry.name is not None:
+                del self._names[entry.name]
+            entry.name = name
+            self._names[name] = chunk.id
+        entry.metadata.update(metadata or {})
+        return entry.chunk
+
+    def check_name(self, name: str | None, chunk_id: str) -> None:
+        """Raise ValueError where another chunk has this name."""
+        if name is not None and (name == "" or self._names.get(name, chunk_id) != chunk_id or name in self._entries):
+            raise ValueError(f"name={name!r} is empty, or names another chunk: give one of its own, or delete that one")
+
+    def get(self, id_or_name: str) -> Chunk:
+        """A chunk that may be used. Raises UnknownChunkError saying which is missing."""
+        entry = self._entry(id_or_name)
+        if entry.deleting:
+            raise UnknownChunkError(
+                f"chunk {id_or_name!r} has been deleted ({entry.num_references} running requests still use it): "
+                "register it again"
+            )
+        return entry.chunk
+
+    def acquire(self, chunk_ids: Iterable[str]) -> None:
+        """A request uses these chunks from now on."""
+        for chunk_id in chunk_ids:
+            self._entries[chunk_id].num_references += 1
+            self.store.pin(chunk_id)
+
+    def release(self, chunk_ids: Iterable[str]) -> None:
+        """The request that acquired these chunks is gone; deletions that waited for it are carried out."""
+        for chunk_id in chunk_ids:
+            entry = self._entries[chunk_id]
+            entry.num_references -= 1
+            self.store.unpin(chunk_id)
+            if entry.deleting and entry.num_references == 0:
+                self._remove(entry)
+
+    def pin(self, id_or_name: str) -> None:
+        """Never evict a chunk, until it is unpinned as often."""
+        entry = self._entry(self.get(id_or_name).id)
+        entry.num_pins += 1
+        self.store.pin(entry.chunk.id)
+
+    def unpin(self, id_or_name: str) -> None:
+        entry = self._entry(id_or_name)
+        if entry.num_pins == 0:
+            raise ValueError(f"chunk {id_or_name!r} is not pinned")
+        entry.num_pins -= 1
+        self.store.unpin(entry.chunk.id)
+
+    def delete(self, id_or_name: str) -> Deletion:
+        """Forget a chunk and free its KV and the pages of retained compositions that it stands in, now or when the last
+        request that uses it has ended. Raises UnknownChunkError, or ChunkInUseError where it is pinned."""
+        entry = self._entry(self.get(id_or_name).id)
+        if entry.num_pins:
+            raise ChunkInUseError(f"chunk {id_or_name!r} is pinned {entry.num_pins} time(s): unpin it first")
+        num_bytes = self.store.bytes_of(entry.chunk.id)
+        num_references, num_pages = entry.num_references, 0
+        if num_references:
+            entry.deleting = True
+        else:
+            num_pages = self._remove(entry)
+        return Deletion(entry.chunk.id, num_references > 0, num_references, num_bytes, num_pages)
+
+    def info(self, id_or_name: str) -> ChunkInfo:
+        return self._info(self._entry(id_or_name), self.pages.chunk_page_tables)
+
+    def infos(self) -> list[ChunkInfo]:
+        """Every chunk, in order of registration."""
+        tables = self.pages.chunk_page_tables
+        return [self._info(entry, tables) for entry in self._entries.values()]
+
+    def _info(self, entry: _Entry, tables: Mapping[str, list[tuple[int, ...]]]) -> ChunkInfo:
+        chunk = entry.chunk
+        return ChunkInfo(
+            chunk=chunk,
+            name=entry.name,
+            metadata=dict(entry.metadata),
+            num_bytes=self.store.bytes_of(chunk.id),
+            page_tables=tuple(tables.get(chunk.id, ())),
+            num_pins=entry.num_pins,
+            num_references=entry.num_references,
+            deleting=entry.deleting,
+        )
+
+    def _entry(self, id_or_name: str) -> _Entry:
+        entry = self._entries.get(self._names.get(id_or_name, id_or_name))
+        if entry is None:
+            raise UnknownChunkError(
+                f"chunk {id_or_name!r} is unknown: it was never registered, or it has been deleted; list_chunks() "
+                f"shows the {len(self._entries)} that there are"
+            )
+        return entry
+
+    def _remove(self, entry: _Entry) -> int:
+        chunk_id = entry.chunk.id
+        del self._entries[chunk_id]
+        if entry.name is not None:
+            del self._names[entry.name]
+        self.store.remove(chunk_id)
+        return self.pages.free_for_chunk(chunk_id)
