@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import settings
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import assert_empty, engine, greedy, run, threads, tokens_of
@@ -124,7 +125,7 @@ def test_a_layer_that_is_lost_in_mid_forward_costs_time_only(
     assert gates.num_held >= 1
     if n == 1:
         assert_same_logprobs(output, expected(tiny_prompt()))
-    else:
+    elif settings.current().exact:
         assert tokens_of([output]) == tokens_of([expected(tiny_prompt(), params)])
     assert_counts_add_up(output)
     found = metrics(llm)
