@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import BlockCopies, PlainCopies, ThreadCopies, Ticket
 from vllm_blend.offload.kv_cache_scheduler import KVCacheScheduler, MovePolicy
+from vllm_blend.offload.planner import MovePlanner, PlainPlanner, ThreadPlanner, plan_all
 from vllm_blend.offload.residency import MISSING, Residency
 
 LAYERS, SIZE, HEADS, DIM = 2, 4, 1, 2
@@ -51,17 +53,42 @@ class _Late(Ticket):
         return self.over
 
 
+class LatePlanner(MovePlanner):
+    """Plans when the test says so, and keeps every plan until it is taken, however old."""
+
+    plans_at_once = False
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.posted, self.ready = [], []
+
+    def post(self, snapshots):
+        self.posted.append(list(snapshots))
+
+    def plan(self, index=-1):
+        if self.posted:
+            self.ready += plan_all(self.posted[index % len(self.posted)], self.policy)
+
+    def take(self):
+        ready, self.ready = self.ready, []
+        return ready
+
+    def flush(self):
+        self.plan()
+
+
 class World:
     """Two pools, a scheduler over them, and requests whose every block holds numbers of its own."""
 
-    def __init__(self, copies=PlainCopies, device_blocks=64, host_blocks=64, **policy):
+    def __init__(self, copies=PlainCopies, device_blocks=64, host_blocks=64, planner=PlainPlanner, **policy):
         self.blocks = BlockManager(device_blocks, SIZE)
         shape = (LAYERS, device_blocks, SIZE, HEADS, DIM)
         self.key, self.value = torch.zeros(shape), torch.zeros(shape)
         self.host = HostBlockPool(host_blocks * BLOCK_BYTES, LAYERS, SIZE, HEADS, DIM, torch.float32)
         self.copies = copies(self.key, self.value, self.host)
         settings = {"resident_chunks": 1, "device_fraction": 0.0, "bytes_per_step": 100 * BLOCK_BYTES} | policy
-        self.scheduler = KVCacheScheduler(self.blocks, self.host, self.copies, MovePolicy(**settings))
+        own = MovePolicy(**settings)
+        self.scheduler = KVCacheScheduler(self.blocks, self.host, self.copies, own, planner(own))
         self.marks: dict[Residency, list[float]] = {}
         self._next = 1.0
 
@@ -221,15 +248,18 @@ def test_copies_in_a_thread_arrive_and_their_errors_are_raised():
             broken.done()
 
 
-def test_a_thread_ends_with_its_engine():
-    world = World(ThreadCopies)
+def test_threads_end_with_their_engine():
+    before = set(threading.enumerate())
+    world = World(ThreadCopies, planner=ThreadPlanner)
     world.start()
     world.scheduler.step({})
-    thread = world.copies._thread
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"offload-copies", "offload-planner"}
     del world
     gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_a_budget_below_a_block_names_the_setting():
@@ -245,8 +275,61 @@ def test_a_share_of_the_chunks_is_rounded_up(count, wanted):
     assert MovePolicy(3, 0.2, 1).target(count) == min(3, count)
 
 
+def test_a_plan_is_begun_a_step_later_and_is_the_same():
+    scores = [3.0, 2.0, 0, 1.0]
+    at_once, later = World(), World(planner=ThreadPlanner)
+    one, other = at_once.start(), later.start()
+    at_once.scheduler.step({one: scores})
+    later.scheduler.step({other: scores})
+    assert one.resident_chunks == [0, 2] and other.resident_chunks == [0, 1, 2, 3]
+    later.scheduler.planner.flush()
+    later.scheduler.step({other: scores})
+    assert other.resident_chunks == [0, 2] and later.scheduler.num_stale_plans == 0
+    for _ in range(6):  # a swap: one leaves, then one comes
+        later.scheduler.planner.flush()
+        later.scheduler.step({other: [1.0, 2.0, 0, 9.0]})
+    assert other.resident_chunks == [2, 3]
+    later.check()
+
+
+def test_plans_of_the_past_do_nothing():
+    world = World(LateCopies, planner=LatePlanner)
+    request, gone = world.start(), world.start()
+    world.scheduler.step({})
+    planner = world.scheduler.planner
+    planner.plan()
+    world.finish(gone)
+    world.scheduler.step({})  # begins to evict chunks 1 and 3 of the first; the second is no more
+    assert world.scheduler.num_moving == 2 and world.scheduler.num_stale_plans == 1
+    planner.plan(0)  # the old plan again: it would evict what is on its way
+    world.scheduler.step({})
+    assert world.scheduler.num_moving == 2 and world.scheduler.num_stale_plans == 3
+    world.copies.finish()
+    world.scheduler.step({})
+    assert request.resident_chunks == [0, 2] and world.scheduler.num_evictions == 2
+    planner.plan(0)
+    world.scheduler.step({})
+    assert request.resident_chunks == [0, 2] and world.scheduler.num_evictions == 2
+    world.check()
+
+
+def test_the_newest_snapshot_is_planned_and_errors_are_raised_where_plans_are_taken():
+    world = World(planner=ThreadPlanner)
+    request = world.start()
+    for _ in range(50):
+        world.scheduler.step({request: [3.0, 2.0, 0, 1.0]})
+    world.scheduler.planner.flush()
+    world.scheduler.step({request: [3.0, 2.0, 0, 1.0]})
+    assert request.resident_chunks == [0, 2] and world.scheduler.num_evictions == 2
+    world.scheduler.planner.post([None])
+    world.scheduler.planner.flush()
+    with pytest.raises(AttributeError):
+        world.scheduler.step({})
+    world.scheduler.step({})
+
+
 class Machine(RuleBasedStateMachine):
-    """Requests come and go, scores change, copies end when they like."""
+    """Requests come and go, scores change, plans come late and twice, copies end when they like."""
 
     @initialize(
         resident=st.integers(0, 3),
@@ -254,10 +337,12 @@ class Machine(RuleBasedStateMachine):
         host=st.integers(4, 30),
         device=st.integers(24, 48),
         dwell=st.integers(1, 3),
+        planner=st.sampled_from([PlainPlanner, LatePlanner]),
     )
-    def begin(self, resident, budget, host, device, dwell):
+    def begin(self, resident, budget, host, device, dwell, planner):
+        bytes_per_step = budget * BLOCK_BYTES
         self.world = World(
-            LateCopies, device, host, resident_chunks=resident, bytes_per_step=budget * BLOCK_BYTES, dwell=dwell
+            LateCopies, device, host, planner, resident_chunks=resident, bytes_per_step=bytes_per_step, dwell=dwell
         )
         self.device, self.num_host = device, host
         self.moved = 0
@@ -278,6 +363,11 @@ class Machine(RuleBasedStateMachine):
         scores = {r: random.random(len(CHUNKS)).tolist() for r in self.world.marks}
         self.world.scheduler.step(scores, reserve)
         assert self.world.scheduler.bytes_moved <= self.world.scheduler.policy.bytes_per_step
+
+    @rule(index=st.integers(-5, -1))
+    def plan(self, index):
+        if isinstance(self.world.scheduler.planner, LatePlanner):
+            self.world.scheduler.planner.plan(index)
 
     @rule()
     def copy_all(self):

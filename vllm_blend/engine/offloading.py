@@ -9,7 +9,8 @@ from vllm_blend.engine.metrics import Gauge
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.controller import OffloadController
 from vllm_blend.offload.copies import BlockCopies, PlainCopies, StreamCopies, ThreadCopies
-from vllm_blend.offload.kv_cache_scheduler import DevicePool, KVCacheScheduler, MovePolicy
+from vllm_blend.offload.kv_cache_scheduler import DevicePool, KVCacheScheduler
+from vllm_blend.offload.planner import MovePolicy, PlainPlanner, ThreadPlanner
 from vllm_blend.offload.predictors import make_predictor
 from vllm_blend.offload.promotion import ChunkScorer
 
@@ -22,8 +23,8 @@ def make_offload(
 ) -> OffloadController | None:
     """None where chunks do not move. Raises ValueError naming the setting for what cannot be.
 
-    On a CPU an engine that runs ahead copies in a thread. Any other copies at once: then the same prompt has the same
-    placement in every run.
+    An engine that runs ahead plans moves in a thread, and on a CPU copies in another. Any other does so at once: then
+    the same prompt has the same placement in every run.
     """
     if config.mode is None:
         return None
@@ -53,7 +54,8 @@ def make_offload(
         2 * attentions[0].rotary.cos.shape[1],
         host if exact else None,
     )
-    scheduler = KVCacheScheduler(blocks, host, kind(cache.key, cache.value, host), policy)
+    planner = ThreadPlanner(policy) if runs_ahead else PlainPlanner(policy)
+    scheduler = KVCacheScheduler(blocks, host, kind(cache.key, cache.value, host), policy, planner)
     return OffloadController(scheduler, scorer, block_size, hides=not exact)
 
 
@@ -66,5 +68,6 @@ def offload_gauges(offload: OffloadController | None) -> list[Gauge]:
         Gauge("vllm_blend:chunk_evictions", scheduler.num_evictions),
         Gauge("vllm_blend:offload_bytes_moved", scheduler.num_bytes),
         Gauge("vllm_blend:offload_moves_dropped", scheduler.num_dropped),
+        Gauge("vllm_blend:offload_plans_dropped", scheduler.num_stale_plans),
         Gauge("vllm_blend:offload_host_blocks_free", scheduler.host.num_free_blocks),
     ]

@@ -1,7 +1,8 @@
 """From scores of chunks to moves between device and host, under budgets; and the moves themselves, step by step.
 
-All tables and pools change here, in the engine's thread, between two steps. Copies run beside it (`copies.py`): a
-chunk that leaves stays visible until its copy on the host is whole, one that comes is invisible until it is there.
+All tables and pools change here, in the engine's thread, between two steps. What is to move is planned beside it
+(`planner.py`), and copies run beside it (`copies.py`): a chunk that leaves stays visible until its copy on the host is
+whole, one that comes is invisible until it is there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Protocol
 
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import BlockCopies, Ticket
+from vllm_blend.offload.planner import ChunkView, MovePlanner, MovePolicy, PlainPlanner, Plan, Snapshot
 from vllm_blend.offload.residency import MISSING, ChunkState, Residency
+
+__all__ = ["DevicePool", "KVCacheScheduler", "MovePolicy", "Moved"]
 
 
 class DevicePool(Protocol):
@@ -24,33 +28,6 @@ class DevicePool(Protocol):
     def allocate(self, count: int) -> list[int]: ...
 
     def release(self, blocks: Sequence[int]) -> None: ...
-
-
-@dataclass(frozen=True)
-class MovePolicy:
-    """How many chunks of a request stay on the device, and what a swap has to bring.
-
-    `resident_chunks`: that many, None for the share `device_fraction` of them (rounded up). A chunk outside takes the
-    place of one inside when its score is higher by `margin` (relative), and neither has moved for `dwell` steps.
-    `bytes_per_step` bounds what all moves of a step copy, in both directions together.
-    """
-
-    resident_chunks: int | None
-    device_fraction: float
-    bytes_per_step: int
-    margin: float = 0.1
-    dwell: int = 2
-
-    def __post_init__(self) -> None:
-        if self.dwell < 1:
-            raise ValueError(f"dwell={self.dwell}: a chunk that moves twice in a step would never come to rest")
-
-    def target(self, count: int) -> int:
-        """How many of a request's `count` movable chunks are to be on the device."""
-        wanted = self.resident_chunks
-        if wanted is None:
-            wanted = -(-round(self.device_fraction * count * 1000) // 1000)  # 0.2 * 5 is 1, whatever floats say
-        return min(wanted, count)
 
 
 @dataclass(frozen=True)
@@ -85,20 +62,29 @@ class _Move:
 
 
 class KVCacheScheduler:
-    """See the module's docstring. `reserve` blocks of the device are left to growing requests.
+    """See the module's docstring. `reserve` blocks of the device are left to growing requests. Without a `planner`
+    moves are planned at once.
 
     Raises ValueError when a step's budget is below one block: nothing could ever move.
     """
 
-    def __init__(self, device: DevicePool, host: HostBlockPool, copies: BlockCopies, policy: MovePolicy) -> None:
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostBlockPool,
+        copies: BlockCopies,
+        policy: MovePolicy,
+        planner: MovePlanner | None = None,
+    ) -> None:
         if policy.bytes_per_step < host.block_bytes:
             raise ValueError(
                 f"offload_bytes_per_step={policy.bytes_per_step} is below the {host.block_bytes} bytes of one block "
                 "of KV: raise it, or lower block_size"
             )
         self.device, self.host, self.copies, self.policy = device, host, copies, policy
+        self.planner = PlainPlanner(policy) if planner is None else planner
         self.step_index = 0
-        self.num_promotions = self.num_evictions = self.num_bytes = self.num_dropped = 0
+        self.num_promotions = self.num_evictions = self.num_bytes = self.num_dropped = self.num_stale_plans = 0
         self.bytes_moved = 0  # of the current step
         self.moved: dict[Residency, Moved] = {}  # of the current step
         self._tracked: dict[Residency, None] = {}
@@ -128,54 +114,51 @@ class KVCacheScheduler:
         self.step_index += 1
         self.moved, self.bytes_moved = {}, 0
         self._settle()
+        self._begin(self.planner.take(), reserve)  # what was planned while the last step ran
         while True:
             self._submit()
             self._settle()
-            if not self._plan(scores, reserve):
+            if not self._tracked:
+                return
+            self.planner.post([self._snapshot(residency, scores.get(residency)) for residency in self._tracked])
+            # No chunk starts to move twice in a step, so asking again comes to an end.
+            if not self.planner.plans_at_once or not self._begin(self.planner.take(), reserve):
                 return
 
     @property
     def num_moving(self) -> int:
         return len(self._moves)
 
-    def _plan(self, scores: Mapping[Residency, Sequence[float]], reserve: int) -> bool:
-        """Start moves; whether there was any. No chunk starts to move twice in a step, so asking again comes to an
-        end."""
+    def _snapshot(self, residency: Residency, scores: Sequence[float] | None) -> Snapshot:
+        own = scores or [-float(rank) for rank in residency.ranks]
+        chunks = [
+            ChunkView(
+                chunk.index,
+                own[chunk.index],
+                chunk.resident,
+                chunk.moving,
+                self.step_index - chunk.moved_at >= self.policy.dwell,
+            )
+            for chunk in residency.movable
+        ]
+        return Snapshot(residency, residency.version, tuple(chunks))
+
+    def _begin(self, plans: Sequence[Plan], reserve: int) -> bool:
+        """Start what was planned and is still true; whether there was anything."""
         started = False
-        for residency in list(self._tracked):
-            own = scores.get(residency)
-            started |= self._plan_one(residency, own or [-float(rank) for rank in residency.ranks], reserve)
-        if started:  # fairness under a budget: who began now is asked last at the next step
+        for plan in plans:
+            residency = plan.residency
+            if residency not in self._tracked or residency.version != plan.version:
+                self.num_stale_plans += 1
+                continue
+            for index in plan.evict:
+                started |= self._evict(residency, residency.chunks[index])
+            for index in plan.promote:
+                started |= self._promote(residency, residency.chunks[index], reserve)
+        if started and self._tracked:  # fairness under a budget: who began now is asked last at the next step
             first = next(iter(self._tracked))
             self._tracked[first] = self._tracked.pop(first)
         return started
-
-    def _plan_one(self, residency: Residency, scores: Sequence[float], reserve: int) -> bool:
-        movable = residency.movable
-        target = self.policy.target(len(movable))
-        inside = [chunk for chunk in movable if chunk.resident and not chunk.moving]
-        outside = [chunk for chunk in movable if not chunk.resident and not chunk.moving]
-        leaving = [chunk for chunk in movable if chunk.resident and chunk.moving]
-        coming = len(movable) - len(inside) - len(outside) - len(leaving)
-        by_score = sorted(inside, key=lambda chunk: (scores[chunk.index], -chunk.index))
-        excess = len(inside) + coming - target
-        if excess > 0:
-            begun = [self._evict(residency, chunk) for chunk in by_score[:excess]]
-            return any(begun)
-        ready = [chunk for chunk in outside if self._may_move(chunk)]
-        if not ready:
-            return False
-        best = max(ready, key=lambda chunk: (scores[chunk.index], -chunk.index))
-        if len(inside) + coming + len(leaving) < target:
-            return self._promote(residency, best, reserve)
-        if excess == 0 and by_score and self._may_move(by_score[0]):
-            worst = by_score[0]
-            if scores[best.index] > scores[worst.index] + self.policy.margin * abs(scores[worst.index]):
-                return self._evict(residency, worst)
-        return False
-
-    def _may_move(self, chunk: ChunkState) -> bool:
-        return self.step_index - chunk.moved_at >= self.policy.dwell
 
     def _evict(self, residency: Residency, chunk: ChunkState) -> bool:
         if chunk.host:  # the copy of its last stay is still good
@@ -196,6 +179,7 @@ class KVCacheScheduler:
 
     def _start(self, move: _Move) -> None:
         move.chunk.moving = True
+        move.residency.version += 1
         self._moves.append(move)
 
     def _host_blocks(self, count: int) -> list[int] | None:
@@ -246,6 +230,7 @@ class KVCacheScheduler:
         for index, block in zip(chunk.blocks, move.device, strict=True):
             residency.table[index] = block
         chunk.resident, chunk.moved_at = True, self.step_index
+        residency.version += 1
         self.num_promotions += 1
         self.moved.setdefault(residency, Moved()).promotions.append(chunk.index)
 
@@ -255,5 +240,6 @@ class KVCacheScheduler:
             residency.table[index] = MISSING
         self.device.release(blocks)
         chunk.resident, chunk.moved_at = False, self.step_index
+        residency.version += 1
         self.num_evictions += 1
         self.moved.setdefault(residency, Moved()).evictions.append(chunk.index)

@@ -36,12 +36,14 @@ class Residency:
     """The chunks of one request, over its block table, which is shared with it: a missing block is `MISSING` there.
 
     `generation` changes when the request gives its pages back; a move that finishes after that belongs to nobody.
+    `version` changes whenever a chunk starts to move or has moved; a plan that was made before that is no use.
     """
 
     table: list[int]
     chunks: list[ChunkState]
     ranks: list[int]  # per chunk, 0 for the most relevant, as far as was known before the request ran
     generation: int = 0
+    version: int = 0
     approximate: bool = False  # whether it was ever computed without some of its chunks
 
     @classmethod
