@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(name: str) -> list[str]:
+def run(name: str, *paths: Path, **variables: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)],
         cwd="/",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))} | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -44,6 +44,15 @@ def test_blend_hooks():
     assert blends[-1].rpartition(":")[2] == full.rpartition(":")[2]  # everything recomputed is full prefill
 
 
+def test_kv_blend(tmp_path):
+    (tmp_path / "lmcache_vllm").symlink_to(ROOT / "vllm_blend/compat/lmcache_vllm")
+    lines = run("kv_blend.py", tmp_path, LMCACHE_CONFIG_FILE=str(ROOT / "examples/kv_blend.yaml"))
+    assert [line.rpartition("ms: ")[2] for line in lines] == ["lenses", "lenses", "Brianfour", "lenses"]
+    for line in lines:
+        reused, total = (int(n) for n in re.findall(r"(\d+) of (\d+) tokens", line)[0])
+        assert reused > 0.7 * total
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
 def test_every_example_is_run_here(path):
-    assert f"def test_{path.stem}()" in Path(__file__).read_text()
+    assert f"def test_{path.stem}(" in Path(__file__).read_text()

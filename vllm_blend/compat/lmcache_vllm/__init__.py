@@ -1,1 +1,13 @@
-"""The import name of LMCache's vLLM integration. It has no contents yet."""
+"""The import name of LMCache's vLLM integration: its blending API on vllm-blend's engine.
+
+Installed as the package `lmcache_vllm`. Its version is that of vllm-blend.
+"""
+
+from __future__ import annotations
+
+from vllm_blend import __version__
+from vllm_blend.compat.lmcache.llm import close_lmcache_engine
+
+from . import blend_adapter, vllm
+
+__all__ = ["__version__", "blend_adapter", "close_lmcache_engine", "vllm"]

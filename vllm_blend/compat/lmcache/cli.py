@@ -1,0 +1,47 @@
+"""Ask a question about some text files, with their KV computed before: `python -m lmcache_vllm --help`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_blend.compat.lmcache.llm import LLM, close_lmcache_engine
+from vllm_blend.compat.lmcache.precompute import OfflineKVPreCompute
+from vllm_blend.compat.lmcache.prompts import combine_input_prompt_chunks
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.cli_args import given
+from vllm_blend.sampling_params import SamplingParams
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lmcache_vllm",
+        description="Precompute the KV of text files, blend it into a prompt, and print the answer and the time to its "
+        "first token. LMCACHE_CONFIG_FILE names the configuration.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="texts, in the order of the prompt")
+    parser.add_argument("--instruction", default="", help="what stands before the texts")
+    parser.add_argument("--question", required=True, help="what stands behind them")
+    parser.add_argument("--max-tokens", type=int, default=30, help="of the answer")
+    parser.add_argument("--stop", action="append", default=[], help="ends the answer; may be given several times")
+    return EngineArgs.add_cli_args(parser)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(arguments)
+    texts = [path.read_text(encoding="utf-8") for path in options.files]
+    llm = LLM(**given(options, EngineArgs))
+    precompute = OfflineKVPreCompute(llm)
+    for text in texts:
+        precompute.precompute_kv(text)
+    prompt = combine_input_prompt_chunks([options.instruction, *texts, options.question])
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, stop=options.stop)
+    [output] = llm.generate(prompt, params, use_tqdm=False)
+    metrics = output.metrics
+    assert metrics is not None and metrics.first_token_time is not None and metrics.first_scheduled_time is not None
+    reused = output.num_cached_tokens or 0
+    print(f"Newly generated text: {output.outputs[0].text!r}")
+    print(f"Time to first token: {metrics.first_token_time - metrics.first_scheduled_time:.3f} seconds")
+    print(f"Tokens reused: {reused} of {len(output.prompt_token_ids)}")
+    close_lmcache_engine()

@@ -1,0 +1,139 @@
+"""The engine as LMCache's users know it: configured by LMCACHE_CONFIG_FILE, and given prompts in pieces as strings."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_blend.compat.lmcache.config import load_config
+from vllm_blend.compat.lmcache.prompts import BlendPrompt, split_prompt
+from vllm_blend.entrypoints.llm import LLM as BlendLLM
+from vllm_blend.entrypoints.llm import ChatMessages
+from vllm_blend.inputs import PromptType
+from vllm_blend.kv_store.tiered import TieredChunkStore
+from vllm_blend.outputs import RequestOutput
+from vllm_blend.sampling_params import SamplingParams
+
+MIN_STORED_CHARACTERS = 64  # shorter pieces are quicker computed than looked after
+MAX_REMEMBERED = 1 << 16  # pieces: 16 bytes each
+
+_open: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+class LLM(BlendLLM):
+    """`vllm_blend.LLM` with LMCache's configuration and prompts.
+
+    A prompt made by `combine_input_prompt_chunks`, or a plain string with separators, is blended: pieces that are
+    stored are reused wherever they stand, the others are computed where they stand, and the last one always is. Every
+    stored piece was encoded after BOS alone. `OfflineKVPreCompute` stores pieces; so does the second prompt that holds
+    one.
+    """
+
+    def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
+        """Raises ValueError where the configuration is wrong, or contradicts the arguments."""
+        self.lmcache_config = config = load_config()
+        config.warn()
+        try:
+            super().__init__(model, tokenizer, **config.arguments(engine_args))
+        except ValueError as error:
+            raise ValueError(config.in_its_words(str(error))) from error
+        self._blends = self.llm_engine.config.blend.enable_blending
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # digests of the pieces of earlier prompts
+        _open.add(self)
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As in the base class. The `prompt` of an output is the string that was given."""
+        if not isinstance(prompts, (str, dict, Sequence)):
+            return super().generate(prompts, sampling_params, use_tqdm)
+        batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        pieces = [self._pieces(prompt) for prompt in batch]
+        composed = [prompt if each is None else self._compose(each) for prompt, each in zip(batch, pieces, strict=True)]
+        outputs = super().generate(composed, sampling_params, use_tqdm)
+        self._remember(piece for each in pieces for piece in each or ())
+        for output, prompt in zip(outputs, batch, strict=True):
+            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            output.prompt = str(text) if output.prompt is None and isinstance(text, str) else output.prompt
+        return outputs
+
+    def chat(
+        self,
+        messages: ChatMessages | Sequence[ChatMessages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """As in the base class, for plain messages: a template is written around strings and loses their pieces.
+
+        Raises ValueError where a message has some.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        separator = self.lmcache_config.separator
+        for message in (message for conversation in conversations for message in conversation):
+            content = message.get("content") if isinstance(message, dict) else None
+            if self._blends and isinstance(content, str) and len(split_prompt(content, separator)) > 1:
+                raise ValueError(
+                    "a message is made of several pieces, which chat() cannot blend: write the template's text as the "
+                    "first and the last piece of combine_input_prompt_chunks, and use generate()"
+                )
+        return super().chat(
+            messages, sampling_params, use_tqdm, chat_template, add_generation_prompt, **template_kwargs
+        )
+
+    def _pieces(self, prompt: PromptType) -> tuple[str, ...] | None:
+        """The pieces of a prompt that may have some, None where it is left as it is."""
+        if isinstance(prompt, dict) and not {"prompt_token_ids", "chunks"} & prompt.keys():
+            prompt = prompt.get("prompt", "")  # type: ignore[assignment]
+        if not isinstance(prompt, str) or not (self._blends or isinstance(prompt, BlendPrompt)):
+            return None
+        return split_prompt(prompt, self.lmcache_config.separator)
+
+    def _compose(self, pieces: Sequence[str]) -> PromptType:
+        """What the base class takes. Where nothing is blended the pieces stay apart too: the token ids are the same."""
+        if len(pieces) < 2:
+            return {"prompt": "".join(pieces)}
+        prefix, [first, *rest] = "", pieces
+        bos = self.get_tokenizer().bos_token
+        if bos and first.startswith(bos):  # a prompt that writes it itself
+            prefix, first = str(bos), first.removeprefix(str(bos))
+        chunks = [piece for piece in (first, *rest[:-1]) if piece]
+        fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk)]
+        return {"prefix": prefix, "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
+
+    def _is_worth_storing(self, piece: str) -> bool:
+        return len(piece) >= MIN_STORED_CHARACTERS and _digest(piece) in self._seen
+
+    def _remember(self, pieces: Any) -> None:
+        """After a call, so that prompts of one batch are treated alike."""
+        for piece in pieces:
+            digest = _digest(piece)
+            self._seen[digest] = None
+            self._seen.move_to_end(digest)
+        while len(self._seen) > MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+
+
+def close_lmcache_engine() -> None:
+    """Write what is still to be written, and let go of the stores of every `LLM` of this process.
+
+    An `LLM` that is used afterwards computes what it needs.
+    """
+    for llm in list(_open):
+        store = llm.llm_engine.chunk_store
+        if isinstance(store, TieredChunkStore):
+            store.close()
+        store.clear()
+    _open.clear()
+
+
+def _digest(piece: str) -> bytes:
+    return hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,34 @@
+"""Encoding chunks ahead of any question."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_blend.compat.lmcache.config import load_config
+from vllm_blend.compat.lmcache.prompts import split_prompt
+from vllm_blend.entrypoints.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+
+class OfflineKVPreCompute:
+    """Stores the KV of texts that prompts of `llm` will hold as pieces."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        if not llm.llm_engine.config.blend.enable_blending:
+            logger.warning("enable_blending is off: nothing is precomputed, as nothing would be reused")
+
+    def precompute_kv(self, text_chunk: str, force_special_tokens: bool = False) -> None:
+        """Encode a text after BOS and store it, if it is not stored yet. Does nothing where the engine does not blend.
+
+        `force_special_tokens` is LMCache's way to ask for that BOS: it changes nothing here. Raises TypeError and
+        ValueError for what is no text, or a longer one than the model takes.
+        """
+        if not isinstance(text_chunk, str):
+            raise TypeError(f"text_chunk is a {type(text_chunk).__name__}: give a string")
+        pieces = split_prompt(text_chunk, load_config().separator)
+        if not pieces:
+            raise ValueError("text_chunk is empty: there is nothing to compute")
+        if self.llm.llm_engine.config.blend.enable_blending:
+            self.llm.encode_chunks("", pieces)

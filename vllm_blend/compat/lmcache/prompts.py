@@ -1,0 +1,56 @@
+"""Prompts in pieces that are strings all the same, as LMCache's blending API passes them around.
+
+LMCache joins the pieces by a separator and finds them again in the text or among the tokens, where the separator may
+come out otherwise. Here the pieces travel with the string; only a plain string is split at the separator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_blend.compat.lmcache.config import load_config
+
+
+class BlendPrompt(str):
+    """`pieces` joined by `separator`, which still knows its pieces. What is made of it (a slice, a sum) does not."""
+
+    pieces: tuple[str, ...]
+    separator: str
+
+    def __new__(cls, pieces: Sequence[str], separator: str) -> BlendPrompt:
+        self = super().__new__(cls, separator.join(pieces))
+        self.pieces, self.separator = tuple(pieces), separator
+        return self
+
+    def __getnewargs__(self) -> tuple[tuple[str, ...], str]:  # type: ignore[override]
+        """For copies and pickles."""
+        return self.pieces, self.separator
+
+
+def split_prompt(prompt: str, separator: str) -> tuple[str, ...]:
+    """The pieces of a prompt; those that are empty are left out."""
+    pieces = prompt.pieces if isinstance(prompt, BlendPrompt) else prompt.split(separator)
+    return tuple(piece for piece in pieces if piece)
+
+
+def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:
+    """One prompt of several pieces, such as instruction, documents and question. The last piece is always computed.
+
+    Each piece is tokenized by itself. Raises TypeError unless `prompt_chunks` is a list of strings, and ValueError
+    where all of them are empty.
+    """
+    if isinstance(prompt_chunks, str) or not isinstance(prompt_chunks, Sequence):
+        raise TypeError(f"prompt_chunks is a {type(prompt_chunks).__name__}: give a list of strings")
+    pieces: list[str] = []
+    for index, chunk in enumerate(prompt_chunks):
+        if not isinstance(chunk, str):
+            raise TypeError(f"prompt_chunks[{index}] is a {type(chunk).__name__}: give strings")
+        pieces += chunk.pieces if isinstance(chunk, BlendPrompt) else [str(chunk)]
+    if not any(pieces):
+        raise ValueError("prompt_chunks holds no text: give at least the question")
+    return BlendPrompt(pieces, load_config().separator)
+
+
+def append_separator(input_prompt: str) -> str:
+    """A prompt that ends with the separator, as scripts for early LMCache make them."""
+    return combine_input_prompt_chunks([input_prompt, ""])

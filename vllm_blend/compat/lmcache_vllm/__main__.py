@@ -1,0 +1,8 @@
+"""`python -m lmcache_vllm`: see vllm_blend/compat/lmcache/cli.py."""
+
+from __future__ import annotations
+
+from vllm_blend.compat.lmcache.cli import main
+
+if __name__ == "__main__":
+    main()
