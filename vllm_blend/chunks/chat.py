@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_SYSTEM, _USER = "SYSTEM0MARK1OF2VLLM3BLEND", "USER0MARK1OF2VLLM3BLEND"
+_SYSTEM, _USER = "TheSystemSays0x1f3b5d79", "TheUserSays0x2e4c6a88"
 
 
 @dataclass(frozen=True)

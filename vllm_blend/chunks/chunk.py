@@ -36,8 +36,8 @@ class ChunkType(enum.Enum):
 class Chunk:
     """Tokens that may stand anywhere in a composition. Positions belong to the composition, never to the chunk.
 
-    `id` is made from the content: model, tokens, and `context_token_ids`, which is what stands before the chunk when
-    its KV is computed. Chunks that have KV share their id with its entry in the chunk store.
+    `id` is made from the content: model, tokens, the part it plays, and `context_token_ids`, which is what stands
+    before the chunk when its KV is computed. The chunk store has the KV under the same id.
     `PageManager.chunk_page_tables` has the pages in which a chunk stands at present.
     """
 
@@ -55,8 +55,8 @@ class Chunk:
         context_token_ids: tuple[int, ...],
     ) -> Chunk:
         key = ChunkId.of(model, context_token_ids, token_ids).key
-        if chunk_type is ChunkType.QUERY:  # nothing in the store: another id than the same tokens with KV
-            key = hashlib.sha256(f"query/{key}".encode()).hexdigest()[:32]
+        if chunk_type not in (ChunkType.CONTEXT, ChunkType.OUTPUT):  # these play the same part: they are one chunk
+            key = hashlib.sha256(f"{chunk_type.value}/{key}".encode()).hexdigest()[:32]
         return cls(key, chunk_type, token_ids, context_token_ids)
 
     def __len__(self) -> int:

@@ -1,0 +1,120 @@
+"""A chat template stands around the chunks as it would around the whole text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chunks.llms import TINY, chunked_llm
+from tests.engine.engines import greedy
+from vllm_blend import ChunkedLLM
+
+LLAMA3_LIKE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|sep|>' + m['role'] + '\n\n' + m['content'] | trim + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|sep|>assistant\n\n' }}{% endif %}"
+)
+CHATML_LIKE = (
+    "{% for m in messages %}{{ '<|sep|>' + m['role'] + '\n' + m['content'] + '<|sep|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|sep|>assistant\n' }}{% endif %}"
+)
+SYSTEM = "Answer the question."
+PASSAGES = ["The quick brown fox jumps over the lazy dog.\n\n", "Where did the dog go?\n\n", "naïve café, 敏捷的\n\n"]
+QUESTION = "def f(x):\n    return x"
+
+
+def whole(chunked: ChunkedLLM, system: str | None, user: str, template: str) -> list[int]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    ids = chunked.get_tokenizer().apply_chat_template(
+        [*messages, {"role": "user", "content": user}],
+        chat_template=template,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert isinstance(ids, list)
+    return ids
+
+
+@pytest.mark.parametrize("template", [LLAMA3_LIKE, CHATML_LIKE], ids=["llama3", "chatml"])
+@pytest.mark.parametrize("system", [None, SYSTEM], ids=["no system", "system"])
+def test_ids_equal_those_of_the_whole_conversation(template: str, system: str | None) -> None:
+    with chunked_llm(chat_template=template) as chunked:
+        system_id = None if system is None else chunked.register_chunk(system, "system_prompt").id
+        for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1], []):
+            chunks = [chunked.register_chunk(passage).id for passage in passages]
+            arguments: dict[str, Any] = {"query": QUESTION}
+            made = chunked.compose(system_id, chunks, **arguments)
+            assert made.token_ids == whole(chunked, system, "".join(passages) + QUESTION, template)
+            preview = chunked.preview_composition(system_id, chunks, **arguments)
+            assert preview.template_seam is None and preview.token_ids == made.token_ids
+            query = chunked.register_chunk(QUESTION, "query")
+            assert chunked.compose(system_id, chunks, query.id).token_ids == made.token_ids
+
+
+def test_the_system_prompt_is_exact_where_it_stands() -> None:
+    with chunked_llm(chat_template=CHATML_LIKE) as chunked:
+        system = chunked.register_chunk(SYSTEM, "system_prompt")
+        chunk = chunked.register_chunk(PASSAGES[0])
+        assert system.context_token_ids == tuple(chunked.get_tokenizer().encode("<|sep|>system\n"))
+        preview = chunked.preview_composition(system.id, [chunk.id], query=QUESTION)
+        assert [(part.chunk_id, part.exact) for part in preview.parts] == [
+            (None, False),
+            (system.id, True),
+            (None, False),
+            (chunk.id, False),
+            (None, False),
+            (None, False),
+        ]
+        output = chunked.generate_from_chunks(
+            system.id, [chunk.id], query=QUESTION, sampling_params=greedy(3), mode="reuse"
+        )
+        assert output.blend is not None and output.blend.num_exact_tokens == len(system)
+        assert output.blend.num_reused_tokens == len(chunk)
+        assert output.blend.num_recomputed_tokens == preview.num_tokens - len(system) - len(chunk)
+
+
+def test_a_seam_that_the_tokenizer_would_cross_is_shown() -> None:
+    """The ids stay those of the chunks; the preview says where the whole text has others."""
+    with chunked_llm(chat_template=CHATML_LIKE) as chunked:
+        first, second = "The quick bro", "wn fox"
+        chunks = [chunked.register_chunk(text).id for text in (first, second)]
+        made = chunked.compose(None, chunks, query=QUESTION)
+        expected = whole(chunked, None, first + second + QUESTION, CHATML_LIKE)
+        assert made.token_ids != expected
+        seam = chunked.preview_composition(None, chunks, query=QUESTION).template_seam
+        assert seam is not None and made.token_ids[:seam] == expected[:seam] and made.token_ids[seam] != expected[seam]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_chat_template": True}, "the tokenizer has no chat template"),
+        ({"chat_template": "{{ messages[0]['content'] | upper }}"}, "does not show"),
+        ({"chat_template": "{{ messages[0]['content'] * 2 }}"}, "does not show"),
+    ],
+)
+def test_templates_that_cannot_be_split(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChunkedLLM(TINY, **arguments)
+
+
+def test_previews_tell_what_runs() -> None:
+    with chunked_llm() as chunked:
+        system = chunked.register_chunk(SYSTEM, "system_prompt", name="system")
+        chunk = chunked.register_chunk(PASSAGES[0])
+        arguments: dict[str, Any] = {"query": QUESTION, "selector": "first_tokens", "recompute_ratio": 0.5}
+        preview = chunked.preview_composition("system", [chunk.id], **arguments)
+        output = chunked.generate_from_chunks("system", [chunk.id], sampling_params=greedy(2), **arguments)
+        assert output.prompt_token_ids == preview.token_ids and output.blend is not None
+        assert preview.num_computed_tokens == output.blend.num_recomputed_tokens and not preview.is_retained
+        assert preview.text == SYSTEM + PASSAGES[0] + QUESTION and preview.fits and preview.max_model_len == 96
+        bounds = [(part.start, part.stop) for part in preview.parts]
+        assert bounds[0] == (0, len(system)) and bounds[1] == (len(system), len(system) + len(chunk))
+        assert preview.parts[1].num_bytes == len(chunk) * chunked.llm_engine.composer.bytes_per_token
+        after = chunked.preview_composition("system", [chunk.id], **arguments)
+        assert after.is_retained and after.num_computed_tokens == bounds[2][1] - bounds[2][0]
+        exact = chunked.preview_composition("system", [chunk.id], query=QUESTION, mode="exact")
+        assert exact.num_computed_tokens == exact.num_tokens
+        assert not chunked.preview_composition(None, [chunk.id] * 9, query=QUESTION).fits
