@@ -60,8 +60,10 @@ def _wait(ticket: Any) -> None:
     assert ticket.done()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("predictor", ["retrieval_rank", "query_digest", "attention_mass"])
+@pytest.mark.parametrize(
+    ("share", "predictor"),
+    [(0.0, "retrieval_rank"), (0.5, "query_digest"), (0.5, "attention_mass"), (1.0, "query_digest")],
+)
 def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor):
     prompts = [demo_prompt(index, 6) for index in range(3)]
     with engine(**on_gpu) as llm:

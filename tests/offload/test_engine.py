@@ -238,3 +238,24 @@ def test_sliding_windows_and_offload_exclude_each_other():
     model = tiny_model("mistral", sliding_window=16)
     with pytest.raises(ValueError, match="offload_mode='resident': the model has layers with a sliding window"):
         new_llm(model, offload_mode="resident")
+
+
+def test_many_requests_take_turns_in_being_scored():
+    """Each is scored again within a few steps, and before its chunks first move."""
+    prompts = [demo_prompt(index, 4) for index in range(5)]
+    with engine(**EXACT, offload_predictor="query_digest") as llm:
+        inner, offload = llm.llm_engine, llm.llm_engine.offload
+        offload.scored_per_step = 2
+        try:
+            for index, prompt in enumerate(prompts):
+                inner.add_request(str(index), prompt, greedy(12, ignore_eos=True))
+            asked = []
+            while inner.has_unfinished_requests():
+                inner.step()
+                asked.append({request.request_id for request in offload._asked})
+        finally:
+            offload.scored_per_step = None
+    full = [names for names in asked if names]
+    assert len(full[0]) == 5 and all(len(names) == 2 for names in full[1:-1])
+    for start in range(1, len(full) - 4):
+        assert len(set().union(*full[start : start + 3])) == 5

@@ -239,7 +239,7 @@ def test_random_traffic(
 def test_a_model_that_breaks_fails_the_request_and_not_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(MODEL) as llm:
         plain = run(llm, PROMPTS[:2], greedy(12, ignore_eos=True))
-    with speculating(MODEL, ORACLE) as llm:
+    with speculating(MODEL, ORACLE, enforce_eager=True) as llm:  # a graph would not call what is patched
         teach(llm, plain)
         oracle_of(llm).error_every["n"] = 0  # type: ignore[union-attr]
         model = llm.llm_engine.model_executor.driver_worker.model_runner.model

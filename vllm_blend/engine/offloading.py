@@ -17,6 +17,8 @@ from vllm_blend.offload.promotion import ChunkScorer
 if TYPE_CHECKING:
     from vllm_blend.worker.model_runner import ModelRunner
 
+SCORED_PER_STEP = 4  # requests, where the host must keep ahead of the device: each costs it some twenty launches
+
 
 def make_offload(
     config: OffloadConfig, runner: ModelRunner, blocks: DevicePool, runs_ahead: bool
@@ -56,7 +58,8 @@ def make_offload(
     )
     planner = ThreadPlanner(policy) if runs_ahead else PlainPlanner(policy)
     scheduler = KVCacheScheduler(blocks, host, kind(cache.key, cache.value, host), policy, planner)
-    return OffloadController(scheduler, scorer, block_size, hides=not exact)
+    # Scores that come a step or two late change little; a step that waits for the host does.
+    return OffloadController(scheduler, scorer, block_size, not exact, SCORED_PER_STEP if runs_ahead else None)
 
 
 def offload_gauges(offload: OffloadController | None) -> list[Gauge]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm_blend.offload.attention import QueryTap
 from vllm_blend.offload.kv_cache_scheduler import KVCacheScheduler, Moved
 from vllm_blend.offload.promotion import Asked, ChunkScorer
 from vllm_blend.offload.residency import Residency
 from vllm_blend.request import Request
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,20 @@ class OffloadReport:
 
 class OffloadController:
     """Ties a scheduler of moves to the scores of a predictor. `hides`: chunks off the device are not seen (mode
-    "resident"), so what is computed without them is not what full attention gives."""
+    "resident"), so what is computed without them is not what full attention gives. At most `scored_per_step` requests
+    are scored by the queries of a step, in turns (None: all); new ones always are."""
 
-    def __init__(self, scheduler: KVCacheScheduler, scorer: ChunkScorer, block_size: int, hides: bool) -> None:
+    def __init__(
+        self,
+        scheduler: KVCacheScheduler,
+        scorer: ChunkScorer,
+        block_size: int,
+        hides: bool,
+        scored_per_step: int | None = None,
+    ) -> None:
         self.scheduler, self.scorer, self.block_size, self.hides = scheduler, scorer, block_size, hides
+        self.scored_per_step = scored_per_step
+        self._turn = 0
         self.reports: dict[str, OffloadReport] = {}  # of the last step, by request id
         self._asked: dict[Request, Asked] = {}
         self._placed_by_rank: set[Residency] = set()
@@ -57,10 +70,24 @@ class OffloadController:
     def observe(self, computed: Iterable[tuple[Request, int, int]], tap: QueryTap) -> None:
         """Keep the queries of the step that was just queued. `computed`: request, first position and the one after the
         last, in the order of the step."""
+        known = []
         for index, (request, start, stop) in enumerate(computed):
-            if request.chunk_bounds and stop >= request.num_prompt_tokens:
-                rows = stop - start if start >= request.num_prompt_tokens else 1
+            if not request.chunk_bounds or stop < request.num_prompt_tokens:
+                continue
+            rows = stop - start if start >= request.num_prompt_tokens else 1
+            if request.residency is None:
                 self._asked[request] = Asked(tap.last_rows(index, rows), stop - 1)
+            else:
+                known.append((index, request, rows, stop - 1))
+        for index, request, rows, position in self._in_turn(known):
+            self._asked[request] = Asked(tap.last_rows(index, rows), position)
+
+    def _in_turn(self, items: list[_T]) -> list[_T]:
+        count = self.scored_per_step
+        if count is None or len(items) <= count:
+            return items
+        first, self._turn = self._turn % len(items), (self._turn + count) % len(items)
+        return (items + items)[first : first + count]
 
     def released(self, request: Request) -> None:
         """A request has given its pages back, or is about to."""

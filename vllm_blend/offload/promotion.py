@@ -13,6 +13,7 @@ from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.digests import KeyDigests
 from vllm_blend.offload.predictors import Evidence, LooksAt, PromotionPredictor
 from vllm_blend.offload.residency import Residency
+from vllm_blend.ops.host_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Asked:
 class _Memory:
     """What is remembered of a request."""
 
+    ranks: torch.Tensor  # [chunks] int64
+    resident: torch.Tensor  # [chunks] bool, of the `version` of the tables
+    version: int
     digests: KeyDigests | None = None
     previous: torch.Tensor | None = None  # [chunks] float32, where the queries are
     arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # scores on their way from a GPU
@@ -37,6 +41,8 @@ class ChunkScorer:
     """Scores the chunks of requests, by the queries of some layers (`layers`, numbers into `caches`).
 
     `host` is given where chunks off the device are attended too (mode "exact"): their keys are then looked at as well.
+    On a GPU, scores are computed beside the next step, on a stream of their own, and nothing waits for them; but a
+    predictor that looks at the pages themselves does so before the next step may write there.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class ChunkScorer:
     ) -> None:
         self.predictor, self.layers, self.caches = predictor, tuple(layers), caches
         self.scale, self.rotary_dim, self.host = scale, rotary_dim, host
+        device = caches[0].key.device
+        beside = device.type == "cuda" and predictor.looks_at is not LooksAt.MASS
+        self._stream = torch.cuda.Stream(device) if beside else None
         self._memory: dict[Residency, _Memory] = {}
         self._latest: dict[Residency, list[float]] = {}
 
@@ -67,10 +76,34 @@ class ChunkScorer:
         Must first be called while all chunks are on the device, and then whenever a step has computed new queries.
         Raises ValueError where the predictor returns anything but a number for each chunk.
         """
-        memory = self._memory.setdefault(residency, _Memory())
+        memory = self._recall(residency)
         self._collect(residency, memory)
         if asked is None and self.wants_queries:
             return self._latest.get(residency)
+        if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS and memory.digests is None:
+            memory.digests = self._digests(residency)
+        if self._stream is None:
+            self._score(residency, memory, asked)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            if asked is not None:
+                asked.queries.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                self._score(residency, memory, asked)
+        return self._latest.get(residency)
+
+    def _recall(self, residency: Residency) -> _Memory:
+        device = self.caches[0].key.device
+        memory = self._memory.get(residency)
+        if memory is None or memory.version != residency.version:
+            resident = to_device(torch.tensor([chunk.resident for chunk in residency.chunks]), device)
+            if memory is None:
+                memory = _Memory(to_device(torch.tensor(residency.ranks), device), resident, residency.version)
+                self._memory[residency] = memory
+            memory.resident, memory.version = resident, residency.version
+        return memory
+
+    def _score(self, residency: Residency, memory: _Memory, asked: Asked | None) -> None:
         scores = self.predictor.score(self._evidence(residency, memory, asked))
         if scores.shape != (len(residency.chunks),):
             raise ValueError(
@@ -86,7 +119,6 @@ class ChunkScorer:
             memory.arriving = (on_host, event)
         else:
             self._latest[residency] = scores.tolist()
-        return self._latest.get(residency)
 
     def _collect(self, residency: Residency, memory: _Memory) -> None:
         if memory.arriving is not None and memory.arriving[1].query():
@@ -94,28 +126,23 @@ class ChunkScorer:
             memory.arriving = None
 
     def _evidence(self, residency: Residency, memory: _Memory, asked: Asked | None) -> Evidence:
-        device = self.caches[0].key.device
-        ranks = torch.tensor(residency.ranks, device=device)
-        resident = torch.tensor([chunk.resident for chunk in residency.chunks], device=device)
         expected = received = None
-        if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS:
-            if memory.digests is None:
-                memory.digests = self._digests(residency)
+        if asked is not None and memory.digests is not None:
             expected = memory.digests.expected_mass(asked.queries, self.scale, len(residency.chunks))
         if asked is not None and self.predictor.looks_at is LooksAt.MASS:
-            received = self._received_mass(residency, asked)
-        return Evidence(ranks, resident, memory.previous, expected, received)
+            received = self._received_mass(residency, asked, memory.resident)
+        return Evidence(memory.ranks, memory.resident, memory.previous, expected, received)
 
     def _digests(self, residency: Residency) -> KeyDigests:
         """Of all blocks that can move."""
         device = self.caches[0].key.device
         blocks = list(chain.from_iterable(residency.device_blocks(chunk) for chunk in residency.chunks))
         owner = [chunk.index for chunk in residency.chunks for _ in chunk.blocks]
-        index = torch.tensor(blocks, dtype=torch.int64, device=device)
+        index = to_device(torch.tensor(blocks, dtype=torch.int64), device)
         keys = torch.stack([self.caches[layer].key[index] for layer in self.layers])
-        return KeyDigests.of(keys, torch.tensor(owner, dtype=torch.int64, device=device), self.rotary_dim)
+        return KeyDigests.of(keys, to_device(torch.tensor(owner, dtype=torch.int64), device), self.rotary_dim)
 
-    def _received_mass(self, residency: Residency, asked: Asked) -> torch.Tensor:
+    def _received_mass(self, residency: Residency, asked: Asked, resident: torch.Tensor) -> torch.Tensor:
         """[rows, chunks]: attention on the blocks that can move, mean over layers and heads; nan for chunks unseen."""
         device, size = asked.queries.device, self.caches[0].block_size
         rows = asked.queries.shape[1]
@@ -128,7 +155,7 @@ class ChunkScorer:
         owners = [owner_of.get(index, nobody) for index in present]
         host = residency.host_table() if self.host is not None else []
         owners += [chunk.index for chunk in residency.missing for _ in chunk.blocks] if host else []
-        index = torch.tensor(table, dtype=torch.int64, device=device)
+        index = to_device(torch.tensor(table, dtype=torch.int64), device)
         hidden = (
             torch.arange(num_keys, device=device)[None] > (num_keys - rows + torch.arange(rows, device=device))[:, None]
         )
@@ -144,11 +171,9 @@ class ChunkScorer:
             else:
                 scores = torch.nn.functional.pad(scores, (0, -num_keys % size), value=float("-inf"))
             total += scores.softmax(-1).mean(1).unflatten(-1, (-1, size)).sum(-1)
-        owner = torch.tensor(owners, dtype=torch.int64, device=device)
+        owner = to_device(torch.tensor(owners, dtype=torch.int64), device)
         mass = torch.zeros(rows, nobody + 1, device=device).index_add_(1, owner, total / len(self.layers))[:, :nobody]
-        if self.host is None:
-            mass[:, [chunk.index for chunk in residency.missing]] = float("nan")
-        return mass
+        return mass if self.host is not None else mass.masked_fill(~resident, float("nan"))
 
     def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """[rows, heads, keys] of queries [rows, heads, head_dim] and keys [keys, kv_heads, head_dim]."""
