@@ -35,6 +35,9 @@ from vllm_blend import LLM, RequestOutput
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.export_folder import export_folder
+from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
 from vllm_blend.kv_store.tiered import MEMORY, Choice, TieredChunkStore
 
 TINY = tiny_model("llama")
@@ -150,6 +153,26 @@ def test_another_engine_reuses_what_one_has_stored(tmp_path: Path, stored: str) 
     for llm in (writing, reading):
         assert_empty(llm)
         store_of(llm).close()
+
+
+def test_what_an_engine_stored_goes_out_as_folders_and_in_again(tmp_path: Path) -> None:
+    """Also what came from a server: engines say which chunk it is that they store."""
+    first = new_llm(TINY, enable_blending=True, chunk_store_url=(tmp_path / "server").as_uri())
+    [output] = run(first, tiny_prompt(), PARAMS)
+    cold(first)
+    second = persistent(tmp_path / "a", chunk_store_url=(tmp_path / "server").as_uri())
+    run(second, tiny_prompt(), PARAMS)
+    cold(second)
+    third = persistent(tmp_path / "b")
+    run(third, tiny_prompt(), PARAMS)
+    cold(third)
+    for name in ("a", "b"):
+        assert export_folder(tmp_path / name, tmp_path / f"{name}-pt") == {"written": PIECES}
+        settings = DiskStoreConfig(tmp_path / f"{name}-again", 1 << 20, NO_MODEL)
+        assert import_folder(tmp_path / f"{name}-pt", settings) == {"stored": PIECES}
+        llm = persistent(tmp_path / f"{name}-again")
+        assert_same_logprobs(run(llm, tiny_prompt(), PARAMS)[0], output)
+        assert metrics(llm)["chunks_encoded"] == 0
 
 
 def test_another_models_store_is_a_store_without_these_chunks(tmp_path: Path) -> None:

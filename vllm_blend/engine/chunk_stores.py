@@ -105,7 +105,12 @@ def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:
 
 def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_write_bytes: int) -> Tier:
     settings = DiskStoreConfig(
-        path, max(1, int(config.gib * 2**30)), model.digest, config.format, config.admit_on_second_use
+        path,
+        max(1, int(config.gib * 2**30)),
+        model.digest,
+        config.format,
+        config.admit_on_second_use,
+        fingerprint=model,
     )
     try:
         store = DiskChunkStore(settings)

@@ -183,7 +183,9 @@ class ChunkComposer:
         """Store what an encoding request has computed; returns encodings that could only start now."""
         k, v = encode.collected_kv().unbind(0)
         key = encode.request_id
-        kv = self.store.put(key, ChunkKV(k.contiguous(), v.contiguous()))
+        start = encode.collect_from
+        content = ChunkId.of(self.model, encode.prompt_token_ids[:start], encode.prompt_token_ids[start:])
+        kv = self.store.put(key, ChunkKV(k.contiguous(), v.contiguous(), content=content))
         self.num_encoded += 1
         del self._encoding[key]
         started: list[Request] = []
@@ -270,7 +272,7 @@ class ChunkComposer:
             controlled = self.controller is not None and composition.parsed.blend_recompute_ratio is None
             num_tokens = len(piece.id.token_ids)
             choice = partial(_choice, num_tokens * self.bytes_per_token, num_tokens) if controlled else None
-            if not loader.request(key, partial(self.store.load, key, choice, arrivals)):
+            if not loader.request(key, partial(self.store.load, key, choice, arrivals, piece.id)):
                 return False
             arrivals.wanted[key] = choice
             self._loading[key] = arrivals

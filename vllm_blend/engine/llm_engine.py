@@ -259,7 +259,7 @@ class LLMEngine:
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""
         check_chunk(self.fingerprint, chunk, kv)
-        self.chunk_store.put(chunk.key, kv.copy())  # the caller may go on to change his
+        self.chunk_store.put(chunk.key, kv.copy().of(chunk))  # the caller may go on to change his
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_requests or self.composer.is_loading

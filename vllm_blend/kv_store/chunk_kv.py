@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
+from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.ops import HostKV
 
 
@@ -40,13 +41,15 @@ class ChunkKV:
 
     `written` is set where a GPU fills the tensors in the background: a stream that reads them waits for it, and the
     host calls `wait` before it looks. `arriving` is set where other threads fill them from a disk: whoever reads a
-    layer asks it first.
+    layer asks it first. `content` says which chunk it is, where somebody knows: keys are digests, and whoever exports
+    a store needs the tokens.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     written: torch.cuda.Event | None = None
     arriving: Arriving | None = None
+    content: ChunkId | None = None
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
@@ -76,7 +79,12 @@ class ChunkKV:
         """The same KV in memory of its own."""
         self.wait()
         contiguous = torch.contiguous_format
-        return ChunkKV(self.k.clone(memory_format=contiguous), self.v.clone(memory_format=contiguous))
+        k, v = (t.clone(memory_format=contiguous) for t in (self.k, self.v))
+        return ChunkKV(k, v, content=self.content)
+
+    def of(self, content: ChunkId) -> ChunkKV:
+        """The same KV, known to be that of `content`."""
+        return replace(self, content=content)
 
     @property
     def nbytes(self) -> int:

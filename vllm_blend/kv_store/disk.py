@@ -298,7 +298,9 @@ class DiskChunkStore:
             with self._lock:
                 self._uses[stored.id] += 1
             return "present"
-        entry = self.space.reserve(key, layout.payload_bytes, header, cost, self._take_uses())
+        model, content = self.config.fingerprint, chunk.content
+        name = (content, model) if model is not None and content is not None and content.key == key else None
+        entry = self.space.reserve(key, layout.payload_bytes, header, cost, self._take_uses(), name)
         if entry is None:
             return "no_room"
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.serialization import StoredFormat, is_key
 
 
@@ -24,6 +25,7 @@ class DiskStoreConfig:
     direct: bool = True  # past the page cache, where the file system takes it
     timeout: float = 30.0  # seconds, of every wait: for a chunk to be read, for another process
     retry_seconds: float = 60.0  # after a write that failed (a full disk), before another is tried
+    fingerprint: ModelFingerprint | None = None  # the model itself: without, what is stored cannot be exported
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "segment_bytes", "num_threads", "timeout", "retry_seconds"):
@@ -35,3 +37,5 @@ class DiskStoreConfig:
             raise ValueError(f"format={self.format!r} must be one of {', '.join(get_args(StoredFormat))}")
         if not is_key(self.model):
             raise ValueError(f"model={self.model!r} must be a ModelFingerprint.digest: 32 hex digits")
+        if self.fingerprint is not None and self.fingerprint.digest != self.model:
+            raise ValueError(f"model={self.model!r} must be the digest of fingerprint: {self.fingerprint.digest}")

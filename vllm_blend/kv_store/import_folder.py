@@ -2,7 +2,7 @@
 
     python -m vllm_blend.kv_store.import_folder results/kv_caches /var/cache/chunks
 
-The other way round, stage 1 of the pipeline writes what an engine has, wherever that comes from.
+The other way round: export_folder.py.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
                 counts[miss.kind] += 1
                 continue
             if model.digest not in stores:
-                stores[model.digest] = DiskChunkStore(replace(config, model=model.digest))
-            stores[model.digest].put(chunk.key, kv)
+                stores[model.digest] = DiskChunkStore(replace(config, model=model.digest, fingerprint=model))
+            stores[model.digest].put(chunk.key, kv.of(chunk))
         for store in stores.values():
             counts["stored"] += store.tally.num_stored
             counts.update(store.tally.refused)

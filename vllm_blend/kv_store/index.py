@@ -13,16 +13,20 @@ it, what was once popular would never leave.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import is_key
 
@@ -45,6 +49,14 @@ CREATE TRIGGER more AFTER INSERT ON chunks BEGIN UPDATE totals SET bytes = bytes
 CREATE TRIGGER less AFTER DELETE ON chunks BEGIN UPDATE totals SET bytes = bytes - OLD.bytes; END;
 CREATE TABLE remembered (seen INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE);
 INSERT INTO totals VALUES (0, 0.0);
+"""
+# What exports need, and indices of earlier versions lack: chunks that are stored from now on can be exported.
+_NAMES_SCHEMA = """
+CREATE TABLE models (digest TEXT PRIMARY KEY, fingerprint TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE names (
+  id INTEGER PRIMARY KEY, model TEXT NOT NULL, context TEXT NOT NULL, tokens BLOB NOT NULL
+);
+CREATE TRIGGER nameless AFTER DELETE ON chunks BEGIN DELETE FROM names WHERE id = OLD.id; END;
 """
 _COLUMNS = "id, key, state, segment, offset, bytes, header"
 
@@ -137,6 +149,22 @@ class Index:
         order = f"SELECT segment FROM chunks GROUP BY segment ORDER BY {worth}"
         return [self.in_segment(name) for (name,) in self._all(order)]
 
+    def name(self, entry: Entry) -> tuple[ChunkId, ModelFingerprint] | None:
+        """Which chunk it is, and of which model, where that is known and fits the key."""
+        row = self._one(
+            "SELECT context, tokens, fingerprint FROM names JOIN models ON model = digest WHERE id = ?", entry.id
+        )
+        if row is None:
+            return None
+        try:
+            context, tokens, fingerprint = row
+            model = ModelFingerprint(**json.loads(fingerprint))
+            ids = tuple(np.frombuffer(tokens, "<i8").tolist())
+        except (TypeError, ValueError):  # damaged, or of a version with other properties
+            return None
+        fits = chunk_key(model, context, ids) == entry.key
+        return (ChunkId(entry.key, context, ids), model) if fits else None
+
     def in_segment(self, segment: str) -> list[Entry]:
         """The chunks of a segment, whatever their state."""
         return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE segment = ?", segment)]
@@ -154,6 +182,12 @@ class Index:
         cursor = self._db.execute(f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, 1, ?)", values)
         assert cursor.lastrowid is not None
         return Entry(cursor.lastrowid, key, WRITING, Extent(segment, offset, num_bytes), header)
+
+    def set_name(self, entry: Entry, chunk: ChunkId, model: ModelFingerprint) -> None:
+        """Keep which chunk it is."""
+        self._db.execute("INSERT OR IGNORE INTO models VALUES (?, ?)", (model.digest, json.dumps(asdict(model))))
+        tokens = np.asarray(chunk.token_ids, "<i8").tobytes()
+        self._db.execute("REPLACE INTO names VALUES (?, ?, ?, ?)", (entry.id, model.digest, chunk.context, tokens))
 
     def publish(self, entry: Entry) -> Entry | None:
         """A written chunk is there from now on, in place of the one that is returned. Raises DamagedIndex where its row
@@ -221,16 +255,19 @@ class Index:
         return row[0]
 
     def _create_or_check(self) -> None:
-        statements = _SCHEMA.strip().split(";\n")
+        statements, names = (schema.strip().split(";\n") for schema in (_SCHEMA, _NAMES_SCHEMA))
         found = {sql for (sql,) in self._all("SELECT sql FROM sqlite_master")}
         if not found:
-            for statement in statements:
+            for statement in [*statements, *names]:
                 self._db.execute(statement)
             # Ids that no earlier index of this folder has used: its processes may still be there, with their locks.
             self._db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('chunks', ?)", (time.time_ns(),))
             return
         if missing := [sql for sql in statements if sql.startswith("CREATE") and sql.rstrip(";") not in found]:
             raise DamagedIndex(f"it lacks {missing}")
+        for sql in names:
+            if sql.rstrip(";") not in found:
+                self._db.execute(sql)
         if (answer := self._one("PRAGMA integrity_check")) != ("ok",):
             raise DamagedIndex(f"sqlite says {answer}")
         if sum(_entry(row).extent.num_bytes for row in self._all(f"SELECT {_COLUMNS} FROM chunks")) != self.num_bytes:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from vllm_blend.kv_store.index import DEAD, LIVE, Entry, Index
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.locks import NumberLocks
 from vllm_blend.kv_store.segment import SegmentFiles
 
@@ -67,9 +68,17 @@ class DiskSpace:
     def let_go(self, entry: Entry) -> None:
         self.locks.unshare(entry.id)
 
-    def reserve(self, key: str, num_bytes: int, header: bytes, cost: float, uses: Mapping[int, int]) -> Entry | None:
+    def reserve(
+        self,
+        key: str,
+        num_bytes: int,
+        header: bytes,
+        cost: float,
+        uses: Mapping[int, int],
+        name: tuple[ChunkId, ModelFingerprint] | None = None,
+    ) -> Entry | None:
         """Room for a chunk, which is this process's to write; `publish` or `discard` follows. None where too much is
-        held. `uses` of other chunks (id -> how many) are counted first."""
+        held. `uses` of other chunks (id -> how many) are counted first. `name` is for exports."""
         deadline = time.monotonic() + self.timeout
         while True:
             with self._claiming() as claimed:
@@ -80,6 +89,8 @@ class DiskSpace:
                     if not self.locks.claim(entry.id):
                         raise OSError(f"chunk {entry.id} is new and already locked")
                     claimed.append(entry)
+                    if name is not None:
+                        self.index.set_name(entry, *name)
                     return entry
                 if not self._evict(missing, claimed):
                     return None

@@ -19,6 +19,7 @@ import torch
 from vllm_blend.kv_store.arrivals import Arrivals, Begun
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.kv_store.meter import Meter
 from vllm_blend.kv_store.pending import PendingChunk
 from vllm_blend.kv_store.serialization import aligned_empty
@@ -139,11 +140,18 @@ class TieredChunkStore:
             chunk = next((found for tier in self.below if (found := tier.writer.get(key)) is not None), None)
         return chunk
 
-    def load(self, key: str, describe: DescribeChunk | None = None, arrivals: Arrivals | None = None) -> ChunkKV | None:
+    def load(
+        self,
+        key: str,
+        describe: DescribeChunk | None = None,
+        arrivals: Arrivals | None = None,
+        content: ChunkId | None = None,
+    ) -> ChunkKV | None:
         """A chunk from a tier below the memory, which keeps it from now on. Takes as long as the tiers' own deadlines.
 
         With `describe`, the observer may have the chunk computed again instead: None. With `arrivals`, which wants this
-        chunk, a tier that can do so begins to read all that it wants, and others may use what has arrived.
+        chunk, a tier that can do so begins to read all that it wants, and others may use what has arrived. `content`
+        goes along with the chunk.
         """
         for index, tier in enumerate(self.below):
             if arrivals is not None and tier.begin is not None:
@@ -161,7 +169,7 @@ class TieredChunkStore:
                 chunk = self._read(tier, key)
             if chunk is None:
                 continue
-            chunk = self._keep(key, chunk)
+            chunk = self._keep(key, chunk if content is None else chunk.of(content))
             for faster in self.below[:index]:
                 faster.writer.put(key, chunk)
             return chunk
@@ -285,7 +293,8 @@ class TieredChunkStore:
         """Move a chunk that was loaded to where the memory tier keeps its chunks."""
         device = self.memory.device
         if device is not None and chunk.k.device != device:
-            chunk = ChunkKV(chunk.k.to(device), chunk.v.to(device))  # not under the lock: this takes a while
+            k, v = chunk.k.to(device), chunk.v.to(device)  # not under the lock: this takes a while
+            chunk = ChunkKV(k, v, content=chunk.content)
         elif not self.memory.holds(chunk):
             with self._lock:
                 memory = self.memory.allocate(chunk.nbytes)

@@ -58,7 +58,7 @@ def copy_to_host(chunk: ChunkKV, memory: torch.Tensor, in_flight: InFlight) -> C
     piece. From a GPU, this queues the copies and returns; `ChunkKV.written` says when they are done."""
     layers, *rows = chunk.k.shape
     packed = memory.view(chunk.k.dtype).view(layers, 2, *rows)
-    result = ChunkKV(packed[:, 0], packed[:, 1])
+    result = ChunkKV(packed[:, 0], packed[:, 1], content=chunk.content)
     if not chunk.k.is_cuda:
         chunk.wait()
         result.k.copy_(chunk.k)
@@ -74,7 +74,7 @@ def copy_to_host(chunk: ChunkKV, memory: torch.Tensor, in_flight: InFlight) -> C
     written = torch.cuda.Event()
     written.record(stream)
     in_flight.hold(written, memory)
-    return ChunkKV(result.k, result.v, written)
+    return ChunkKV(result.k, result.v, written, content=chunk.content)
 
 
 @cache

@@ -1,0 +1,72 @@
+"""Writes the chunks of a disk store as the pipeline's `.pt` folders (format.py), one folder a chunk, named by its key.
+
+    python -m vllm_blend.kv_store.export_folder /var/cache/chunks results/exported
+
+The store may be in use. fp8 and int8 chunks are written as they are read: in the model's dtype, rounded. Chunks that
+were stored by a version that kept no token ids cannot be exported, and are counted as `unnamed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_blend.kv_store.disk import VERSION, DiskChunkStore
+from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.format import write_chunk
+from vllm_blend.kv_store.import_folder import NO_MODEL
+
+logger = logging.getLogger(__name__)
+
+
+def export_folder(path: Path, target: Path) -> Counter[str]:
+    """Write every chunk of the store in `path` below `target`, of whatever model. Returns how many were written, and
+    how many not, by reason: what cannot be read is left out with a warning.
+
+    Raises ValueError where there is no store, and OSError or sqlite3.Error where one of the two cannot be used.
+    """
+    if not (path / VERSION).is_dir():
+        raise ValueError(f"{path} holds no chunk store: give the folder that is an engine's chunk_store_path")
+    counts: Counter[str] = Counter()
+    config = DiskStoreConfig(path, sys.maxsize, NO_MODEL)  # nothing is to leave for having been looked at
+    stores: dict[str, DiskChunkStore] = {}
+    try:
+        with DiskChunkStore(config) as index:
+            for entry in index.space.index.live():
+                name = index.space.index.name(entry)
+                if name is None:
+                    counts["unnamed"] += 1
+                    continue
+                chunk, model = name
+                if model.digest not in stores:
+                    stores[model.digest] = DiskChunkStore(replace(config, model=model.digest, fingerprint=model))
+                kv = stores[model.digest].get(chunk.key)
+                if kv is not None:
+                    write_chunk(target / chunk.key, chunk, kv, model)
+                    counts["written"] += 1
+        for store in stores.values():
+            counts.update(store.tally.misses)
+    finally:
+        for store in stores.values():
+            store.close()
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder of the disk store: the engine's chunk_store_path")
+    parser.add_argument("target", type=Path, help="folder for the .pt folders")
+    args = parser.parse_args()
+    try:
+        counts = export_folder(args.path, args.target)
+    except ValueError as error:
+        parser.error(str(error))
+    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "the store is empty")
+
+
+if __name__ == "__main__":
+    main()
