@@ -14,7 +14,7 @@ import pytest
 
 from tests import settings
 from tests.engine.compare import assert_same_logprobs, record_chosen
-from tests.engine.engines import DEMO, assert_empty, demo_prompt, engine, greedy, run
+from tests.engine.engines import DEMO, assert_empty, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend import RequestOutput
 from vllm_blend.compat.lmcache.llm import LLM, close_lmcache_engine
 from vllm_blend.compat.lmcache.precompute import OfflineKVPreCompute
@@ -24,11 +24,11 @@ PARAMS = greedy(8, logprobs=2, ignore_eos=True)
 SEPARATOR = "[BLEND_SEP]"
 
 
-def make_llm(patch: pytest.MonkeyPatch, folder: Path, text: str, **arguments: Any) -> LLM:
+def make_llm(patch: pytest.MonkeyPatch, folder: Path, text: str, model: str = DEMO, **arguments: Any) -> LLM:
     path = folder / "kv.yaml"
     path.write_text(text)
     patch.setenv("LMCACHE_CONFIG_FILE", str(path))
-    llm = LLM(DEMO, **(settings.current().engine_arguments() | arguments))
+    llm = LLM(model, **(settings.current().engine_arguments() | arguments))
     record_chosen(llm)
     return llm
 
@@ -268,6 +268,20 @@ def test_bos_stands_once(llm: LLM) -> None:
     assert alone.prompt_token_ids == ids(llm, [a, question])
     assert alone.blend is not None and alone.blend.num_exact_tokens == 1 + size(llm, a)
     assert_same_logprobs(alone, whole(alone))
+    assert ask(llm, [bos, question]).prompt_token_ids == ids(llm, [question])
+
+
+def test_bos_that_only_a_prompt_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer adds none, so nothing is encoded after it either."""
+    text = "enable_blending: true\nblend_min_tokens: 0\n"
+    llm = make_llm(monkeypatch, tmp_path, text, tiny_model("llama"))
+    OfflineKVPreCompute(llm).precompute_kv("The quick fox.")
+    output = ask(llm, ["<s>Where? ", "The quick fox.", "Go"])
+    tokenizer = llm.get_tokenizer()
+    assert output.prompt_token_ids[0] == tokenizer.bos_token_id == tokenizer.encode("<s>")[0]
+    assert output.blend is not None and output.blend.num_exact_tokens == 0
+    assert output.blend.num_reused_tokens + output.blend.num_recomputed_tokens == len(output.prompt_token_ids)
+    assert output.blend.num_reused_tokens > 0
 
 
 def test_early_scripts_store_by_asking(llm: LLM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_blend.compat.lmcache.config import load_config
@@ -101,18 +101,24 @@ class LLM(BlendLLM):
         """What the base class takes. Where nothing is blended the pieces stay apart too: the token ids are the same."""
         if len(pieces) < 2:
             return {"prompt": "".join(pieces)}
-        prefix, [first, *rest] = "", pieces
-        bos = self.get_tokenizer().bos_token
-        if bos and first.startswith(bos):  # a prompt that writes it itself
-            prefix, first = str(bos), first.removeprefix(str(bos))
-        chunks = [piece for piece in (first, *rest[:-1]) if piece]
+        first, *rest = pieces
+        chunks = [piece for piece in (self._without_bos(first), *rest[:-1]) if piece]
         fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk)]
-        return {"prefix": prefix, "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
+        return {"prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
+
+    def _without_bos(self, piece: str) -> str:
+        """The first piece of a prompt without the BOS that the tokenizer puts there too, and everything is encoded
+        after."""
+        tokenizer = self.get_tokenizer()
+        bos = tokenizer.bos_token
+        if bos is None or list(tokenizer.encode(""))[:1] != [tokenizer.bos_token_id]:
+            return piece
+        return piece.removeprefix(str(bos))
 
     def _is_worth_storing(self, piece: str) -> bool:
         return len(piece) >= MIN_STORED_CHARACTERS and _digest(piece) in self._seen
 
-    def _remember(self, pieces: Any) -> None:
+    def _remember(self, pieces: Iterable[str]) -> None:
         """After a call, so that prompts of one batch are treated alike."""
         for piece in pieces:
             digest = _digest(piece)
