@@ -238,4 +238,6 @@ def test_errors_of_the_engine_name_the_key(read: Any) -> None:
     config = read(ON + "max_local_cpu_size: 5\nblend_min_tokens: 5")
     message = config.in_its_words("blend_chunk_cache_gib=5 is too much, blend_min_tokens=5 is not")
     assert message.endswith("kv.yaml: max_local_cpu_size=5 is too much, blend_min_tokens=5 is not")
+    message = config.in_its_words("blend_min_tokens is too much for this model")
+    assert message.endswith("kv.yaml: blend_min_tokens is too much for this model")
     assert config.in_its_words("the model is empty") == "the model is empty"

@@ -138,6 +138,12 @@ def test_from_the_command_line(folder: Path) -> None:
     assert found is not None and int(found[1]) > 0.7 * int(found[2])
 
 
+def test_a_text_that_is_not_there(folder: Path) -> None:
+    done = run(folder, "-m", "lmcache_vllm", "--model=m", "--question=q", "chunk3.txt")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "chunk3.txt is no text that can be read: [Errno 2] No such file" in done.stderr
+
+
 def test_the_names_are_where_scripts_look_for_them(folder: Path) -> None:
     code = """
 import lmcache_vllm

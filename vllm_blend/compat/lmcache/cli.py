@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Precompute the KV of text files, blend it into a prompt, and print the answer and the time to its "
         "first token. LMCACHE_CONFIG_FILE names the configuration.",
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="texts, in the order of the prompt")
+    parser.add_argument("texts", nargs="+", type=_text, metavar="FILE", help="texts, in the order of the prompt")
     parser.add_argument("--instruction", default="", help="what stands before the texts")
     parser.add_argument("--question", required=True, help="what stands behind them")
     parser.add_argument("--max-tokens", type=int, default=30, help="of the answer")
@@ -28,14 +28,20 @@ def make_parser() -> argparse.ArgumentParser:
     return EngineArgs.add_cli_args(parser)
 
 
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is no text that can be read: {error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
-    texts = [path.read_text(encoding="utf-8") for path in options.files]
     llm = LLM(**given(options, EngineArgs))
     precompute = OfflineKVPreCompute(llm)
-    for text in texts:
+    for text in options.texts:
         precompute.precompute_kv(text)
-    prompt = combine_input_prompt_chunks([options.instruction, *texts, options.question])
+    prompt = combine_input_prompt_chunks([options.instruction, *options.texts, options.question])
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, stop=options.stop)
     [output] = llm.generate(prompt, params, use_tqdm=False)
     metrics = output.metrics

@@ -99,11 +99,12 @@ class LMCacheConfig:
         return {**self.engine_args, **given}
 
     def in_its_words(self, message: str) -> str:
-        """An error message of the engine with the keys of the configuration instead of the engine's arguments."""
-        for name, key in self.keys.items():
-            if name != key and name in message:
-                message = f"{self.source}: {message.replace(name, key)}"
-        return message
+        """An error message of the engine that may be about the configuration, with its keys instead of the engine's
+        arguments."""
+        found = [name for name in sorted(self.keys, key=len, reverse=True) if name in message]
+        for name in found:
+            message = message.replace(name, self.keys[name])
+        return f"{self.source}: {message}" if found else message
 
 
 def load_config(environment: Mapping[str, str] | None = None) -> LMCacheConfig:
