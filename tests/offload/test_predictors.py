@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_blend import ops
 from vllm_blend.attention.metadata import LayerCache
 from vllm_blend.offload.block_pool import HostBlockPool
-from vllm_blend.offload.digests import KeyDigests
+from vllm_blend.offload.digests import DIGEST_TOKENS, KeyDigests
 from vllm_blend.offload.predictors import PREDICTORS, Evidence, PromotionPredictor, make_predictor, register_predictor
 from vllm_blend.offload.predictors.query_digest import smoothed
 from vllm_blend.offload.promotion import Asked, ChunkScorer
@@ -29,7 +29,7 @@ def test_no_key_scores_above_its_blocks_bound(seed, rotary_dim, spread):
     keys = _random(2, 3, 1, KV_HEADS, DIM, seed=seed) + spread * _random(2, 3, SIZE, KV_HEADS, DIM, seed=seed + 1)
     queries = _random(2, 5, HEADS, DIM, seed=seed + 2)
     digests = KeyDigests.of(keys, torch.arange(3), rotary_dim)
-    bounds = digests.upper_bounds(queries, SCALE)
+    bounds = digests.scores(queries, SCALE)
     scores = torch.einsum("lrhd,lbshd->lrhbs", queries, keys.repeat_interleave(HEADS // KV_HEADS, 3)) * SCALE
     assert (scores.amax(-1) <= bounds + 1e-4).all()
 
@@ -61,6 +61,20 @@ def test_expected_mass_is_shared_among_chunks_and_follows_the_query():
     torch.testing.assert_close(mass[0], torch.tensor([0.5, 0.25, 0.25, 0.0]))
     torch.testing.assert_close(mass.sum(1), torch.ones(2))
     assert mass[1].argmax() == 1
+
+
+def test_keys_of_no_chunk_take_their_share_too():
+    keys = torch.zeros(1, 4, SIZE, KV_HEADS, DIM)
+    mass = KeyDigests.of(keys, torch.tensor([2, 0, 1, 2]), DIM).expected_mass(torch.ones(1, 1, HEADS, DIM), SCALE, 2)
+    torch.testing.assert_close(mass, torch.tensor([[0.25, 0.25]]))
+
+
+def test_a_block_has_digests_of_a_few_keys_each():
+    keys = _random(1, 2, 4 * DIGEST_TOKENS, KV_HEADS, DIM)
+    digests = KeyDigests.of(keys, torch.tensor([1, 0]), DIM)
+    assert digests.owner.tolist() == [1] * 4 + [0] * 4
+    torch.testing.assert_close(digests.centre[0, 5], keys[0, 1, DIGEST_TOKENS : 2 * DIGEST_TOKENS].mean(0))
+    assert KeyDigests.of(keys[:, :, : DIGEST_TOKENS + 1], torch.tensor([1, 0]), DIM).owner.tolist() == [1, 0]
 
 
 class _World:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -81,7 +80,7 @@ class ChunkScorer:
         if asked is None and self.wants_queries:
             return self._latest.get(residency)
         if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS and memory.digests is None:
-            memory.digests = self._digests(residency)
+            memory.digests = self._digests(residency, asked.position)
         if self._stream is None:
             self._score(residency, memory, asked)
         else:
@@ -133,11 +132,13 @@ class ChunkScorer:
             received = self._received_mass(residency, asked, memory.resident)
         return Evidence(memory.ranks, memory.resident, memory.previous, expected, received)
 
-    def _digests(self, residency: Residency) -> KeyDigests:
-        """Of all blocks that can move."""
+    def _digests(self, residency: Residency, position: int) -> KeyDigests:
+        """Of all full blocks up to a position. Those that cannot move count, too: a head that looks at the first token
+        or the question says little about chunks."""
         device = self.caches[0].key.device
-        blocks = list(chain.from_iterable(residency.device_blocks(chunk) for chunk in residency.chunks))
-        owner = [chunk.index for chunk in residency.chunks for _ in chunk.blocks]
+        blocks = residency.table[: (position + 1) // self.caches[0].block_size]
+        owner_of = {index: chunk.index for chunk in residency.chunks for index in chunk.blocks}
+        owner = [owner_of.get(index, len(residency.chunks)) for index in range(len(blocks))]
         index = to_device(torch.tensor(blocks, dtype=torch.int64), device)
         keys = torch.stack([self.caches[layer].key[index] for layer in self.layers])
         return KeyDigests.of(keys, to_device(torch.tensor(owner, dtype=torch.int64), device), self.rotary_dim)
