@@ -235,7 +235,9 @@ def test_chunks_on_a_gpu_need_one(read: Any) -> None:
 
 
 def test_errors_of_the_engine_name_the_key(read: Any) -> None:
-    config = read(ON + "max_local_cpu_size: 5\nblend_min_tokens: 5")
+    config = read(ON + "max_local_cpu_size: 5\nblend_min_tokens: 5\nblend_recompute_ratios: 0.5")
+    message = config.in_its_words("blend_recompute_ratio=0.5 and blend_recompute_ratios")
+    assert message.endswith("kv.yaml: blend_recompute_ratios=0.5 and blend_recompute_ratios")
     message = config.in_its_words("blend_chunk_cache_gib=5 is too much, blend_min_tokens=5 is not")
     assert message.endswith("kv.yaml: max_local_cpu_size=5 is too much, blend_min_tokens=5 is not")
     message = config.in_its_words("blend_min_tokens is too much for this model")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,10 +102,9 @@ class LMCacheConfig:
     def in_its_words(self, message: str) -> str:
         """An error message of the engine that may be about the configuration, with its keys instead of the engine's
         arguments."""
-        found = [name for name in sorted(self.keys, key=len, reverse=True) if name in message]
-        for name in found:
-            message = message.replace(name, self.keys[name])
-        return f"{self.source}: {message}" if found else message
+        if not self.keys.keys() & set(re.findall(r"\w+", message)):
+            return message
+        return f"{self.source}: " + re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), message)
 
 
 def load_config(environment: Mapping[str, str] | None = None) -> LMCacheConfig:
