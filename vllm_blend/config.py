@@ -333,6 +333,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     attention_backend: str = "auto"
+    cascade_attention: bool = False  # attend pages that several requests of a step share once for all of them
     tensor_parallel_size: int = 1
     disable_log_stats: bool = True
 
@@ -340,6 +341,11 @@ class EngineConfig:
         require(
             self.tensor_parallel_size == 1,
             f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported by the single-process executor",
+        )
+        require(
+            not self.cascade_attention or self.offload.mode is None,
+            f"cascade_attention and offload_mode={self.offload.mode!r} exclude each other, as pages that move are no "
+            "longer shared: leave one of them out",
         )
         for name, given in (
             ("chunk_store_path", self.chunk_store.path),

@@ -44,6 +44,7 @@ class CUDABackend(AttentionBackend):
     smallest_block = 16
     capturable_decode = True
     capturable_mass = True
+    capturable_cascade = True
 
     def __init__(self) -> None:
         reason = cuda.unavailable_reason()
@@ -80,6 +81,9 @@ class CUDABackend(AttentionBackend):
         masses = [torch.zeros(cache.key.shape[2], n, device=q.device) for n in metadata.seq_lens]
         self.add_attention_mass(masses, q, cache, metadata, scale, query_rows, sliding_window)
         return [mass.sum(0) for mass in masses]
+
+    def another(self) -> AttentionBackend:
+        return CUDABackend()
 
     def attend_with_lse(
         self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float

@@ -34,6 +34,7 @@ class HybridBackend(AttentionBackend):
         self.smallest_block = max(backend.smallest_block for backend in (dense, scattered, decode, mass))
         self.capturable_decode = decode.capturable_decode
         self.capturable_mass = mass.capturable_mass
+        self.capturable_cascade = decode.capturable_cascade
         self._metadata: AttentionMetadata | None = None
         self._parts: list[_Part] = []
         self._measured: torch.Tensor | None = None  # the queries that `mass` saw last
@@ -69,6 +70,9 @@ class HybridBackend(AttentionBackend):
     ) -> list[torch.Tensor]:
         self._measured = q
         return self.mass.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
+
+    def another(self) -> AttentionBackend:
+        return self.decode.another()
 
     def attend_with_lse(
         self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float

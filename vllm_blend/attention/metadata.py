@@ -92,6 +92,7 @@ class AttentionBackend(ABC):
     smallest_block: int = 1  # tokens of a page of the cache, at least
     capturable_decode: bool = False  # whether steps of one row a request may be captured into a CUDA graph
     capturable_mass: bool = False  # whether passes that measure attention mass may, for any number of rows and keys
+    capturable_cascade: bool = False  # whether `attend_with_lse` may, and follows `device_query_start_loc`
 
     @abstractmethod
     def attend(
@@ -120,12 +121,19 @@ class AttentionBackend(ABC):
         """Attention probability received by each key position, per request: [seq_len] float32, summed over the query
         rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""
 
+    def another(self) -> AttentionBackend:
+        """A backend for `attend_with_lse` of a second step beside this one's, layer by layer in turns: one that plans
+        its steps needs another to keep that plan."""
+        return self
+
     def attend_with_lse(
         self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`attend` of the few rows of decode steps, with the log-sum-exp [tokens, heads] float32 of their scores, to be
         merged with attention over other keys (`ops.merge_states`)."""
         positions, tables, starts = metadata.positions, metadata.block_tables, metadata.query_start_loc
+        if metadata.device_query_start_loc is not None:
+            starts = metadata.device_query_start_loc.tolist()
         states = (positions, tables, starts, metadata.seq_lens, scale)
         out, lse = ops.attention_states(q, cache.key, cache.value, *states)
         return out.to(q.dtype), lse

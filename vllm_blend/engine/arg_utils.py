@@ -37,6 +37,7 @@ _HELP = {
     "enable_prefix_caching": "reuse the KV of equal prefixes",
     "attention_backend": "auto (the fastest for each job, measured at start-up), cpu, cuda, flashinfer, xformers or "
     "torch_native",
+    "cascade_attention": "attend pages that several requests of a step share once for all of them",
     "enable_blending": "reuse the KV of chunks at any position",
     "blend_selector": "rule that chooses the tokens to recompute",
     "blend_recompute_ratio": "share of the reused tokens that is recomputed",
@@ -87,6 +88,7 @@ class EngineArgs:
     trust_remote_code: bool = False
     disable_log_stats: bool = True
     attention_backend: str = "auto"
+    cascade_attention: bool = False
     enable_blending: bool = False
     blend_selector: str = "question_attention"
     blend_recompute_ratio: float | None = None
@@ -173,6 +175,7 @@ class EngineArgs:
                 host_gib=self.offload_host_gib,
             ),
             attention_backend=self.attention_backend,
+            cascade_attention=self.cascade_attention,
             tensor_parallel_size=self.tensor_parallel_size,
             disable_log_stats=self.disable_log_stats,
         )

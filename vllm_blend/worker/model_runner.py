@@ -24,6 +24,8 @@ from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch
 from vllm_blend.worker.blend_runner import first_positions
+from vllm_blend.worker.cascade import CascadePlanner
+from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
@@ -75,6 +77,8 @@ class ModelRunner:
         self.tapped_layers: Sequence[int] = ()  # whose queries a predictor of promotions looks at
         # In mode "exact": where chunks are attended that are not on the device. Such steps run without CUDA graphs.
         self.host_blocks: HostBlockPool | None = None
+        self.cascade: CascadePlanner | None = None  # where shared pages are attended once
+        self.cascade_graphs: CascadeGraphs | None = None
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -97,7 +101,11 @@ class ModelRunner:
         missing = self._missing(items)
         if self.decode_graphs is not None and not missing and all(item.is_decode or item.drafts for item in items):
             spans = [Span(item.request, item.start, item.stop, None, item.drafts) for item in items]
-            logits = self.decode_graphs.run(spans, self._drawn)
+            logits = None
+            if self.cascade_graphs is not None and not any(item.drafts for item in items):
+                logits = self.cascade_graphs.run(spans, self._drawn)
+            if logits is None:
+                logits = self.decode_graphs.run(spans, self._drawn)
             if logits is not None:
                 result.sampled = [item.request for item in items]
                 result.tokens = self.sampler.start(logits, [state for item in items for state in _states(item)])
@@ -113,6 +121,8 @@ class ModelRunner:
         backend = self.backend
         if missing and self.host_blocks is not None:
             backend = ExactBackend(backend, self.cache.layers, self.host_blocks, missing)
+        elif self.cascade is not None:
+            backend = self.cascade.backend(backend, spans, batch.metadata)
         context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
         with forward_context(context):
             hidden = self.model(batch.input_ids)

@@ -16,6 +16,8 @@ from vllm_blend.config import EngineConfig, require
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
 from vllm_blend.offload.attention import tapped_layers
+from vllm_blend.worker.cascade import CascadePlanner
+from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
 from vllm_blend.worker.memory import GIB, Pool, Share, Usage, measure_tensors, must_fit
@@ -76,6 +78,9 @@ class Worker:
         with must_fit("the CUDA graphs", remedy, device):
             graphs, question_graphs = self._capture(model, cache, backend)
         self.model_runner = ModelRunner(model, cache, backend, config.model.seed, graphs, staging, question_graphs)
+        if config.cascade_attention:
+            with must_fit("the CUDA graphs of cascade attention", remedy, device):
+                self._add_cascade(self.model_runner, graphs)
         self.model_runner.tapped_layers = tapped_layers(config.offload, self.num_layers)
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
@@ -114,6 +119,21 @@ class Worker:
         if not (config.blend.enable_blending and backend.capturable_mass):
             return decode, None
         return decode, QuestionGraphs(model, cache, backend, self.max_model_len, decode.pool)
+
+    @torch.inference_mode()
+    def _add_cascade(self, runner: ModelRunner, graphs: DecodeGraphs | None) -> None:
+        """Have the runner attend shared pages once. Raises ValueError where the backend cannot."""
+        cache, backend, limits = runner.cache, runner.backend, self.config.scheduler
+        require(
+            self.device.type == "cpu" or backend.capturable_cascade,
+            f"cascade_attention needs our kernels for decoding, but attention is computed by {backend.name}: leave "
+            "cascade_attention out, or give attention_backend='cuda'",
+        )
+        runner.cascade = CascadePlanner(cache.block_size)
+        if graphs is not None:
+            sizes = (limits.max_num_seqs, self.max_model_len)
+            planner = CascadePlanner(cache.block_size, max_levels=1)
+            runner.cascade_graphs = CascadeGraphs(runner.model, cache, backend, planner, *sizes, pool=graphs.pool)
 
     def _num_blocks(self, model: nn.Module) -> int:
         """Blocks of the cache, the padding block included. Raises ValueError when not even one request fits."""
