@@ -17,7 +17,7 @@ from vllm_blend.offload.promotion import ChunkScorer
 if TYPE_CHECKING:
     from vllm_blend.worker.model_runner import ModelRunner
 
-SCORED_PER_STEP = 4  # requests, where the host must keep ahead of the device: each costs it some twenty launches
+SCORED_PER_STEP = 2  # requests, where the host must keep ahead of the device: each costs it some twenty launches
 
 
 def make_offload(

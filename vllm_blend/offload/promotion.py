@@ -157,26 +157,22 @@ class ChunkScorer:
         host = residency.host_table() if self.host is not None else []
         owners += [chunk.index for chunk in residency.missing for _ in chunk.blocks] if host else []
         index = to_device(torch.tensor(table, dtype=torch.int64), device)
-        hidden = (
-            torch.arange(num_keys, device=device)[None] > (num_keys - rows + torch.arange(rows, device=device))[:, None]
-        )
-        total = torch.zeros(rows, len(owners), device=device)
-        for layer, queries in zip(self.layers, asked.queries, strict=True):
-            keys = self.caches[layer].key[index].flatten(0, 1)[:num_keys].float()
-            scores = self._scores(queries, keys).masked_fill(hidden[:, None], float("-inf"))
-            if host:
-                assert self.host is not None
-                away = self.host.layer(layer)[0][torch.tensor(host)].flatten(0, 1).to(device).float()
-                padding = scores.new_full((*scores.shape[:2], -num_keys % size), float("-inf"))
-                scores = torch.cat([scores, padding, self._scores(queries, away)], -1)
-            else:
-                scores = torch.nn.functional.pad(scores, (0, -num_keys % size), value=float("-inf"))
-            total += scores.softmax(-1).mean(1).unflatten(-1, (-1, size)).sum(-1)
+        last = num_keys - rows + torch.arange(rows, device=device)
+        hidden = torch.arange(len(table) * size, device=device)[None] > last[:, None]  # what is not filled yet, too
+        keys = torch.stack([self.caches[layer].key[index] for layer in self.layers])
+        scores = self._scores(asked.queries, keys).masked_fill(hidden[:, None], float("-inf"))
+        if host:
+            assert self.host is not None
+            away = torch.stack([self.host.layer(layer)[0][torch.tensor(host)] for layer in self.layers])
+            scores = torch.cat([scores, self._scores(asked.queries, to_device(away, device))], -1)
+        total = scores.softmax(-1).mean((0, 2)).unflatten(-1, (-1, size)).sum(-1)
         owner = to_device(torch.tensor(owners, dtype=torch.int64), device)
-        mass = torch.zeros(rows, nobody + 1, device=device).index_add_(1, owner, total / len(self.layers))[:, :nobody]
+        mass = torch.zeros(rows, nobody + 1, device=device).index_add_(1, owner, total)[:, :nobody]
         return mass if self.host is not None else mass.masked_fill(~resident, float("nan"))
 
-    def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, keys] of queries [rows, heads, head_dim] and keys [keys, kv_heads, head_dim]."""
-        grouped = queries.float().unflatten(1, (keys.shape[1], -1))
-        return (torch.einsum("rkgd,nkd->rkgn", grouped, keys) * self.scale).flatten(1, 2)
+    def _scores(self, queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """[layers, rows, heads, keys] float32 of queries [layers, rows, heads, head_dim] and keys [layers, blocks,
+        block_size, kv_heads, head_dim]."""
+        keys = blocks.flatten(1, 2).float()
+        grouped = queries.float().unflatten(2, (keys.shape[2], -1))
+        return (torch.einsum("lrkgd,lnkd->lrkgn", grouped, keys) * self.scale).flatten(2, 3)
