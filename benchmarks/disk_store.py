@@ -1,8 +1,9 @@
 """How fast the disk store reads chunks, and how fast `dd` with O_DIRECT: `python benchmarks/disk_store.py`.
 
-Both read the same files, in turns, past the page cache. The store reads chunk after chunk, each into memory that
-it is given, in pieces of a layer, and compares the checksum of every layer. Prints the rate of each in GB/s, and the
-ratio of the medians; the same for writing, where both return when the bytes are on the disk.
+Both read the same files, in turns, past the page cache. The store reads as an engine has it do: the chunks of a prompt
+together, those of the next prompts while they are waited for, into memory that is at hand; it compares the checksum of
+every layer. Prints the rate of each in GB/s, and the ratio of the medians; the same for writing, where both return when
+the bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,9 +24,11 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat, aligned_empty
+from vllm_blend.kv_store.tiered import MAX_TOGETHER_BYTES
 
 MODEL = "00" * 16
-AHEAD_BYTES, MIN_AHEAD, MAX_AHEAD = 64 << 20, 4, 64  # chunks that are on their way while one is taken
+PROMPT = 16  # chunks that are asked for together
+AHEAD_BYTES, MIN_AHEAD, MAX_AHEAD = 64 << 20, 2, 4  # prompts that are on their way while one is taken
 DTYPE = torch.bfloat16
 FROM_DISK = ["bs=4M", "iflag=direct"]
 
@@ -37,18 +41,15 @@ def dd(*arguments: str) -> object:
     return subprocess.run(["dd", *arguments], check=True, capture_output=True)
 
 
-def read_all(store: DiskChunkStore, count: int, ahead: int, arena: Arena) -> None:
-    """Every layer of every chunk, in order; the arena has room for those that are on their way."""
-    pending = [store.read(key(number), arena.allocate) for number in range(min(ahead, count))]
-    for number in range(count):
-        chunk = pending.pop(0)
-        assert chunk is not None
-        for layer in range(chunk.kv.k.shape[0]):
-            assert chunk.layer(layer) is not None
-        chunk.wait()
+def read_all(store: DiskChunkStore, batches: list[list[str]], ahead: int, arena: Arena) -> None:
+    """Every chunk, in order; the arena has room for the batches that are on their way, and one more."""
+    pending = deque(store.read_many(batch, arena.allocate) for batch in batches[:ahead])
+    for number in range(len(batches)):
+        for chunk in pending.popleft():
+            assert chunk is not None and chunk.wait() is not None
         del chunk
-        if number + ahead < count:
-            pending.append(store.read(key(number + ahead), arena.allocate))
+        if number + ahead < len(batches):
+            pending.append(store.read_many(batches[number + ahead], arena.allocate))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -69,31 +70,38 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
     chunk = ChunkKV(k, v)
     layout = ChunkLayout.of(chunk, how)
     count = num_bytes // layout.payload_bytes
-    ahead = min(max(AHEAD_BYTES // layout.payload_bytes, MIN_AHEAD), MAX_AHEAD)
+    together = max(1, min(PROMPT, AHEAD_BYTES // 2 // layout.payload_bytes))
+    ahead = min(max(AHEAD_BYTES // (together * layout.payload_bytes), MIN_AHEAD), MAX_AHEAD)
+    keys = [key(number) for number in range(count)]
+    batches = [keys[at : at + together] for at in range(0, count, together)]
     total = count * layout.payload_bytes
-    config = DiskStoreConfig(folder, total, MODEL, how, staging_bytes=(ahead + 1) * layout.payload_bytes)
-    arena = Arena(aligned_empty((ahead + 1) * layout.kv_bytes).zero_().numpy())
+    room = (ahead + 1) * together
+    config = DiskStoreConfig(folder, total, MODEL, how, staging_bytes=room * layout.payload_bytes)
+    arena = Arena(aligned_empty(room * layout.kv_bytes).zero_().numpy())
     print(f"{list(shape)} {how}: {count} chunks of {layout.payload_bytes / 2**20:.2f} MiB, {total / 2**30:.2f} GiB")
     with DiskChunkStore(config) as store:
 
         def put_all() -> None:
-            for number in range(count):
-                store.put(key(number), chunk)
+            size = max(1, MAX_TOGETHER_BYTES // chunk.nbytes)
+            for at in range(0, count, size):
+                store.put_many([(name, chunk) for name in keys[at : at + size]])
 
-        writing = seconds(put_all)
-        assert len(store) == count, store.tally.refused
         plain = folder / "plain"
         blocks = f"count={max(1, total >> 22)}"
-        dd_writing = seconds(
-            lambda: dd("if=/dev/zero", f"of={plain}", "bs=4M", blocks, "oflag=direct", "conv=fdatasync")
-        )
-        plain.unlink()
-        report("  write", total, [writing], [dd_writing])
-        segments = sorted(folder.glob("v1/*.segment"))
+        to_disk = ["if=/dev/zero", f"of={plain}", "bs=4M", blocks, "oflag=direct", "conv=fdatasync"]
         times: dict[str, list[float]] = {"store": [], "dd": []}
         for _ in range(rounds):
+            store.clear()
+            times["store"].append(seconds(put_all))
+            assert len(store) == count, store.tally.refused
+            times["dd"].append(seconds(lambda: dd(*to_disk)))
+            plain.unlink()
+        report("  write", total, times["store"], times["dd"])
+        segments = sorted(folder.glob("v1/*.segment"))
+        times = {"store": [], "dd": []}
+        for _ in range(rounds):
             times["dd"].append(seconds(lambda: [dd(f"if={each}", "of=/dev/null", *FROM_DISK) for each in segments]))
-            times["store"].append(seconds(lambda: read_all(store, count, ahead, arena)))
+            times["store"].append(seconds(lambda: read_all(store, batches, ahead, arena)))
         assert store.num_hits == rounds * count and store.num_misses == 0
         report("  read ", total, times["store"], times["dd"])
         if not store.space.files.direct:

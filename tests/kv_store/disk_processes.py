@@ -70,12 +70,17 @@ def churn(connection: Connection, folder: Path, budget_pages: int, seed: int, mi
     while mistakes is None or rounds < mistakes:
         rounds += 1
         name, what = key(choose.randrange(60)), choose.random()
-        if what < 0.45:
+        if what < 0.35:
             store.put(name, chunk(name), choose.uniform(1, 100))
+        elif what < 0.45:
+            names = dict.fromkeys(key(choose.randrange(60)) for _ in range(4))
+            store.put_many([(name, chunk(name)) for name in names], choose.uniform(1, 100))
         elif what < 0.9:
-            found = store.get(name)
-            if found is not None and not same(found, chunk(name)):
-                wrong.append(f"{name} is not what was put")
+            names_read = [name, *(key(choose.randrange(60)) for _ in range(choose.randrange(4)))]
+            for one, pending in zip(names_read, store.read_many(names_read), strict=True):
+                found = None if pending is None else pending.wait()
+                if found is not None and not same(found, chunk(one)):
+                    wrong.append(f"{one} is not what was put")
         elif what < 0.95:
             store.remove(name)
         elif store.pin(name):
@@ -122,6 +127,7 @@ def die_at_step(connection: Connection, folder: Path, step: int | None) -> None:
         store.put(key(3), sized(2), 10)
         store.remove(key(4))
         store.put(key(5), sized(9), 10)
+        store.put_many([(key(number), sized(2)) for number in (6, 7, 3)], 10)
     connection.send(count)
 
 

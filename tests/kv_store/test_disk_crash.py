@@ -57,6 +57,7 @@ def test_killed_before_every_single_step():
             steps = child.receive()
         assert steps > 100
         contents = {key(number): [sized(3)] for number in range(5)} | {key(3): [sized(3), sized(2)], key(5): [sized(9)]}
+        contents |= {key(number): [sized(2)] for number in (6, 7)}
         counts = set()
         for step in range(1, steps + 1):
             with Child(die_at_step, parent / str(step), step) as child:

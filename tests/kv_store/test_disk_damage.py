@@ -280,7 +280,7 @@ def test_damage_that_two_readers_find_at_once_is_warned_of_once(folder, caplog):
     offset, _ = places(folder)[0]
     flip(segments(folder)[0], offset)
     with open_store(folder) as store:
-        pending = store.read_many([key(0)] * 5)
+        pending = [store.read(key(0)) for _ in range(5)]
         assert all(p.wait() is None for p in pending if p is not None)
         assert store.num_misses == 5 and caplog.text.count(WARNING) == 1
         assert len(store) == COUNT - 1 and store.num_bytes == bytes_on_disk(folder)

@@ -123,7 +123,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
     def usage() -> tuple[int, int]:
         return store.num_bytes, len(store)
 
-    return Tier(DISK, store, store.get, max_write_bytes, usage, store.close, store.read_many)
+    return Tier(DISK, store, store.get, max_write_bytes, usage, store.close, store.read_many, store.put_many)
 
 
 def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:

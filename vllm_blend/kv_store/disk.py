@@ -20,6 +20,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,18 +32,19 @@ from vllm_blend.kv_store.breaker import Breaker
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.index import Entry
-from vllm_blend.kv_store.pending import PendingChunk
+from vllm_blend.kv_store.pending import PendingChunk, neighbours, read_together
 from vllm_blend.kv_store.quantization import NotQuantizable
 from vllm_blend.kv_store.serialization import (
     PAGE,
     ChunkFault,
     ChunkHeader,
     ChunkLayout,
+    StoredFormat,
     aligned_empty,
     check_key,
     serialize,
 )
-from vllm_blend.kv_store.space import DiskSpace
+from vllm_blend.kv_store.space import DiskSpace, Wanted
 from vllm_blend.kv_store.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,24 @@ FLUSH_USES = 64  # uses that are counted in memory before the index hears of the
 
 T = TypeVar("T")
 Allocate = Callable[[int], "torch.Tensor | None"]  # bytes -> [bytes] uint8 on the host, as Arena.allocate
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A chunk that is to be stored."""
+
+    key: str
+    chunk: ChunkKV
+    cost: float
+    layout: ChunkLayout
+
+    @classmethod
+    def of(cls, key: str, chunk: ChunkKV, cost: float | None, stored: StoredFormat) -> _Put:
+        check_key(key)
+        cost = float(chunk.num_tokens**2 if cost is None else cost)
+        if not (math.isfinite(cost) and cost > 0):
+            raise ValueError(f"cost={cost} must be positive and finite")
+        return cls(key, chunk, cost, ChunkLayout.of(chunk, stored))
 
 
 class DiskChunkStore:
@@ -130,24 +150,39 @@ class DiskChunkStore:
         """Begin to read chunks, the first layers of all of them first.
 
         `allocate` gives the memory that a chunk goes to; what starts on a page of 4 KiB is read to directly, unless the
-        chunk has to be decoded. A chunk for which it gives None is a miss.
+        chunk has to be decoded. A chunk for which it gives None is a miss. The same key twice gives the same object.
         """
         self._usable()
-        pending: list[PendingChunk | None] = []
+        pending: dict[str, PendingChunk | None] = {}
         try:
-            for key in keys:
-                pending.append(self._prepare(key, allocate))
+            held = self.space.hold(keys)
+        except sqlite3.Error as error:
+            self._warn_once("index", error)
+            for _ in keys:
+                self.tally.miss("index")
+            return [None] * len(keys)
+        try:
+            for key in dict.fromkeys(keys):
+                pending[key] = self._prepare(key, held.pop(key, None), allocate)
         except BaseException:  # of `allocate`: nobody will read the others
-            for prepared in pending:
+            for entry in held.values():
+                self.space.let_go(entry)
+            for prepared in pending.values():
                 if prepared is not None:
                     prepared.give_up()
             raise
-        runs = [(start, i, number) for i, p in enumerate(pending) if p for number, (start, _) in enumerate(p.runs)]
-        for _, i, number in sorted(runs):
-            chunk, pool = pending[i], self._pool
-            assert chunk is not None and pool is not None
-            pool.submit(chunk.read_run, number)
-        return pending
+        self._submit([chunk for chunk in pending.values() if chunk is not None])
+        return [pending[key] for key in keys]
+
+    def _submit(self, chunks: Sequence[PendingChunk]) -> None:
+        """Have chunks read: small ones that are neighbours together, and of others the first layers of all first."""
+        assert self._pool is not None
+        for group in neighbours([chunk for chunk in chunks if chunk.is_small]):
+            self._pool.submit(read_together, self.space.files, group)
+        large = [chunk for chunk in chunks if not chunk.is_small]
+        runs = [(start, at, number) for at, chunk in enumerate(large) for number, (start, _) in enumerate(chunk.runs)]
+        for _, at, number in sorted(runs):
+            self._pool.submit(large[at].read_run, number)
 
     def put(self, key: str, chunk: ChunkKV, cost: float | None = None) -> ChunkKV:
         """Store a chunk, and return when it is on the disk. Returns `chunk`, which is not kept.
@@ -156,30 +191,31 @@ class DiskChunkStore:
         the length of what it is encoded after, its own tokens included, is a fair proxy. By default the chunk's tokens
         squared. Raises ValueError for a key, KV or cost that no store could keep.
         """
-        check_key(key)
-        cost = float(chunk.num_tokens**2 if cost is None else cost)
-        if not (math.isfinite(cost) and cost > 0):
-            raise ValueError(f"cost={cost} must be positive and finite")
-        layout = ChunkLayout.of(chunk, self.config.format)
-        self._usable()
-        if layout.payload_bytes > self.config.budget_bytes:
-            self.tally.refuse("too_large")
-        elif not self._writes.allows():
-            self.tally.refuse("writes_off")
-        else:
-            try:
-                refused = self._store(key, chunk, layout, cost)
-            except NotQuantizable as error:
-                self._warn_once("not_quantizable", error)
-                refused = "not_quantizable"
-            except (OSError, sqlite3.Error) as error:
-                self._writes.failed(error)
-                refused = "failed"
-            else:
-                self._writes.succeeded()
-            if refused is not None:
-                self.tally.refuse(refused)
+        self.put_many([(key, chunk)], cost)
         return chunk
+
+    def put_many(self, chunks: Sequence[tuple[str, ChunkKV]], cost: float | None = None) -> None:
+        """As `put`, of chunks that wait for the disk together; copies of all are held meanwhile. Raises ValueError
+        before anything is stored."""
+        self._usable()
+        puts = [_Put.of(key, chunk, cost, self.config.format) for key, chunk in chunks]
+        fitting = [put for put in puts if put.layout.payload_bytes <= self.config.budget_bytes]
+        for _ in range(len(puts) - len(fitting)):
+            self.tally.refuse("too_large")
+        if not fitting:
+            return
+        if not self._writes.allows():
+            for _ in fitting:
+                self.tally.refuse("writes_off")
+            return
+        try:
+            self._store(fitting)
+        except (OSError, sqlite3.Error) as error:
+            self._writes.failed(error)
+            for _ in fitting:
+                self.tally.refuse("failed")
+        else:
+            self._writes.succeeded()
 
     def remove(self, key: str) -> None:
         """Drop a chunk; nothing happens when it is not there. Whoever reads it right now still gets it."""
@@ -194,7 +230,7 @@ class DiskChunkStore:
     def pin(self, key: str) -> bool:
         """Keep a chunk from being evicted, by any process, until `unpin` or the end of this process; whether it is
         there."""
-        entry = self._ask(partial(self._usable().hold, key), None)
+        entry = self._ask(partial(self._usable().hold, [key]), dict[str, Entry]()).get(key)
         if entry is None:
             return False
         with self._lock:
@@ -209,13 +245,8 @@ class DiskChunkStore:
             entry = self._pins[key].pop()
         self._usable().let_go(entry)
 
-    def _prepare(self, key: str, allocate: Allocate | None) -> PendingChunk | None:
-        try:
-            entry = self.space.hold(key)
-        except sqlite3.Error as error:
-            self._warn_once("index", error)
-            self.tally.miss("index")
-            return None
+    def _prepare(self, key: str, entry: Entry | None, allocate: Allocate | None) -> PendingChunk | None:
+        """What is to be read of a chunk that is held."""
         if entry is None or entry.id in self._faulty:
             if entry is not None:
                 self.space.let_go(entry)
@@ -284,32 +315,58 @@ class DiskChunkStore:
             self.tally.miss(reason)
             self._warn_once(reason, error)
 
-    def _store(self, key: str, chunk: ChunkKV, layout: ChunkLayout, cost: float) -> str | None:
-        """None, or why the chunk is not stored."""
-        index = self.space.index
+    def _store(self, puts: Sequence[_Put]) -> None:
+        refused: list[str] = []
+        ready: list[tuple[Wanted, torch.Tensor]] = []
+        for put in puts:
+            prepared = self._serialize(put)
+            if isinstance(prepared, str):
+                refused.append(prepared)
+            else:
+                ready.append(prepared)
+        if ready and not self._write(ready):
+            for one in ready:
+                if len(ready) == 1 or not self._write([one]):
+                    refused.append("no_room")
+        for reason in refused:  # not earlier: where something is raised, all have failed
+            self.tally.refuse(reason)
+
+    def _serialize(self, put: _Put) -> tuple[Wanted, torch.Tensor] | str:
+        """A chunk as it is written, or why it is not."""
+        index, key = self.space.index, put.key
         stored = index.find(key)
         if stored is None and self.config.admit_on_second_use:
             with index.transaction():
                 if not index.remember(key):
                     return "first_use"
-        serialized = serialize(key, self.config.model, chunk, layout)
+        try:
+            memory = self._stage(put.layout.payload_bytes)
+            serialized = serialize(key, self.config.model, put.chunk, put.layout, memory)
+        except NotQuantizable as error:
+            self._warn_once("not_quantizable", error)
+            return "not_quantizable"
         header = serialized.header.encode()
         if stored is not None and stored.header == header and stored.id not in self._faulty:
             with self._lock:
                 self._uses[stored.id] += 1
             return "present"
-        model, content = self.config.fingerprint, chunk.content
+        model, content = self.config.fingerprint, put.chunk.content
         name = (content, model) if model is not None and content is not None and content.key == key else None
-        entry = self.space.reserve(key, layout.payload_bytes, header, cost, self._take_uses(), name)
-        if entry is None:
-            return "no_room"
+        return Wanted(key, put.layout.payload_bytes, header, put.cost, name), serialized.payload
+
+    def _write(self, ready: Sequence[tuple[Wanted, torch.Tensor]]) -> bool:
+        """Write chunks; False where there is no room for all of them."""
+        entries = self.space.reserve([want for want, _ in ready], self._take_uses())
+        if entries is None:
+            return False
         try:
-            self.space.publish(entry, serialized.payload)
+            self.space.publish(entries, [payload for _, payload in ready])
         except BaseException:
-            self.space.discard(entry)
+            self.space.discard(entries)
             raise
-        self.tally.stored(layout.payload_bytes)
-        return None
+        for want, _ in ready:
+            self.tally.stored(want.num_bytes)
+        return True
 
     def _take_uses(self) -> Counter[int]:
         with self._lock:

@@ -21,7 +21,7 @@ class DiskStoreConfig:
     admit_on_second_use: bool = False  # a chunk is stored when it is put for the second time
     segment_bytes: int = 256 << 20  # a segment of so many bytes is full
     num_threads: int = 8  # that read
-    staging_bytes: int = 64 << 20  # memory for reads that do not go straight to where they are wanted
+    staging_bytes: int = 64 << 20  # memory for writes, and for reads that do not go straight to where they are wanted
     direct: bool = True  # past the page cache, where the file system takes it
     timeout: float = 30.0  # seconds, of every wait: for a chunk to be read, for another process
     retry_seconds: float = 60.0  # after a write that failed (a full disk), before another is tried

@@ -18,10 +18,11 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from vllm_blend.kv_store.serialization import is_key
 
 WRITING, LIVE, DEAD = 0, 1, 2
 MAX_REMEMBERED = 100_000  # keys that were put once, with admission on second use
+MAX_PARAMETERS = 500  # of a query: sqlite takes 999 or more
+
+T = TypeVar("T")
 
 _SCHEMA = """
 CREATE TABLE segments (name TEXT PRIMARY KEY, filled INTEGER NOT NULL) WITHOUT ROWID;
@@ -125,8 +129,23 @@ class Index:
         row = self._one(f"SELECT {_COLUMNS} FROM chunks WHERE key = ? AND state = 1", key)
         return None if row is None else _entry(row)
 
-    def is_live(self, entry: Entry) -> bool:
-        return self._one("SELECT 1 FROM chunks WHERE id = ? AND state = 1", entry.id) is not None
+    def find_many(self, keys: Sequence[str]) -> dict[str, Entry]:
+        """The chunks that these keys stand for now, by key."""
+        found: dict[str, Entry] = {}
+        for some in _in_parts(keys):
+            marks = ", ".join("?" * len(some))
+            rows = self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 AND key IN ({marks})", *some)
+            found |= {entry.key: entry for entry in map(_entry, rows)}
+        return found
+
+    def are_live(self, entries: Sequence[Entry]) -> set[int]:
+        """The ids of those that are live."""
+        live: set[int] = set()
+        for some in _in_parts(entries):
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT id FROM chunks WHERE state = 1 AND id IN ({marks})"
+            live |= {number for (number,) in self._all(query, *(entry.id for entry in some))}
+        return live
 
     def live(self) -> list[Entry]:
         return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1")]
@@ -272,6 +291,12 @@ class Index:
             raise DamagedIndex(f"sqlite says {answer}")
         if sum(_entry(row).extent.num_bytes for row in self._all(f"SELECT {_COLUMNS} FROM chunks")) != self.num_bytes:
             raise DamagedIndex("its sums are wrong")
+
+
+def _in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """As many as a query takes parameters."""
+    for start in range(0, len(items), MAX_PARAMETERS):
+        yield items[start : start + MAX_PARAMETERS]
 
 
 def _entry(row: tuple) -> Entry:

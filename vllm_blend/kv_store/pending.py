@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import PAGE, ChunkHeader, ChunkLayout
+from vllm_blend.kv_store.serialization import PAGE, ChunkFault, ChunkHeader, ChunkLayout
 
 READ_BYTES = 1 << 20  # small layers are read together, until they are so many bytes
 
@@ -38,7 +38,8 @@ class PendingChunk:
         self.kv, self.timeout = kv, timeout
         self.error: Exception | None = None
         self.runs = plan_runs(header.layout)
-        self._header, self._files, self._extent, self._payload = header, files, extent, payload
+        self.extent = extent
+        self._header, self._files, self.payload = header, files, payload
         self._report, self._release = report, release
         self._in_place = payload.data_ptr() == kv.k.data_ptr()
         self._changed = threading.Condition()
@@ -49,6 +50,16 @@ class PendingChunk:
         self._reported = self._done = False
         self._on_first: list[Callable[[], None]] = []
         self._on_done: list[Callable[[], None]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """That are read."""
+        return self.extent.num_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether several such chunks may be read at once."""
+        return self.num_bytes < READ_BYTES
 
     @property
     def bytes_left(self) -> int:
@@ -100,9 +111,26 @@ class PendingChunk:
         """Read a part of the chunk; for one of the store's threads, once for each of `runs`."""
         try:
             if self.error is None:
-                self._read(number)
+                start, stop = self.runs[number]
+                self._files.read(self.extent, start, self.payload[start:stop])
+                self._arrived(number)
         except Exception as error:  # of any kind: whoever waits must hear of it
             self._fail(error)
+        self._end(number)
+
+    def take_whole(self) -> None:
+        """All of the payload has been read, by somebody else: instead of `read_run`."""
+        try:
+            if self.error is None:
+                for number in range(len(self.runs)):
+                    self._arrived(number)
+        except Exception as error:  # as above
+            self._fail(error)
+        for number in range(len(self.runs)):
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        """Nothing of a run is being read any more."""
         with self._changed:
             self._unread -= 1
             last = self._unread == 0
@@ -114,9 +142,8 @@ class PendingChunk:
                 self._changed.notify_all()
             self._call_watchers()
 
-    def _read(self, number: int) -> None:
+    def _arrived(self, number: int) -> None:
         start, stop = self.runs[number]
-        self._files.read(self._extent, start, self._payload[start:stop])
         complete = []
         with self._changed:
             for layer, span in enumerate(self._spans):
@@ -124,10 +151,10 @@ class PendingChunk:
                     self._missing[layer] -= 1
                     if self._missing[layer] == 0:
                         complete.append(layer)
-        for layer in complete:
-            self._header.check_layer(self._payload, layer)
-            if not self._in_place:
-                self._header.layout.read_layer(self._payload, layer, self.kv)
+        self._header.check_layers(self.payload, complete)
+        if not self._in_place:
+            for layer in complete:
+                self._header.layout.read_layer(self.payload, layer, self.kv)
         with self._changed:
             for layer in complete:
                 self._ready[layer] = True
@@ -169,6 +196,37 @@ class PendingChunk:
             first, self._reported = not self._reported, True
         if first:
             self._report(self.error)
+
+
+def neighbours(chunks: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
+    """Chunks that lie one behind the other, as many as make one read."""
+    group: list[PendingChunk] = []
+    size = 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.extent.segment, chunk.extent.offset)):
+        follows = bool(group) and group[-1].extent.stop == (chunk.extent.segment, chunk.extent.offset)
+        if group and not (follows and size + chunk.num_bytes <= READ_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk.num_bytes
+    if group:
+        yield group
+
+
+def read_together(files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
+    """Read chunks that lie one behind the other; for one of the store's threads, instead of `read_run`."""
+    first, together = chunks[0].extent, len(chunks) > 1
+    if together:
+        try:
+            files.read_adjacent(first.segment, first.offset, [chunk.payload for chunk in chunks])
+        except (ChunkFault, OSError):  # of one of them: each is read by itself, and says what is wrong with it
+            together = False
+    for chunk in chunks:
+        if together:
+            chunk.take_whole()
+        else:
+            for number in range(len(chunk.runs)):
+                chunk.read_run(number)
 
 
 def plan_runs(layout: ChunkLayout) -> list[tuple[int, int]]:

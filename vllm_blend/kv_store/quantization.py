@@ -58,7 +58,7 @@ class QuantizedTensor:
     def write(self, x: torch.Tensor) -> None:
         """Store x [tokens, kv_heads, head_dim]. Raises NotQuantizable where it is not finite."""
         x = x.float()
-        largest = x.abs().amax(self.dims)
+        largest = torch.maximum(x.amax(self.dims), x.amin(self.dims).neg_())
         self.top.copy_(largest.max())
         if not bool(self.top.isfinite()):
             raise NotQuantizable("KV that is not finite")

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".segment"
 MAX_OPEN = 128  # files
+MAX_VECTORS = 1024  # pieces of memory that the system takes at once
 _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01  # FALLOC_FL_*
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,6 +38,11 @@ class Extent:
     segment: str
     offset: int
     num_bytes: int
+
+    @property
+    def stop(self) -> tuple[str, int]:
+        """Where another one would follow."""
+        return self.segment, self.offset + self.num_bytes
 
 
 class _Open:
@@ -67,25 +73,32 @@ class SegmentFiles:
 
         Raises ChunkFault where the file is gone or too short, and OSError where it cannot be read.
         """
-        try:
-            file = self._open(extent.segment)
-        except FileNotFoundError as error:
-            raise ChunkFault("vanished", f"{extent.segment}{SUFFIX} is gone") from error
-        view, at = into.numpy().data, extent.offset + start
-        while view:
-            count = os.preadv(file.fd, [view], at)
-            if count == 0 or (self.direct and count % PAGE):  # a direct read ends on a page, or with the file
-                raise ChunkFault("truncated", f"{extent.segment}{SUFFIX} ends at byte {at + count}")
-            view, at = view[count:], at + count
+        self.read_adjacent(extent.segment, extent.offset + start, [into])
 
-    def write(self, extent: Extent, payload: torch.Tensor) -> None:
-        """Write `payload` ([extent.num_bytes] uint8, page-aligned) and return when it is on the disk."""
-        file = self._open(extent.segment, create=True)
-        view, at = payload.numpy().data, extent.offset
-        while view:
-            count = os.pwritev(file.fd, [view], at)
-            view, at = view[count:], at + count
-        os.fdatasync(file.fd)
+    def read_adjacent(self, segment: str, offset: int, into: Sequence[torch.Tensor]) -> None:
+        """As `read`, of pieces that lie one behind the other in a segment, with as few reads as that takes."""
+        try:
+            file = self._open(segment)
+        except FileNotFoundError as error:
+            raise ChunkFault("vanished", f"{segment}{SUFFIX} is gone") from error
+        views, at = [piece.numpy().data for piece in into], offset
+        while views:
+            count = os.preadv(file.fd, views[:MAX_VECTORS], at)
+            if count == 0 or (self.direct and count % PAGE):  # a direct read ends on a page, or with the file
+                raise ChunkFault("truncated", f"{segment}{SUFFIX} ends at byte {at + count}")
+            views, at = _rest(views, count), at + count
+
+    def write(self, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> None:
+        """Write payloads, each [extent.num_bytes] uint8 and page-aligned, and return when they are on the disk."""
+        files: dict[str, _Open] = {}
+        for segment, offset, payloads in _adjacent(pieces):
+            file = files.setdefault(segment, self._open(segment, create=True))
+            views, at = [payload.numpy().data for payload in payloads], offset
+            while views:
+                count = os.pwritev(file.fd, views[:MAX_VECTORS], at)
+                views, at = _rest(views, count), at + count
+        for file in files.values():
+            os.fdatasync(file.fd)
 
     def punch(self, extent: Extent) -> None:
         """Give the space of an extent back; nothing happens when the file is gone."""
@@ -157,6 +170,32 @@ class SegmentFiles:
         if not can_punch:
             logger.info("%s cannot punch holes: space comes back with whole segments", self.folder)
         return can_direct, can_punch
+
+
+def _adjacent(pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+    """Payloads that lie one behind the other: their segment, where the first one begins, and they."""
+    pieces = sorted(pieces, key=lambda piece: (piece[0].segment, piece[0].offset))
+    start, stop, payloads = 0, 0, list[torch.Tensor]()
+    segment: str | None = None
+    for extent, payload in pieces:
+        if payloads and segment is not None and (extent.segment != segment or extent.offset != stop):
+            yield segment, start, payloads
+            payloads = []
+        if not payloads:
+            segment, start = extent.segment, extent.offset
+        payloads.append(payload)
+        stop = extent.offset + extent.num_bytes
+    if payloads and segment is not None:
+        yield segment, start, payloads
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of views when `count` bytes are done."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ Nothing here is trusted when it is read: the header has a checksum (xxh3, 64 bit
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -94,7 +95,7 @@ class ChunkLayout:
         """Bytes from a layer's start to the next one's."""
         return _round_up(self.layer_bytes, PACKED_ALIGNMENT if self.layer_bytes < PACK_BELOW else PAGE)
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of all layers, in whole pages."""
         return _round_up(self.num_layers * self.stride, PAGE)
@@ -200,10 +201,12 @@ class ChunkHeader:
         layout = ChunkLayout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
         return cls(key, model, layout, tuple(checksums.tolist()))
 
-    def check_layer(self, payload: torch.Tensor, layer: int) -> None:
-        """Raise ChunkFault when a layer of the payload is not what was written."""
-        if layer_checksum(self.layout, payload, layer) != self.checksums[layer]:
-            raise ChunkFault("damaged", f"the checksum of layer {layer} differs")
+    def check_layers(self, payload: torch.Tensor, layers: Iterable[int]) -> None:
+        """Raise ChunkFault when one of these layers of the payload is not what was written."""
+        view = payload.numpy().data
+        for layer in layers:
+            if layer_checksum(self.layout, view, layer) != self.checksums[layer]:
+                raise ChunkFault("damaged", f"the checksum of layer {layer} differs")
 
 
 @dataclass(frozen=True)
@@ -212,19 +215,27 @@ class SerializedChunk:
     payload: torch.Tensor  # [payload_bytes] uint8, page-aligned
 
 
-def serialize(key: str, model: str, kv: ChunkKV, layout: ChunkLayout) -> SerializedChunk:
-    """A chunk as bytes, with whatever device `kv` is on. Raises NotQuantizable."""
+def serialize(
+    key: str, model: str, kv: ChunkKV, layout: ChunkLayout, memory: torch.Tensor | None = None
+) -> SerializedChunk:
+    """A chunk as bytes, with whatever device `kv` is on. Raises NotQuantizable.
+
+    `memory` ([payload_bytes] uint8, page-aligned) is where it goes; by default new memory, which costs more to get than
+    to fill where chunks are large.
+    """
     kv.wait()
-    payload = aligned_empty(layout.payload_bytes)
-    checksums, written = [], 0
-    for layer in range(layout.num_layers):
-        start, stop = layout.layer_span(layer)
-        payload[written:start].zero_()  # no byte of other memory leaves this process
-        layout.write_layer(kv, layer, payload)
-        checksums.append(layer_checksum(layout, payload, layer))
-        written = stop
-    payload[written:].zero_()
-    return SerializedChunk(ChunkHeader(key, model, layout, tuple(checksums)), payload)
+    payload = aligned_empty(layout.payload_bytes) if memory is None else memory
+    _clear_gaps(layout, payload)
+    if layout.format == "auto":
+        whole = layout.kv_in(payload)
+        whole.k.copy_(kv.k)
+        whole.v.copy_(kv.v)
+    else:
+        for layer in range(layout.num_layers):
+            layout.write_layer(kv, layer, payload)
+    view = payload.numpy().data
+    checksums = tuple(layer_checksum(layout, view, layer) for layer in range(layout.num_layers))
+    return SerializedChunk(ChunkHeader(key, model, layout, checksums), payload)
 
 
 def to_bytes(chunk: SerializedChunk) -> bytes:
@@ -245,16 +256,24 @@ def from_bytes(data: bytes, key: str, model: str) -> ChunkKV:
     payload = aligned_empty(layout.payload_bytes)
     payload.numpy()[:] = np.frombuffer(data, np.uint8, offset=start)
     kv = layout.kv_in(payload if layout.format == "auto" else aligned_empty(layout.kv_bytes))
-    for layer in range(layout.num_layers):
-        header.check_layer(payload, layer)
-        if layout.format != "auto":
+    header.check_layers(payload, range(layout.num_layers))
+    if layout.format != "auto":
+        for layer in range(layout.num_layers):
             layout.read_layer(payload, layer, kv)
     return kv
 
 
-def layer_checksum(layout: ChunkLayout, payload: torch.Tensor, layer: int) -> int:
+def layer_checksum(layout: ChunkLayout, payload: memoryview, layer: int) -> int:
     start, stop = layout.layer_span(layer)
-    return xxhash.xxh3_64_intdigest(payload.numpy()[start:stop].data)
+    return xxhash.xxh3_64_intdigest(payload[start:stop])
+
+
+def _clear_gaps(layout: ChunkLayout, payload: torch.Tensor) -> None:
+    """No byte of other memory leaves this process."""
+    stop = layout.num_layers * layout.stride
+    payload[stop:].zero_()
+    if layout.stride > layout.layer_bytes:
+        payload[:stop].view(layout.num_layers, layout.stride)[:, layout.layer_bytes :].zero_()
 
 
 def check_key(key: str) -> None:

@@ -12,8 +12,9 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +27,17 @@ from vllm_blend.kv_store.segment import SegmentFiles
 logger = logging.getLogger(__name__)
 
 INDEX, OPEN_LOCK, LOCKS = "index.sqlite3", "open.lock", "locks"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk that is to be written."""
+
+    key: str
+    num_bytes: int
+    header: bytes
+    cost: float
+    name: tuple[ChunkId, ModelFingerprint] | None = None  # for exports
 
 
 class DiskSpace:
@@ -51,47 +63,44 @@ class DiskSpace:
         self.locks.close()
         self.files.close()
 
-    def hold(self, key: str) -> Entry | None:
-        """The chunk of `key`, which stays where it is until `let_go`."""
+    def hold(self, keys: Sequence[str]) -> dict[str, Entry]:
+        """Those of these chunks that are there, by key. They stay where they are, each until `let_go`."""
+        found: dict[str, Entry] = {}
         for _ in range(10):
-            entry = self.index.find(key)
-            if entry is None:
+            entries = list(self.index.find_many([key for key in keys if key not in found]).values())
+            if not entries:
                 break
-            held = self.locks.share(entry.id)
-            if self.index.is_live(entry):
-                return entry if held else None  # claimed: it is leaving
-            if held:
-                self.locks.unshare(entry.id)
-            # It was replaced in between.
-        return None
+            held = {entry.id for entry in entries if self.locks.share(entry.id)}
+            live = self.index.are_live(entries)
+            for entry in entries:
+                if entry.id in held and entry.id in live:
+                    found[entry.key] = entry
+                elif entry.id in held:
+                    self.locks.unshare(entry.id)
+            keys = [entry.key for entry in entries if entry.id not in live]  # replaced in between
+        return found
 
     def let_go(self, entry: Entry) -> None:
         self.locks.unshare(entry.id)
 
-    def reserve(
-        self,
-        key: str,
-        num_bytes: int,
-        header: bytes,
-        cost: float,
-        uses: Mapping[int, int],
-        name: tuple[ChunkId, ModelFingerprint] | None = None,
-    ) -> Entry | None:
-        """Room for a chunk, which is this process's to write; `publish` or `discard` follows. None where too much is
-        held. `uses` of other chunks (id -> how many) are counted first. `name` is for exports."""
+    def reserve(self, wanted: Sequence[Wanted], uses: Mapping[int, int]) -> list[Entry] | None:
+        """Room for chunks, which are this process's to write; `publish` or `discard` follows. None where too much is
+        held. `uses` of other chunks (id -> how many) are counted first."""
+        num_bytes = sum(want.num_bytes for want in wanted)
         deadline = time.monotonic() + self.timeout
         while True:
             with self._claiming() as claimed:
                 self.index.touch(uses)
                 missing = self.index.num_bytes + num_bytes - self.budget_bytes
                 if missing <= 0:
-                    entry = self.index.insert(key, num_bytes, header, cost, self.segment_bytes)
-                    if not self.locks.claim(entry.id):
-                        raise OSError(f"chunk {entry.id} is new and already locked")
-                    claimed.append(entry)
-                    if name is not None:
-                        self.index.set_name(entry, *name)
-                    return entry
+                    for want in wanted:
+                        entry = self.index.insert(want.key, want.num_bytes, want.header, want.cost, self.segment_bytes)
+                        if not self.locks.claim(entry.id):
+                            raise OSError(f"chunk {entry.id} is new and already locked")
+                        claimed.append(entry)
+                        if want.name is not None:
+                            self.index.set_name(entry, *want.name)
+                    return claimed
                 if not self._evict(missing, claimed):
                     return None
             self._give_back(claimed)  # and try again: another process may be faster
@@ -99,24 +108,25 @@ class DiskSpace:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"other processes took the space that was made, for {self.timeout:g} s")
 
-    def publish(self, entry: Entry, payload: torch.Tensor) -> None:
-        """Write a reserved chunk; when it is on the disk, it takes the place of what its key stood for."""
-        self.files.write(entry.extent, payload)
+    def publish(self, entries: Sequence[Entry], payloads: Sequence[torch.Tensor]) -> None:
+        """Write reserved chunks; when all are on the disk, they take the place of what their keys stood for."""
+        self.files.write([(entry.extent, payload) for entry, payload in zip(entries, payloads, strict=True)])
         with self.index.transaction():
-            replaced = self.index.publish(entry)
-            self.locks.unclaim(entry.id)  # before anybody sees it; who clears away waits for this transaction
-        if replaced is not None:
-            self._drop_if_possible(replaced)
+            replaced = [self.index.publish(entry) for entry in entries]
+            for entry in entries:
+                self.locks.unclaim(entry.id)  # before anybody sees it; who clears away waits for this transaction
+        self._drop_if_possible([entry for entry in replaced if entry is not None])
 
-    def discard(self, entry: Entry) -> None:
-        """Give up a chunk that was reserved."""
-        try:
-            if self.files.can_punch:  # before anything else: on a full disk, the index has no room to grow either
-                self.files.punch(entry.extent)
-        except OSError as error:
-            logger.debug("what was written of chunk %s stays: %s", entry.key, error)
-        self.locks.unclaim(entry.id)
-        self._drop_if_possible(entry)
+    def discard(self, entries: Sequence[Entry]) -> None:
+        """Give up chunks that were reserved."""
+        for entry in entries:
+            try:
+                if self.files.can_punch:  # before anything else: on a full disk, the index has no room to grow either
+                    self.files.punch(entry.extent)
+            except OSError as error:
+                logger.debug("what was written of chunk %s stays: %s", entry.key, error)
+            self.locks.unclaim(entry.id)
+        self._drop_if_possible(entries)
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """Give up chunks. The space of those that somebody holds comes back later."""
@@ -126,11 +136,12 @@ class DiskSpace:
             claimed += [entry for entry in entries if self.locks.claim(entry.id)]
         self._give_back(claimed)
 
-    def _drop_if_possible(self, entry: Entry) -> None:
+    def _drop_if_possible(self, entries: Sequence[Entry]) -> None:
         try:
-            self.drop([entry])
+            if entries:
+                self.drop(entries)
         except (OSError, sqlite3.Error) as error:  # what nobody holds is cleared away by whoever comes next
-            logger.debug("chunk %s was not cleared away: %s", entry.key, error)
+            logger.debug("%d chunks were not cleared away: %s", len(entries), error)
 
     def _evict(self, missing: int, claimed: list[Entry]) -> bool:
         """Give up chunks of `missing` bytes or more, and claim them; False, and nothing changed, where there are not

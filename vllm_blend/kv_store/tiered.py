@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY, DISK, REMOTE = "memory", "disk", "remote"  # names of tiers
 WRITE_SECONDS = 30.0  # for what is still to be written when a store is closed
+MAX_TOGETHER_BYTES = 32 << 20  # that are written at once: copies of them are held
 MAX_WRITE_BYTES = 256 << 20  # that wait for a tier; a quarter of the memory tier's budget where that is less
 
 Allocate = Callable[[int], "torch.Tensor | None"]
@@ -82,11 +83,14 @@ class Tier:
         usage: Callable[[], tuple[int, int]] | None = None,
         close: Callable[[], None] | None = None,
         begin: ReadMany | None = None,
+        write_many: Callable[[Sequence[tuple[str, ChunkKV]]], None] | None = None,
     ) -> None:
         """`usage` gives the bytes and the chunks that are stored, where that is known. `begin` begins to read chunks
-        whose layers can be had one by one."""
-        self.name, self.storage, self.read, self.usage, self.begin = name, storage, read, usage, begin
-        self.writer = WriteBehind(name, self._write, max_write_bytes)
+        whose layers can be had one by one, and `write_many` writes several at once."""
+        self.name, self.storage, self.read, self.usage = name, storage, read, usage
+        self.begin, self.write_many = begin, write_many
+        together = 0 if write_many is None else MAX_TOGETHER_BYTES
+        self.writer = WriteBehind(name, self._write, max_write_bytes, together)
         self.meter = Meter()
         self.load_seconds = 0.0  # of the medium, for hits
         self._close = close
@@ -96,9 +100,13 @@ class Tier:
         if self._close is not None:
             self._close()
 
-    def _write(self, key: str, chunk: ChunkKV) -> None:
-        if key not in self.storage:
-            self.storage.put(key, chunk)
+    def _write(self, chunks: Sequence[tuple[str, ChunkKV]]) -> None:
+        new = [(key, chunk) for key, chunk in chunks if key not in self.storage]
+        if self.write_many is not None and new:
+            self.write_many(new)
+        else:
+            for key, chunk in new:
+                self.storage.put(key, chunk)
 
 
 class TieredChunkStore:
