@@ -62,6 +62,7 @@ class Request:
     # speculative decoding
     speculation: Speculation | None = None
     drafts: list[int] = field(default_factory=list)  # guesses of what follows the last known token, for the next step
+    draft_source: int | None = None  # the chunk of the prompt that these are copied from
     # blending
     blend: BlendPlan | None = None
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it

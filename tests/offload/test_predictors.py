@@ -199,3 +199,18 @@ def test_a_predictor_of_ones_own():
         make_predictor("own")
     with pytest.raises(ValueError, match="class attribute `name`"):
         register_predictor(type("Nameless", (PromotionPredictor,), {"score": Own.score}))
+
+
+def test_the_chunk_that_drafts_are_copied_from_is_wanted():
+    mass = torch.tensor([[0.3, 0.1, 0.0]])
+    union = make_predictor("draft_union")
+    for source, wanted in ((2, [0.3, 0.1, 0.5]), (None, [0.3, 0.1, 0.0])):
+        evidence = Evidence(torch.arange(3), torch.ones(3, dtype=torch.bool), None, mass, None, source)
+        torch.testing.assert_close(union.score(evidence), torch.tensor(wanted))
+
+
+def test_wrong_drafts_have_no_say():
+    asked = Asked(torch.arange(5.0)[None, :, None, None], 24)  # positions 20 .. 24
+    assert asked.until(24) is asked and asked.until(30) is asked
+    assert asked.until(22).position == 22 and asked.until(22).queries.flatten().tolist() == [0, 1, 2]
+    assert asked.until(3).position == 20 and asked.until(3).queries.flatten().tolist() == [0]

@@ -117,3 +117,19 @@ def test_a_drafter_of_ones_own() -> None:
             register_drafter(type("Nameless", (Always,), {"name": ""}))
     finally:
         del DRAFTERS["always"]
+
+
+@pytest.mark.parametrize("method", real_drafters())
+def test_a_drafter_says_which_chunk_it_copies_from(method: str) -> None:
+    prompt = [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3]  # chunks 1 .. 4 and 5 .. 8; the text ends as chunk 0 begins
+    history = History(prompt, [4], [(1, 5), (5, 9)])
+    drafter = make_drafter(method)
+    if method == "suffix":
+        assert drafter.propose(history, 1) == [] or history.copied_from is not None
+    else:
+        assert drafter.propose(history, 2) == [5, 6] and history.copied_from == 1
+    inside = History(prompt[:-1], [], [(1, 5), (5, 9)])  # ends in 2
+    assert make_drafter(method).propose(inside, 2) == [3, 4] and inside.copied_from == 0
+    outside = History([1, 2, 7, 7, 3, 1], [], [(2, 4)])
+    assert make_drafter(method).propose(outside, 1) == [2] and outside.copied_from is None
+    assert [outside.chunk_at(position) for position in range(5)] == [None, None, 0, 0, None]

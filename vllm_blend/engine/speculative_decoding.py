@@ -49,7 +49,7 @@ class SpeculativeDecoding:
         """Set `drafts` of the requests that the next step decodes: one token of theirs is known and not computed. When
         running `ahead` that token is not known, and nobody drafts."""
         for request in running:
-            request.drafts = []
+            request.drafts, request.draft_source = [], None
             if ahead and request.speculation is not None:
                 request.speculation.length.passed_by()
         if ahead:
@@ -61,6 +61,8 @@ class SpeculativeDecoding:
             limit = self.speculator.num_speculative_tokens if longest is None else longest - request.num_tokens - 1
             if request.speculation is not None and limit > 0:
                 request.drafts = request.speculation.propose(len(decoding), limit)
+                if request.drafts:
+                    request.draft_source = request.speculation.history.copied_from
 
     def verify(self, request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> int:
         """How many of the tokens that were drawn for a request count: at least 1."""

@@ -55,7 +55,10 @@ class OffloadController:
                 self._track(request)
             residency = request.residency
             assert residency is not None
-            known = self.scorer.scores(residency, self._asked.pop(request, None))
+            asked = self._asked.pop(request, None)
+            if asked is not None:
+                asked = asked.until(request.num_computed_tokens - 1)
+            known = self.scorer.scores(residency, asked, request.draft_source)
             if known is not None and residency not in self._placed_by_rank:
                 scores[residency] = known
             self._placed_by_rank.discard(residency)

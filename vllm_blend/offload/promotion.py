@@ -23,6 +23,11 @@ class Asked:
     queries: torch.Tensor
     position: int
 
+    def until(self, position: int) -> Asked:
+        """Without the rows after a position: drafts that turned out to be wrong. At least the first row stays."""
+        wrong = min(max(0, self.position - position), self.queries.shape[1] - 1)
+        return Asked(self.queries[:, : self.queries.shape[1] - wrong], self.position - wrong) if wrong else self
+
 
 @dataclass
 class _Memory:
@@ -69,8 +74,9 @@ class ChunkScorer:
         self._memory.pop(residency, None)
         self._latest.pop(residency, None)
 
-    def scores(self, residency: Residency, asked: Asked | None) -> list[float] | None:
+    def scores(self, residency: Residency, asked: Asked | None, draft_source: int | None = None) -> list[float] | None:
         """A score per chunk, None while nothing is known. On a GPU they are those of the step before: nothing waits.
+        `draft_source`: the chunk that the drafts of the coming step are copied from.
 
         Must first be called while all chunks are on the device, and then whenever a step has computed new queries.
         Raises ValueError where the predictor returns anything but a number for each chunk.
@@ -82,13 +88,13 @@ class ChunkScorer:
         if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS and memory.digests is None:
             memory.digests = self._digests(residency, asked.position)
         if self._stream is None:
-            self._score(residency, memory, asked)
+            self._score(residency, memory, asked, draft_source)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             if asked is not None:
                 asked.queries.record_stream(self._stream)
             with torch.cuda.stream(self._stream):
-                self._score(residency, memory, asked)
+                self._score(residency, memory, asked, draft_source)
         return self._latest.get(residency)
 
     def _recall(self, residency: Residency) -> _Memory:
@@ -102,8 +108,8 @@ class ChunkScorer:
             memory.resident, memory.version = resident, residency.version
         return memory
 
-    def _score(self, residency: Residency, memory: _Memory, asked: Asked | None) -> None:
-        scores = self.predictor.score(self._evidence(residency, memory, asked))
+    def _score(self, residency: Residency, memory: _Memory, asked: Asked | None, draft_source: int | None) -> None:
+        scores = self.predictor.score(self._evidence(residency, memory, asked, draft_source))
         if scores.shape != (len(residency.chunks),):
             raise ValueError(
                 f"{type(self.predictor).__name__}.score() must return one score for each of the "
@@ -124,13 +130,15 @@ class ChunkScorer:
             self._latest[residency] = memory.arriving[0].tolist()
             memory.arriving = None
 
-    def _evidence(self, residency: Residency, memory: _Memory, asked: Asked | None) -> Evidence:
+    def _evidence(
+        self, residency: Residency, memory: _Memory, asked: Asked | None, draft_source: int | None
+    ) -> Evidence:
         expected = received = None
         if asked is not None and memory.digests is not None:
             expected = memory.digests.expected_mass(asked.queries, self.scale, len(residency.chunks))
         if asked is not None and self.predictor.looks_at is LooksAt.MASS:
             received = self._received_mass(residency, asked, memory.resident)
-        return Evidence(memory.ranks, memory.resident, memory.previous, expected, received)
+        return Evidence(memory.ranks, memory.resident, memory.previous, expected, received, draft_source)
 
     def _digests(self, residency: Residency, position: int) -> KeyDigests:
         """Of all full blocks up to a position. Those that cannot move count, too: a head that looks at the first token

@@ -23,7 +23,7 @@ class Evidence:
     """What a predictor may look at, for the n chunks of one request. Never anything of another request.
 
     A step has a row per token that it computed for the request: one, or with speculative decoding the last token and
-    the drafts behind it.
+    the drafts behind it that were right; the last row is that of the last token.
     """
 
     ranks: torch.Tensor  # [n] int64, 0 for the most relevant by what was known before the request ran
@@ -31,6 +31,7 @@ class Evidence:
     previous: torch.Tensor | None = None  # [n] float32, the scores of the step before; None at first
     expected_mass: torch.Tensor | None = None  # [rows, n] float32, with LooksAt.DIGESTS: see KeyDigests
     received_mass: torch.Tensor | None = None  # [rows, n] float32, with LooksAt.MASS; nan for chunks out of sight
+    draft_source: int | None = None  # with speculative decoding, the chunk that the next step's drafts are copied from
 
 
 class PromotionPredictor(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,13 +18,15 @@ class History:
 
     `output_token_ids` is the owner's list: read here, never written, and it only grows. `chunk_bounds` are the (start,
     stop) positions of the prompt's chunks, ascending; empty for a plain prompt. `index` is what a drafter remembers of
-    the sequence between its calls; nobody else reads it.
+    the sequence between its calls; nobody else reads it. `copied_from` says which chunk the latest proposal stands in,
+    None where it stands in none or its drafter does not copy.
     """
 
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     chunk_bounds: Sequence[tuple[int, int]] = ()
     index: Any = field(default=None, repr=False)
+    copied_from: int | None = None
     _buffer: NDArray[np.int64] = field(init=False, repr=False, default_factory=lambda: np.empty(0, np.int64))
     _filled: int = field(init=False, repr=False, default=0)
 
@@ -43,6 +46,11 @@ class History:
         self._filled = n
         return self._buffer[:n]
 
+    def chunk_at(self, position: int) -> int | None:
+        """The chunk that a position of the text is in, None outside them."""
+        index = bisect_right(self.chunk_bounds, position, key=lambda bounds: bounds[0]) - 1
+        return index if index >= 0 and position < self.chunk_bounds[index][1] else None
+
 
 class Drafter(ABC):
     """Base of all drafters. A subclass is a dataclass (its fields are its settings) with a `name` and a `propose`."""
@@ -53,5 +61,6 @@ class Drafter(ABC):
     def propose(self, history: History, count: int) -> list[int]:
         """At most `count` tokens (1 or more are asked for) that may come next; none where nothing suggests any.
 
-        A wrong guess costs time and never changes an output. Of one sequence only: batch mates are not seen.
+        A wrong guess costs time and never changes an output. Of one sequence only: batch mates are not seen. Whoever
+        copies from the text sets `history.copied_from`.
         """

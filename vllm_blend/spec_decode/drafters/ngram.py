@@ -42,4 +42,5 @@ class NGram(Drafter):
                 break
             if length >= self.prompt_lookup_min:
                 found = int(ends[-1])
+        history.copied_from = history.chunk_at(found + 1) if found >= 0 else None
         return [] if found < 0 else np.resize(tokens[found + 1 : found + 1 + count], count).tolist()

@@ -35,6 +35,7 @@ class Suffix(Drafter):
         for token in history.output_token_ids[index.num_read :]:
             index.read(token)
         [length, source] = max((match[1], source) for source, match in enumerate(index.matches))
+        history.copied_from = source if source < len(index.matches) - 1 and length >= self.min_match else None
         if length < self.min_match:
             return []
         automaton = index.automata[source]
