@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -37,14 +39,14 @@ class PendingChunk:
         read any more."""
         self.kv, self.timeout = kv, timeout
         self.error: Exception | None = None
-        self.runs = plan_runs(header.layout)
+        self._plan = _plan(header.layout, READ_BYTES)
+        self.runs = self._plan.runs
         self.extent = extent
         self._header, self._files, self.payload = header, files, payload
         self._report, self._release = report, release
         self._in_place = payload.data_ptr() == kv.k.data_ptr()
         self._changed = threading.Condition()
-        self._spans = layer_spans(header.layout)
-        self._missing = [sum(_overlap(run, span) for run in self.runs) for span in self._spans]  # runs
+        self._missing = list(self._plan.num_runs)
         self._ready = [False] * header.layout.num_layers
         self._unread = len(self.runs)
         self._reported = self._done = False
@@ -143,14 +145,12 @@ class PendingChunk:
             self._call_watchers()
 
     def _arrived(self, number: int) -> None:
-        start, stop = self.runs[number]
         complete = []
         with self._changed:
-            for layer, span in enumerate(self._spans):
-                if _overlap((start, stop), span):
-                    self._missing[layer] -= 1
-                    if self._missing[layer] == 0:
-                        complete.append(layer)
+            for layer in self._plan.layers[number]:
+                self._missing[layer] -= 1
+                if self._missing[layer] == 0:
+                    complete.append(layer)
         self._header.check_layers(self.payload, complete)
         if not self._in_place:
             for layer in complete:
@@ -229,12 +229,13 @@ def read_together(files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
                 chunk.read_run(number)
 
 
-def plan_runs(layout: ChunkLayout) -> list[tuple[int, int]]:
-    """The parts of a payload that are read at once: start and stop, whole pages, each behind the last one."""
+def plan_runs(layout: ChunkLayout, read_bytes: int = READ_BYTES) -> list[tuple[int, int]]:
+    """The parts of a payload that are read at once: start and stop, whole pages, each behind the last one. Small layers
+    are read together, until they are `read_bytes`."""
     runs, start = [], 0
     for _, layer_stop in layer_spans(layout):
         stop = -(-layer_stop // PAGE) * PAGE
-        if stop - start >= READ_BYTES:
+        if stop - start >= read_bytes:
             runs.append((start, stop))
             start = stop
     if start < layout.payload_bytes:
@@ -246,5 +247,18 @@ def layer_spans(layout: ChunkLayout) -> list[tuple[int, int]]:
     return [layout.layer_span(layer) for layer in range(layout.num_layers)]
 
 
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
+@dataclass(frozen=True)
+class _Plan:
+    runs: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, ...], ...]  # of each run: the layers of which it has a part
+    num_runs: tuple[int, ...]  # of each layer: the runs that have a part of it
+
+
+@lru_cache(256)  # chunks of one length are alike
+def _plan(layout: ChunkLayout, read_bytes: int) -> _Plan:
+    runs, spans = tuple(plan_runs(layout, read_bytes)), layer_spans(layout)
+    layers = tuple(
+        tuple(layer for layer, (first, last) in enumerate(spans) if first < stop and start < last)
+        for start, stop in runs
+    )
+    return _Plan(runs, layers, tuple(sum(layer in some for some in layers) for layer in range(len(spans))))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, get_args
 
@@ -100,7 +100,7 @@ class ChunkLayout:
         """Bytes of all layers, in whole pages."""
         return _round_up(self.num_layers * self.stride, PAGE)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes of memory for the chunk as it comes back, in whole pages."""
         if self.format == "auto":
@@ -151,6 +151,9 @@ class ChunkLayout:
         return [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
 
 
+_layout = lru_cache(256)(ChunkLayout)  # chunks of one length are alike, and what follows is derived once
+
+
 @dataclass(frozen=True)
 class ChunkHeader:
     """What a store keeps beside a chunk's layers."""
@@ -198,7 +201,7 @@ class ChunkHeader:
         checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
         if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or len(checksums) != layers:
             raise ChunkFault("damaged", "its header contradicts itself")
-        layout = ChunkLayout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
+        layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
         return cls(key, model, layout, tuple(checksums.tolist()))
 
     def check_layers(self, payload: torch.Tensor, layers: Iterable[int]) -> None:
