@@ -90,7 +90,7 @@ class ParsedPrompt:
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
     pieces: tuple[StoredPiece, ...] = ()
-    retain: bool = False
+    retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
 
 
 def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:

@@ -28,7 +28,7 @@ def test_deleting_frees_exactly_its_bytes() -> None:
         chunk = chunked.register_chunk(random_ids(11, 2))
         tensor = weakref.ref(chunked.llm_engine.chunk_store.get(chunk.id).k)  # type: ignore[union-attr]
         assert store_bytes(chunked) - before == 11 * token
-        chunked.generate_from_chunks(None, [kept.id, chunk.id], query=[5], sampling_params=PARAMS)
+        chunked.generate_from_chunks(None, [kept.id, chunk.id], query=[5], sampling_params=PARAMS, retain=True)
         [pages] = chunked.get_chunk(chunk.id).page_tables
         assert len(pages) == (7 + 11 - 1) // BLOCK_SIZE - 7 // BLOCK_SIZE + 1
         deletion = chunked.delete_chunk(chunk.id)

@@ -86,6 +86,25 @@ def test_other_settings_are_another_composition() -> None:
             assert other.blend is not None and not other.blend.retained
 
 
+def test_what_was_repaired_for_one_question_serves_another_only_if_asked() -> None:
+    with chunked_llm() as chunked:
+        chunks = registered(chunked, 9, 14)
+        rule: dict[str, Any] = {"selector": "question_attention", "recompute_ratio": 0.3}
+        alone = [ask(chunked, chunks, seed, **rule, retain=False) for seed in (1, 2)]
+        for seed, expected in zip((1, 2), alone, strict=True):
+            output = ask(chunked, chunks, seed, **rule)
+            assert output.blend is not None and not output.blend.retained
+            assert_same_logprobs(output, expected)
+        assert not chunked.llm_engine.blocks.retained
+        assert_same_logprobs(ask(chunked, chunks, 1, **rule, retain=True), alone[0])
+        second = ask(chunked, chunks, 2, **rule, retain=True)
+        assert second.blend is not None and second.blend.retained
+        everything = RULE | {"selector": "question_attention", "recompute_ratio": 1.0}  # nothing to choose
+        for seed, retained in ((1, False), (2, True)):
+            output = ask(chunked, chunks, seed, **everything)
+            assert output.blend is not None and output.blend.retained is retained
+
+
 def test_retained_pages_are_no_exact_prefix() -> None:
     """The same ids as a plain prompt, or in mode "exact", find nothing of a blend, nor the other way round."""
     with chunked_llm() as chunked:

@@ -44,6 +44,16 @@ def test_blend_hooks():
     assert blends[-1].rpartition(":")[2] == full.rpartition(":")[2]  # everything recomputed is full prefill
 
 
+def test_chunk_api():
+    first, reordered, exactly, another, retained, deleted, left = run("chunk_api.py")
+    counts = [[int(n) for n in re.findall(r"(\d+) of (\d+) tokens", line)[0]] for line in (first, reordered, exactly)]
+    assert counts[0] == counts[1] and counts[1][1] == counts[2][1] == counts[2][0] > 4 * counts[0][0]
+    computed, total = (int(n) for n in re.findall(r"(\d+) of (\d+) tokens", another)[0])
+    assert total > 10 * computed
+    assert first.endswith("boats") and exactly.endswith("boats")
+    assert "type OUTPUT" in retained and "deferred: True" in deleted and left.endswith("in 12 chunks")
+
+
 def test_kv_blend(tmp_path):
     (tmp_path / "lmcache_vllm").symlink_to(ROOT / "vllm_blend/compat/lmcache_vllm")
     lines = run("kv_blend.py", tmp_path, LMCACHE_CONFIG_FILE=str(ROOT / "examples/kv_blend.yaml"))

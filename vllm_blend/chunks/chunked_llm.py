@@ -30,10 +30,12 @@ class ChunkedLLM:
 
     Per call, `mode` says how: "blend" (the default) computes a share of the context's tokens again, as the engine's
     `blend_selector` and `blend_recompute_ratio` say; "reuse" computes the question alone; "exact" computes everything,
-    token by token what `LLM.generate` gives for the same ids. With `retain` (the default), the pages of a blended
-    context stay in the KV cache until their space is needed, and the next composition of the same chunks with the same
-    settings computes its question alone. A rule that looks at the question then repairs for the first one:
-    `retain=False` makes each composition independent of those before it.
+    token by token what `LLM.generate` gives for the same ids, and the exact prefix cache serves it.
+
+    The pages of a blended context stay in the KV cache until their space is needed, and the next composition of the
+    same chunks with the same settings computes its question alone: by default where the rule does not look at the
+    question, as what it repairs for one question does little for another. `retain=True` does so with any rule,
+    `retain=False` with none.
 
     With `use_chat_template` the chat template stands around the chunks: the system prompt is the system's message,
     context and question together are the user's.
@@ -117,7 +119,7 @@ class ChunkedLLM:
         mode: Mode = "blend",
         selector: str | None = None,
         recompute_ratio: float | None = None,
-        retain: bool = True,
+        retain: bool | None = None,
     ) -> ChunkComposition:
         """The composition of registered chunks, by id or name, and a question: a query chunk, text or token ids.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.chunks.chunk import Chunk
 from vllm_blend.core.block_manager import ChunkSpan
 from vllm_blend.inputs import ParsedPrompt
@@ -47,14 +48,15 @@ class ChunkComposition:
 
     mode "blend" computes the tokens again that the engine's rule chooses (`selector` and `recompute_ratio` override
     it), "reuse" none, "exact" all: it is the plain prompt of these tokens, and only exact prefixes are reused. With
-    `retain` the pages of a blended context are kept for other compositions that differ in nothing but the question.
+    `retain` the pages of a blended context are kept for other compositions that differ in nothing but the question;
+    None retains unless the rule chooses by the question.
     """
 
     parts: tuple[Part, ...]
     mode: Mode = "blend"
     selector: str | None = None
     recompute_ratio: float | None = None
-    retain: bool = True
+    retain: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -105,9 +107,16 @@ class ChunkComposition:
         )
 
 
-def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPlan) -> CompositionKey:
+def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPlan) -> CompositionKey | None:
     """What the pages of a prompt's blended context are retained under: the model, the context's tokens, which of them
-    are stored and what they were encoded after, and how it is blended. The question is no part of it."""
+    are stored and what they were encoded after, and how it is blended. The question is no part of it.
+
+    None where they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
+    another: what question attention repairs serves its own question alone.
+    """
+    by_question = asked.selector.looks_at is LooksAt.QUESTION and 0 < asked.shares[-1] < 1
+    if not (not by_question if parsed.retain is None else parsed.retain):
+        return None
     context = parsed.token_ids[: asked.suffix_start]
     selector = asked.selector
     settings = {

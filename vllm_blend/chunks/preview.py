@@ -62,8 +62,8 @@ def preview(
     num_computed, is_retained = len(ids), False
     if engine.composer.blends(parsed):
         asked = engine.composer.check(parsed)
-        key = composition_key(engine.fingerprint, parsed, asked).key
-        is_retained = parsed.retain and key in engine.blocks.retained
+        key = composition_key(engine.fingerprint, parsed, asked)
+        is_retained = key is not None and key.key in engine.blocks.retained
         if is_retained:
             num_computed = len(ids) - asked.suffix_start
         else:
