@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define VB_ABI_VERSION 1
+#define VB_ABI_VERSION 2
 
 #if defined(_WIN32)
 #define VB_EXPORT extern "C" __declspec(dllexport)
@@ -82,6 +82,15 @@ VB_EXPORT int VB_FN(paged_attention)(void* out, const void* q, const void* key_c
                                      int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
                                      int64_t head_dim, int64_t q_stride, int64_t window, float scale, int32_t dtype,
                                      int32_t threads);
+
+// paged_attention for T requests of one query each (starts is 0 .. T), with lse [T, H]: the natural logarithm of the sum
+// of exponentials of the scaled scores, to merge parts over disjoint keys.
+VB_EXPORT int VB_FN(attention_states)(void* out, float* lse, const void* q, const void* key_cache,
+                                      const void* value_cache, const int64_t* positions, const int32_t* block_tables,
+                                      const int64_t* starts, const int64_t* seq_lens, int64_t tokens,
+                                      int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
+                                      int64_t kv_heads, int64_t head_dim, int64_t q_stride, float scale, int32_t dtype,
+                                      int32_t threads);
 
 // mass[offsets[r] + p] = probability that key p of request r receives, summed over the rows first[r]:last[r] of q and
 // averaged over heads. Every element of mass [offsets[R]] is written.

@@ -136,18 +136,11 @@ static int run(const Paged& a, int32_t threads) {
 
 using namespace VB_NAMESPACE;
 
-int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
-                           const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
-                           const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
-                           int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                           int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
-  const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
-                   starts, seq_lens, requests,  table_stride, num_blocks, block_size,
-                   heads,  kv_heads, head_dim,  q_stride,     window,     scale};
-  if (starts[0] != 0 || starts[requests] != tokens) return VB_BAD_START;
-  for (int64_t r = 0; r < requests; ++r)
-    if (starts[r] > starts[r + 1]) return VB_BAD_START;
-  const int status = a.check(starts, starts + 1);
+static int attend(const Paged& a, int64_t tokens, int32_t dtype, int32_t threads) {
+  if (a.starts[0] != 0 || a.starts[a.requests] != tokens) return VB_BAD_START;
+  for (int64_t r = 0; r < a.requests; ++r)
+    if (a.starts[r] > a.starts[r + 1] || (a.lse && a.starts[r] + 1 != a.starts[r + 1])) return VB_BAD_START;
+  const int status = a.check(a.starts, a.starts + 1);
   if (status != VB_OK) return status;
   switch (dtype) {
     case VB_F32:
@@ -158,4 +151,26 @@ int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, cons
       return run<f16>(a, threads);
   }
   return VB_BAD_DTYPE;
+}
+
+int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
+                           const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
+                           const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
+                           int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                           int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+  const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
+                   starts, seq_lens, requests,  table_stride, num_blocks, block_size,
+                   heads,  kv_heads, head_dim,  q_stride,     window,     scale,        nullptr};
+  return attend(a, tokens, dtype, threads);
+}
+
+int VB_FN(attention_states)(void* out, float* lse, const void* q, const void* key_cache, const void* value_cache,
+                            const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
+                            const int64_t* seq_lens, int64_t tokens, int64_t table_stride, int64_t num_blocks,
+                            int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_stride,
+                            float scale, int32_t dtype, int32_t threads) {
+  const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
+                   starts, seq_lens, tokens,    table_stride, num_blocks, block_size,
+                   heads,  kv_heads, head_dim,  q_stride,     0,          scale,        lse};
+  return attend(a, tokens, dtype, threads);
 }

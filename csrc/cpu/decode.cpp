@@ -1,5 +1,7 @@
 // Attention of requests with one query. The cache is read once, in place and block by block: every head is served
 // before the next block is touched, so that memory sees one sequential stream per block.
+#include <cmath>
+
 #include "attention.h"
 
 namespace VB_NAMESPACE {
@@ -165,6 +167,7 @@ void merge_chunks(const Paged& a, int64_t request, const float* partials, int64_
       const float* part = partials + c * size + head * head_dim;
       for (int64_t d = 0; d < head_dim; d += VL) store(row + d, load(row + d) + load(part + d) * factor[0]);
     }
+    if (a.lse) a.lse[a.starts[request] * a.heads + head] = (top + std::log2(total)) / kLog2e;
     const float inverse = 1.0f / total;
     for (int64_t d = 0; d < head_dim; d += VL) store(out + head * head_dim + d, load(row + d) * inverse);
   }

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.paged import DTYPES, ISAS, assert_near, kernels
 from vllm_blend import ops
+from vllm_blend.ops import cpu
+from vllm_blend.ops.states import attention_states_reference
 
 SCALE = 0.3
 
@@ -58,3 +61,48 @@ def test_a_part_without_keys_adds_nothing():
 def test_parts_of_different_shapes_are_refused():
     with pytest.raises(ValueError, match="do not fit together"):
         ops.merge_states(torch.zeros(2, 4, 8), torch.zeros(2, 4), torch.zeros(1, 4, 8), torch.zeros(1, 4))
+
+
+POOL = (9, 2, 3, 8, 2)  # blocks, K and V, layers, block_size, KV heads
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_kernels_agree_with_the_twin_on_views_of_a_pool(isa, dtype, head_dim):
+    """Several rows of a request, keys of a layer in the middle of blocks, blocks that nobody owns full of NaN."""
+    generator = torch.Generator().manual_seed(head_dim)
+    pool = torch.full((*POOL, head_dim), float("nan"), dtype=dtype)
+    tables = torch.tensor([[3, 1, 0], [2, 7, 5]], dtype=torch.int64)
+    owned = [3, 1, 2, 7, 5]
+    pool[owned] = torch.randn((len(owned), *POOL[1:], head_dim), generator=generator).to(dtype)
+    pages = pool[:, 0, 1], pool[:, 1, 1]
+    q = torch.randn(4, 6, head_dim, generator=generator).to(dtype)
+    positions, starts, lens = torch.tensor([16, 5, 16, 22]), [0, 3, 4], [16, 23]
+    with kernels(isa):
+        assert cpu.takes_states(q, *pages)
+        out, lse = ops.attention_states(q, *pages, positions, tables, starts, lens, SCALE)
+    wide = [tensor.double() for tensor in (q, *pages)]
+    expected = attention_states_reference(*wide, positions, tables, starts, lens, SCALE)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_near(out, expected[0], dtype, slack=4)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernel_cannot_take_goes_to_the_twin():
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 4, 16, generator=generator)
+    rows = torch.randn(2, 3, 8, 16, 2, generator=generator)  # heads innermost: no token's rows are in one piece
+    pages = rows[0].transpose(2, 3), rows[1].transpose(2, 3)
+    assert not cpu.takes_states(q, *pages)
+    states = (torch.tensor([20]), torch.tensor([[2, 0, 1]]), [0, 1], [21], SCALE)
+    out, lse = ops.attention_states(q, *pages, *states)
+    expected = ops.attention_states(q, *(page.contiguous() for page in pages), *states)
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
+
+
+def test_tables_outside_the_cache_are_errors():
+    pages = torch.zeros(4, 2, 3, 8, 2, 16)[:, 0, 1], torch.zeros(4, 2, 3, 8, 2, 16)[:, 1, 1]
+    with pytest.raises(IndexError):
+        ops.attention_states(torch.zeros(1, 4, 16), *pages, torch.tensor([7]), torch.tensor([[4]]), [0, 1], [8], SCALE)

@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1  # VB_ABI_VERSION of the header that the signatures below were written from
+ABI_VERSION = 2  # VB_ABI_VERSION of the header that the signatures below were written from
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
@@ -36,6 +36,7 @@ _SIGNATURES = {
     "reshape_and_cache": "ppppp qqqqq ii",
     "place_chunk": "ppppppp qqqqqqqqqq iii",
     "paged_attention": "pppppppp qqqqqqqqqq f ii",
+    "attention_states": "ppppppppp qqqqqqqq f ii",
     "attention_mass": "ppppppppp qqqqqqqqq f ii",
     "linear": "pppp qqqq ii",
 }
@@ -63,6 +64,7 @@ class CPUKernels:
     reshape_and_cache: Callable[..., int]
     place_chunk: Callable[..., int]
     paged_attention: Callable[..., int]
+    attention_states: Callable[..., int]
     attention_mass: Callable[..., int]
     linear: Callable[..., int]
 

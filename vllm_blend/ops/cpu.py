@@ -194,6 +194,57 @@ def paged_attention(
     return out
 
 
+def takes_states(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether `attention_states` can work on q [tokens, heads, head_dim] and these caches: their blocks are in one
+    piece each, and the distances between them are a multiple of a block."""
+    head_dim, stride = q.shape[2], key_cache.stride()
+    _, size, kv_heads, _ = key_cache.shape
+    return (
+        head_dim % 16 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and q.dtype == key_cache.dtype == value_cache.dtype
+        and stride == value_cache.stride()
+        and stride[1:] == (kv_heads * head_dim, head_dim, 1)
+        and stride[0] % (size * stride[1]) == 0
+    )
+
+
+def attention_states(
+    kernels: CPUKernels,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row is a request of its own for the kernel, and a cache with gaps one of more blocks, of which the tables
+    name some."""
+    q, q_stride = _token_rows(q)
+    tokens, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    step = key_cache.stride(0) // (block_size * kv_heads * head_dim)
+    lengths, tables = torch.tensor(seq_lens), (block_tables * step).to(torch.int32)
+    if tokens != len(seq_lens):
+        counts = torch.tensor(query_start_loc).diff()
+        lengths, tables = lengths.repeat_interleave(counts), tables.repeat_interleave(counts, 0)
+    positions, tables = torch.minimum(positions, lengths - 1), tables.contiguous()
+    starts = torch.arange(tokens + 1)
+    out = torch.empty_like(q, memory_format=CONTIGUOUS)
+    lse = torch.empty(tokens, heads)
+    status = kernels.attention_states(
+        out.data_ptr(), lse.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
+        positions.data_ptr(), tables.data_ptr(), starts.data_ptr(), lengths.data_ptr(), tokens, tables.shape[1],
+        (num_blocks - 1) * step + 1, block_size, heads, kv_heads, head_dim, q_stride, scale, DTYPE_CODES[q.dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "attention_states")
+    return out, lse
+
+
 def attention_mass(
     kernels: CPUKernels,
     q: torch.Tensor,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.ops import cuda, cuda_attention
+from vllm_blend.ops import cpu, cuda, cuda_attention
+from vllm_blend.ops.bindings import kernels_for
 
 
 def attention_states(
@@ -17,12 +18,33 @@ def attention_states(
     seq_lens: list[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as in `paged_attention`, out [tokens, heads, head_dim] float32 with lse [tokens, heads] float32, the
-    natural logarithm of the sum of exponentials of the scaled scores. A row that sees no key gives zeros and -inf.
+    """Attention as in `paged_attention` of the few rows of decode steps, out like q [tokens, heads, head_dim] with lse
+    [tokens, heads] float32, the natural logarithm of the sum of exponentials of the scaled scores. A row that sees no
+    key gives zeros and -inf.
 
-    Plain torch, for the few rows of decode steps: one small product a request. The caches [num_blocks, block_size,
-    kv_heads, head_dim] may have any strides. float64 stays float64.
+    The caches [num_blocks, block_size, kv_heads, head_dim] may have any distance between blocks: views of a pool. In
+    plain torch (see `attention_states_reference`) they may have any strides.
     """
+    kernels = kernels_for(q)
+    if kernels is not None and min(seq_lens, default=0) > 0 and cpu.takes_states(q, key_cache, value_cache):
+        states = (positions, block_tables, query_start_loc, seq_lens, scale)
+        return cpu.attention_states(kernels, q, key_cache, value_cache, *states)
+    return attention_states_reference(
+        q, key_cache, value_cache, positions, block_tables, query_start_loc, seq_lens, scale
+    )
+
+
+def attention_states_reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: list[int],
+    seq_lens: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain torch twin of `attention_states`: one small product a request. float64 stays float64, in lse too."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     kv_heads, size = key_cache.shape[2], key_cache.shape[1]
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -46,7 +68,7 @@ def attention_states(
         attended = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (m, -1))
         out[rows] = attended.transpose(0, 1).flatten(1, 2)
         lse[rows] = sums.transpose(0, 1).flatten(1, 2)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def merge_states(
