@@ -143,17 +143,19 @@ class BlendReference:
         return torch.stack(logprobs)
 
     def _question_scores(self, ids: Sequence[int], old: LayerKV, start: int) -> torch.Tensor:
-        """Attention that the suffix pays to each context token, mean over layers and heads, summed over the suffix."""
+        """Attention that the suffix pays to each context token, mean over the first five sixths of the layers and over
+        heads, summed over the suffix."""
         positions = torch.arange(len(ids))
         suffix = positions[start:]
         hidden = self._embed(ids)[suffix]
         scores = torch.zeros(start)
-        for layer, (k_old, v_old) in zip(self._layers, old, strict=True):
+        num_layers = -(-5 * len(old) // 6)
+        for layer, (k_old, v_old) in list(zip(self._layers, old, strict=True))[:num_layers]:
             q, k, v = self._project(layer, hidden)
             k_all, v_all = k_old.clone(), v_old.clone()
             k_all[suffix], v_all[suffix] = k, v
             weights = self._weights(self._rotate(q, suffix), self._rotate(k_all, positions), suffix)
-            scores += weights[:, :, :start].mean(0).sum(0) / len(old)
+            scores += weights[:, :, :start].mean(0).sum(0) / num_layers
             hidden = self._finish(layer, hidden, weights, v_all)
         return scores
 

@@ -14,7 +14,7 @@ from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
-from vllm_blend.blend.selectors import SELECTORS, best, make_selector
+from vllm_blend.blend.selectors import SELECTORS, QuestionAttention, best, make_selector
 
 TINY = tiny_model("llama")
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
@@ -131,6 +131,47 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
         for tensor in (only.k_new, only.k_old, only.v_new, only.v_old):
             assert (tensor is not None) == (looks_at is LooksAt.LAYERS)
             assert tensor is None or tensor.shape == (context - exact, 2, HEAD_DIM)
+
+
+def test_the_question_looks_on_some_of_the_layers_whoever_looks_beside_it(
+    register: Callable[[type[Selector]], type[Selector]],
+) -> None:
+    """The mass is the mean over a selector's own layers, in one pass with a request that looks on others."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def looking_on(share: float) -> type[Selector]:
+        @dataclass(frozen=True)
+        class Looking(QuestionAttention):
+            name: ClassVar[str] = f"looks_on_{share}"
+            layer_share: float = share
+
+            def score(self, evidence: Evidence) -> torch.Tensor:
+                assert evidence.question_mass is not None
+                seen.setdefault(self.name, []).append(evidence.question_mass)
+                return super().score(evidence)
+
+        return register(Looking)
+
+    shares = [0.25, 0.5, 1.0]
+    names = [looking_on(share).name for share in shares]
+    with engine(TINY, enable_blending=True) as llm:
+        layers = llm.llm_engine.model_executor.driver_worker.num_layers
+        assert [QuestionAttention(share).question_layers(layers) for share in shares] == [1, 2, 3]
+        for name in names:
+            run(llm, tiny_prompt(blend_selector=name), PARAMS)
+        run(llm, [tiny_prompt(blend_selector=name) for name in reversed(names)], PARAMS)
+    for name in names:
+        alone, together = seen[name]
+        torch.testing.assert_close(alone, together, rtol=1e-2, atol=1e-3)
+    assert not torch.allclose(seen[names[0]][0], seen[names[2]][0], rtol=5e-2)
+
+
+@pytest.mark.cpu_only
+def test_the_share_of_layers_is_rounded_up_and_checked() -> None:
+    assert [QuestionAttention().question_layers(n) for n in (1, 2, 12, 28, 32)] == [1, 2, 10, 24, 27]
+    for share in (0.0, -0.5, 1.01):
+        with pytest.raises(ValueError, match="layer_share"):
+            QuestionAttention(share)
 
 
 def failing(fault: str, evidence: Evidence) -> Any:

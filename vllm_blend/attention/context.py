@@ -69,6 +69,7 @@ class LayerHook:
 class ForwardContext:
     """State of the forward pass in flight; `metadata` is replaced when the active token set shrinks.
 
+    `caches` are of the layers that run: the model's first ones, in a pass that only looks not all of them.
     `num_outputs` says of how many rows per request the hidden states are wanted, the last so many (None: of all). The
     last layer computes K and V of every row and the rest for these: in a prefill, one row instead of thousands.
     """

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm_blend import ops
+from vllm_blend.attention.context import current_context
 from vllm_blend.layers.attention import Attention
 from vllm_blend.layers.embedding import Embedding, LMHead
 from vllm_blend.layers.layernorm import RMSNorm
@@ -177,13 +178,14 @@ class DecoderModel(nn.Module):
         self.old_kvs: list[list[torch.Tensor]] = []
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] -> normalised hidden states [T', hidden_size] of the rows still active after the last layer."""
+        """Token ids [T] -> normalised hidden states [T', hidden_size] of the rows still active after the last layer for
+        which the forward context has a cache."""
         hidden: Product = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         with ExitStack() as stack:
             for rotary in self._rotaries:
                 stack.enter_context(rotary.one_step())
-            for layer in self.layers:
+            for layer in self.layers[: len(current_context().caches)]:
                 hidden, residual = layer(hidden, residual)
         assert residual is not None  # DecoderSpec: at least one layer
         if isinstance(hidden, UnscaledProduct):

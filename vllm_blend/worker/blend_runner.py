@@ -66,22 +66,26 @@ def question_mass(
     What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no
     part of the question: the choice is the same as the first time.
     """
-    spans, suffixes = [], []
+    spans, suffixes, depths = [], [], []
     for request in requests:
         plan = _plan(request)
+        depths.append(plan.selector.question_layers(len(cache.layers)))
         positions, num_suffix = _question_positions(plan)
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(num_suffix)
     batch = build_batch(spans, cache.block_size, cache.key.device)
-    hook = QuestionMassHook(backend, suffixes)
-    with forward_context(ForwardContext(batch.metadata, cache.layers, backend, (*arriving, hook), [0] * len(spans))):
+    hook = QuestionMassHook(backend, suffixes, depths)
+    caches = cache.layers[: max(depths)]
+    with forward_context(ForwardContext(batch.metadata, caches, backend, (*arriving, hook), [0] * len(spans))):
         model(batch.input_ids)
     return hook.masses()
 
 
 def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
-    """As `question_mass` for one request, empty where no graph is large enough."""
+    """As `question_mass` for one request, empty where no graph is of its size."""
     plan = _plan(request)
+    if plan.selector.question_layers(len(graphs.cache.layers)) != graphs.num_layers:
+        return []
     positions, num_suffix = _question_positions(plan)
     mass = graphs.run(request, positions.numpy(), num_suffix)
     return [] if mass is None else [mass[: plan.num_prompt_tokens]]
@@ -90,7 +94,7 @@ def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tenso
 def _question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
     """What the question's pass computes, holes first: positions [n] int64, and how many of them are the question."""
     suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
-    return torch.cat([plan.holes, suffix]), len(suffix)
+    return torch.cat([plan.holes, suffix]) if len(plan.holes) else suffix, len(suffix)
 
 
 def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:

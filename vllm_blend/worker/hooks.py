@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +49,16 @@ class QuestionMassHook(LayerHook):
     """Sums, over the layers, the attention that each request's suffix rows pay to every position of their request."""
 
     def __init__(
-        self, backend: AttentionBackend, num_suffix_rows: list[int], ignored: torch.Tensor | None = None
+        self,
+        backend: AttentionBackend,
+        num_suffix_rows: Sequence[int],
+        num_layers: Sequence[int],
+        ignored: torch.Tensor | None = None,
     ) -> None:
-        """`ignored` [tokens] bool: rows that do not count, see `AttentionBackend.add_attention_mass`."""
+        """`num_layers`: how many count for each request, the first. `ignored` [tokens] bool: rows that do not count,
+        see `AttentionBackend.add_attention_mass`."""
         self.backend, self.num_suffix_rows, self.ignored = backend, num_suffix_rows, ignored
-        self.num_layers = 0
+        self.num_layers = num_layers
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(
@@ -68,13 +74,13 @@ class QuestionMassHook(LayerHook):
             shapes = [(cache.key.shape[2], n) for n in metadata.seq_lens]
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
         bounds = metadata.query_start_loc[1:]
-        rows = [slice(stop - count, stop) for stop, count in zip(bounds, self.num_suffix_rows, strict=True)]
+        counts = [n if layer_idx < k else 0 for n, k in zip(self.num_suffix_rows, self.num_layers, strict=True)]
+        rows = [slice(stop - count, stop) for stop, count in zip(bounds, counts, strict=True)]
         self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, rows, window, self.ignored)
-        self.num_layers += 1
 
     def masses(self) -> list[torch.Tensor]:
-        """Per request [seq_len] float32, the mean over layers and heads."""
-        return [mass.sum(0) / self.num_layers for mass in self._masses]
+        """Per request [seq_len] float32, the mean over its layers and over heads."""
+        return [mass.sum(0) / k for mass, k in zip(self._masses, self.num_layers, strict=True)]
 
 
 @dataclass

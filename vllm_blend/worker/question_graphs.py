@@ -1,6 +1,6 @@
 """The question's pass of a blend replayed as a CUDA graph.
 
-A few dozen rows through every layer: reading the weights takes a GPU less time than launching the kernels one by one
+A few dozen rows through most layers: reading the weights takes a GPU less time than launching the kernels one by one
 takes the host. The host is then ahead of the device when it launches the blend's own forward.
 """
 
@@ -26,24 +26,32 @@ ROWS = (128, 64, 32)  # numbers of rows captured, largest first: their buffers s
 @dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    rows: torch.Tensor  # [4, bucket] int64: ids, positions, slots, whether the row does not count
-    pages: torch.Tensor  # [3 + max_blocks] int32: the offsets of the requests, then the block table
+    # One piece of memory, filled by one copy: [4, bucket] int64, ids, positions, slots, whether the row does not count;
+    # then [3 + max_blocks] int32, the offsets of the requests and the block table.
+    inputs: torch.Tensor
     mass: torch.Tensor  # [max_model_len] float32
 
 
 class QuestionGraphs:
-    """Graphs of one request's pass. Rows that fill a bucket up belong to a second request, on the padding block.
+    """Graphs of one request's pass over the first `num_layers`. Rows that fill a bucket up belong to a second request,
+    on the padding block.
 
     `pool` is the memory of graphs that never run while one of these does, nor before its result has been used.
     """
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, backend: AttentionBackend, max_model_len: int, pool: Any
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        max_model_len: int,
+        num_layers: int,
+        pool: Any,
     ) -> None:
         if not backend.capturable_mass:
             raise ValueError(f"the attention backend {backend.name!r} cannot be captured measuring attention mass")
         self.model, self.cache, self.backend = model, cache, backend
-        self.max_model_len = max_model_len
+        self.max_model_len, self.num_layers = max_model_len, num_layers
         # Rows that fill a bucket up need positions too.
         self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS if bucket <= max_model_len}
 
@@ -59,23 +67,25 @@ class QuestionGraphs:
             return None
         graph = self._graphs[bucket]
         table = np.asarray(request.block_table, np.int64)
-        rows = np.zeros((4, bucket), np.int64)
+        inputs = torch.zeros(32 * bucket + 4 * (3 + len(table)), dtype=torch.uint8, pin_memory=True)
+        rows = inputs[: 32 * bucket].numpy().view(np.int64).reshape(4, bucket)
+        pages = inputs[32 * bucket :].numpy().view(np.int32)
         rows[0, :n] = request.token_array(int(positions[-1]) + 1)[positions]
         rows[1, :n], rows[1, n:] = positions, np.arange(bucket - n)
         rows[2, :n], rows[2, n:] = table[positions // size] * size + positions % size, np.arange(bucket - n) % size
         rows[3, : n - num_suffix] = rows[3, n:] = 1
-        pages = np.concatenate([np.array([0, n, bucket]), table]).astype(np.int32)
-        graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
-        graph.pages[: len(pages)].copy_(torch.from_numpy(pages).pin_memory(), non_blocking=True)
+        pages[:3], pages[3:] = (0, n, bucket), table
+        graph.inputs[: len(inputs)].copy_(inputs, non_blocking=True)
         graph.graph.replay()
         return graph.mass
 
     def _capture(self, bucket: int, pool: Any) -> _Graph:
         device = self.cache.key.device
         max_blocks = -(-self.max_model_len // self.cache.block_size)
-        rows = torch.zeros(4, bucket, dtype=torch.int64, device=device)
+        inputs = torch.zeros(32 * bucket + 4 * (3 + 2 * max_blocks), dtype=torch.uint8, device=device)
+        rows = inputs[: 32 * bucket].view(torch.int64).view(4, bucket)
         rows[1] = torch.arange(bucket)
-        offsets_and_tables = torch.zeros(3 + 2 * max_blocks, dtype=torch.int32, device=device)
+        offsets_and_tables = inputs[32 * bucket :].view(torch.int32)
         offsets_and_tables[1:3] = bucket
 
         def measure() -> torch.Tensor:
@@ -88,10 +98,11 @@ class QuestionGraphs:
                 seq_lens=[self.max_model_len, bucket],
                 device_query_start_loc=offsets_and_tables[:3],
             )
-            hook = QuestionMassHook(self.backend, [bucket, 0], rows[3] != 0)
-            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, (hook,), [0, 0])):
+            hook = QuestionMassHook(self.backend, [bucket, 0], [self.num_layers] * 2, rows[3] != 0)
+            caches = self.cache.layers[: self.num_layers]
+            with forward_context(ForwardContext(metadata, caches, self.backend, (hook,), [0, 0])):
                 self.model(rows[0])
             return hook.masses()[0]
 
         graph, mass = capture(measure, device, pool)
-        return _Graph(graph, rows, offsets_and_tables[: 3 + max_blocks], mass)
+        return _Graph(graph, inputs, mass)

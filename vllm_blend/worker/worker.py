@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
+from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import EngineConfig, require
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
@@ -118,7 +119,8 @@ class Worker:
         decode = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, self.max_model_len, tapped)
         if not (config.blend.enable_blending and backend.capturable_mass):
             return decode, None
-        return decode, QuestionGraphs(model, cache, backend, self.max_model_len, decode.pool)
+        depth = make_selector(config.blend.selector).question_layers(self.num_layers)
+        return decode, QuestionGraphs(model, cache, backend, self.max_model_len, depth, decode.pool)
 
     @torch.inference_mode()
     def _add_cascade(self, runner: ModelRunner, graphs: DecodeGraphs | None) -> None:

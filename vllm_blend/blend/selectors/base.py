@@ -62,6 +62,10 @@ class Selector(ABC):
     def score(self, evidence: Evidence) -> torch.Tensor:
         """[n] float scores, larger meaning compute this token again. Ties go to the earlier position."""
 
+    def question_layers(self, num_layers: int) -> int:
+        """With LooksAt.QUESTION: on how many of the model's layers, the first ones, the question is let look."""
+        return num_layers
+
     def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
         """The share of context tokens kept after each check layer; the last is `ratio`."""
         return [ratio] * len(check_layers)
