@@ -87,6 +87,25 @@ def test_a_budget_is_rounded_down_but_not_by_floating_point(ratio: float, contex
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("ratio", "context", "suffix", "rows"),
+    [
+        (0.15, 4064, 32, 640),  # not 641
+        (0.08, 4064, 32, 357),  # 256 would be too few
+        (0.15, 700, 24, 128),  # 129: one of the 105 is left out
+        (0.15, 690, 27, 130),  # two of 103 would be more than 1%
+        (0.5, 190, 34, 129),  # one of 95 would be more than 1%
+        (1.0, 1000, 30, 1030),  # all is all
+    ],
+)
+def test_a_step_just_over_a_tile_of_rows_is_cut_to_it(ratio: float, context: int, suffix: int, rows: int) -> None:
+    kv = torch.zeros(LAYERS, context, 1, 1)
+    segments = [Segment(0, ChunkKV(kv, kv))]
+    plan = make_plan(segments, [0] * (context + suffix), context, make_selector("random"), ratio, [1], None, LAYERS)
+    assert plan.num_scheduled_tokens == rows
+
+
+@pytest.mark.cpu_only
 def test_a_suffix_is_needed() -> None:
     with pytest.raises(ValueError, match="suffix must hold at least the last"):
         make_plan([], [1, 2], 2, make_selector("full"), None, [1], None, LAYERS)

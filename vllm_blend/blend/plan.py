@@ -16,6 +16,9 @@ from vllm_blend.blend.selectors import LooksAt, Selector
 from vllm_blend.config import check_layer_numbers, check_shares
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
+# Rows of a tile of a GPU's matrix products. With one row over 640, a blend of 4096 tokens took an H200 1.2 ms longer.
+ROW_TILE = 128
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -91,14 +94,16 @@ class BlendPlan:
         return int.from_bytes(digest, "little")
 
     def budget(self, share: float) -> int:
-        """How many candidates a share of the context buys."""
-        return min(len(self.candidates), math.floor(share * self.suffix_start + 1e-9))  # 0.29 * 100 is 28.99...
+        """How many candidates a share of the context buys; up to 1% less where the step's rows then fill tiles."""
+        count = min(len(self.candidates), math.floor(share * self.suffix_start + 1e-9))  # 0.29 * 100 is 28.99...
+        excess = (count + len(self.holes) + self.num_prompt_tokens - self.suffix_start) % ROW_TILE
+        return count - excess if excess <= count // 100 and count < len(self.candidates) else count
 
-    @property
+    @cached_property
     def final_budget(self) -> int:
         return self.budget(self.shares[-1])
 
-    @property
+    @cached_property
     def looks_at(self) -> LooksAt:
         """What the selector has to see here: nothing when it has no choice."""
         free = 0 < self.final_budget < len(self.candidates)
