@@ -94,8 +94,10 @@ class BlockManager:
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._unpublish(block)
-            self.forget_retained(self._retained_by.get(block, b""))
+            if block in self._published:
+                self._unpublish(block)
+            if block in self._retained_by:
+                self.forget_retained(self._retained_by[block])
             self._references[block] = 1
             taken.append(block)
         return taken

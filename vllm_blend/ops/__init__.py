@@ -5,7 +5,7 @@ The plain torch version of `f` is `f_reference`, beside it in the same file: the
 
 from vllm_blend.ops.activation import silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
-from vllm_blend.ops.cache import norm_rotary_and_cache, place_chunk, reshape_and_cache, rotary_and_cache
+from vllm_blend.ops.cache import norm_rotary_and_cache, place_chunk, place_chunks, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.deviation import kv_deviation
 from vllm_blend.ops.fp8 import (
     fused_add_rms_norm_quant,
@@ -38,6 +38,7 @@ __all__ = [
     "paged_attention",
     "penalize",
     "place_chunk",
+    "place_chunks",
     "quantize_rows",
     "quantized_linear",
     "quantized_product",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -92,9 +93,39 @@ def place_chunk(
     positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in
     float32 and cast once: rotating twice in bf16 loses accuracy.
     """
-    if cuda.takes(k, k.shape[3], cos.shape[-1]) and k.dtype == key_cache.dtype:
+    place_chunks([(k, v)], cos, sin, key_cache, value_cache, slot_mapping)
+
+
+def place_chunks(
+    chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`place_chunk` of several chunks, (k, v) each: their tokens follow one another in cos, sin and slot_mapping."""
+    if not chunks:
+        return
+    if cuda.takes(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(k.dtype == key_cache.dtype for k, _ in chunks):
         keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)
-        return cuda.place_chunk(k, v, cos, sin, keys, values, key_cache[0], slot_mapping)
+        return cuda.place_chunks(chunks, cos, sin, keys, values, key_cache[0], slot_mapping)
+    start = 0
+    for k, v in chunks:
+        at = slice(start, start + k.shape[1])
+        _place_chunk(k, v, cos[at], sin[at], key_cache, value_cache, slot_mapping[at])
+        start = at.stop
+
+
+def _place_chunk(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     kernels = rotary_kernels(k[0], cos, sin) if len(k) else None
     if kernels is not None and _fits_layers(k, v, key_cache, value_cache, slot_mapping):
         return cpu.place_chunk(kernels, k, v, cos, sin, key_cache, value_cache, slot_mapping)

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from ctypes import Structure, addressof, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -230,20 +231,45 @@ def place_chunk(
     layer_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`ops.place_chunk` over per-layer caches: k (before RoPE), v [layers, tokens, kv_heads, head_dim]; cos, sin
-    [tokens, rotary_dim / 2] float32 at the target positions; key_pointers, value_pointers from `cache_pointers`;
-    layer_cache: any layer's key cache, whose shape and strides all share. Negative slots are skipped."""
-    layers, tokens, kv_heads, head_dim = k.shape
-    if k.stride() != v.stride() or k.stride(2) != head_dim or k.stride(3) != 1:
-        raise ValueError("k and v must have equal strides and contiguous heads")
-    code = _library().vb_place_chunk(
-        _expect(k, "k", layer_cache.dtype, False), _expect(v, "v", layer_cache.dtype, False), k.stride(0), k.stride(1),
-        _expect(cos, "cos", torch.float32), _expect(sin, "sin", torch.float32),
-        _expect(key_pointers, "key_pointers", torch.int64), _expect(value_pointers, "value_pointers", torch.int64),
-        _expect(slot_mapping, "slot_mapping", torch.int64), *layer_cache.stride()[:3], layers, tokens, kv_heads,
-        head_dim, cos.shape[-1], layer_cache.shape[1], _dtype(k, "k"), _stream(k),
+    """`place_chunks` of one."""
+    place_chunks([(k, v)], cos, sin, key_pointers, value_pointers, layer_cache, slot_mapping)
+
+
+def place_chunks(
+    chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_pointers: torch.Tensor,
+    value_pointers: torch.Tensor,
+    layer_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`ops.place_chunks` over per-layer caches: k (before RoPE), v [layers, tokens, kv_heads, head_dim] of each; cos,
+    sin [all tokens, rotary_dim / 2] float32 at the target positions; key_pointers, value_pointers from
+    `cache_pointers`; layer_cache: any layer's key cache, whose shape and strides all share. Negative slots are
+    skipped."""
+    if cos.shape != sin.shape or len(cos) != sum(k.shape[1] for k, _ in chunks) or len(slot_mapping) != len(cos):
+        raise ValueError("cos, sin and slot_mapping must have a row for each token of the chunks")
+    at_cos, at_sin = _expect(cos, "cos", torch.float32), _expect(sin, "sin", torch.float32)
+    at_slots = _expect(slot_mapping, "slot_mapping", torch.int64)
+    caches = (
+        _expect(key_pointers, "key_pointers", torch.int64), _expect(value_pointers, "value_pointers", torch.int64)
     )  # fmt: skip
-    _check("place_chunk", code)
+    strides, half, block_size = layer_cache.stride()[:3], cos.shape[-1], layer_cache.shape[1]
+    dtype, stream, launch = _dtype(layer_cache, "layer_cache"), _stream(layer_cache), _library().vb_place_chunk
+    start = 0
+    for k, v in chunks:  # by addresses: a slice of each tensor for each chunk takes longer than the launch
+        layers, tokens, kv_heads, head_dim = k.shape
+        if k.stride() != v.stride() or k.stride(2) != head_dim or k.stride(3) != 1:
+            raise ValueError("k and v must have equal strides and contiguous heads")
+        code = launch(
+            _expect(k, "k", layer_cache.dtype, False), _expect(v, "v", layer_cache.dtype, False), k.stride(0),
+            k.stride(1), at_cos + start * half * 4, at_sin + start * half * 4, *caches, at_slots + start * 8, *strides,
+            layers, tokens, kv_heads, head_dim, half, block_size, dtype, stream,
+        )  # fmt: skip
+        if code:
+            _check("place_chunk", code)
+        start += tokens
 
 
 def copy_pieces(table: np.ndarray, layer: int, pinned: bool, k: torch.Tensor, v: torch.Tensor, stream: int) -> None:

@@ -81,17 +81,25 @@ class ChunkPlacement:
     def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
         device = self.cache.key.device
         rows = self._rows(segments)
+        kvs = [segment.kv for _, segment in segments]
+        for kv in kvs:
+            if kv.written is not None and not kv.written.query():
+                torch.cuda.current_stream(device).wait_event(kv.written)
+        # What comes from elsewhere is copied for one chunk at a time: the copies are as large as the chunks.
+        batches = [kvs] if all(kv.k.device == device for kv in kvs) else [[kv] for kv in kvs]
         for layers, rotary in _runs_of_layers(self._rotaries):
             cos, sin = rotary.cos_sin(rows[0])
             keys, values = self.cache.key[layers], self.cache.value[layers]
             start = 0
-            for _, segment in segments:  # one launch each: merging them would copy the stored KV first
-                kv = segment.kv
-                where = slice(start, start + kv.num_tokens)
-                if kv.written is not None:
-                    torch.cuda.current_stream(device).wait_event(kv.written)
-                k, v = (t[layers].to(device, non_blocking=True) for t in (kv.k, kv.v))
-                ops.place_chunk(k, v, cos[where], sin[where], keys, values, rows[1, where])
+            for chunks in batches:
+                stored = [(kv.k, kv.v) for kv in chunks]
+                if chunks is not kvs or layers != slice(0, len(self._rotaries)):
+                    stored = [
+                        (k[layers].to(device, non_blocking=True), v[layers].to(device, non_blocking=True))
+                        for k, v in stored
+                    ]
+                where = slice(start, start + sum(kv.num_tokens for kv in chunks))
+                ops.place_chunks(stored, cos[where], sin[where], keys, values, rows[1, where])
                 start = where.stop
 
     def _rows(self, segments: Iterable[tuple[Request, Segment]]) -> torch.Tensor:
