@@ -46,6 +46,14 @@ class Drawn:
         drawn = self.token_ids.clamp(min=0)[sources.clamp(min=0)]
         return torch.where(sources < 0, input_ids, drawn)
 
+    def feed_into(self, input_ids: torch.Tensor, sources: torch.Tensor, host_sources: np.ndarray) -> None:
+        """`feed` in place, by one kernel where the rows are as they were; `host_sources` are `sources` on the host."""
+        count = len(self.token_ids)
+        if np.array_equal(host_sources[:count], np.arange(count)) and (host_sources[count:] < 0).all():
+            torch.clamp(self.token_ids, min=0, out=input_ids[:count])
+        else:
+            input_ids.copy_(self.feed(input_ids, sources))
+
 
 NOTHING_DRAWN = Drawn({}, torch.empty(0, dtype=torch.int64))
 

@@ -24,6 +24,7 @@ class _Graph:
     # [5, bucket] int64: ids, positions, slots, which drawn token is to replace the id, and positions for RoPE
     rows: torch.Tensor
     block_tables: torch.Tensor  # [bucket, max_blocks] int32
+    sent_tables: np.ndarray  # what is in them
     logits: torch.Tensor  # [bucket, vocab]
     tap: QueryTap | None
 
@@ -86,8 +87,10 @@ class DecodeGraphs:
         rows[1, :count] -= [span.num_missing_blocks * block_size for span in spans]
         graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
         if (rows[3] >= 0).any():
-            graph.rows[0].copy_(drawn.feed(graph.rows[0], graph.rows[3]))
-        graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
+            drawn.feed_into(graph.rows[0], graph.rows[3], rows[3])
+        if not np.array_equal(graph.sent_tables[:, :width], tables):  # they change when a request needs another block
+            graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
+            graph.sent_tables[:, :width] = tables
         graph.graph.replay()
         self.tap = None if graph.tap is None else graph.tap.by_request(starts)
         return graph.logits[:count]
@@ -106,7 +109,7 @@ class DecodeGraphs:
                 return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
 
         graph, logits = capture(step, device, pool)
-        return _Graph(graph, rows, tables, logits, tap)
+        return _Graph(graph, rows, tables, np.zeros(tables.shape, np.int32), logits, tap)
 
 
 def capture(
