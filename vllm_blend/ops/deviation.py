@@ -22,7 +22,7 @@ def kv_deviation(
             f"{tuple(cached.shape)} do not fit together"
         )
     if cuda.takes(fresh, fresh.shape[2]) and cached.dtype == fresh.dtype:
-        return cuda.kv_deviation(fresh, cached, slot_mapping, rows)
+        return cuda.kv_deviation(fresh, cached, slot_mapping, None if rows is None else rows.contiguous())
     return kv_deviation_reference(fresh, cached, slot_mapping, rows)
 
 
