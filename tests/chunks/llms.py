@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from tests import settings
@@ -17,19 +16,22 @@ from vllm_blend.chunks.composition import ChunkComposition
 TINY = tiny_model("llama")
 
 
-@cache
-def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> ChunkedLLM:
-    chunked = ChunkedLLM(
-        model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | dict(arguments))
-    )
-    record_chosen(chunked.llm)
-    return chunked
+_built: dict[str, ChunkedLLM] = {}
+
+
+def new_chunked_llm(model: str = TINY, **arguments: Any) -> ChunkedLLM:
+    """Where the run wants it (see `tests/settings.py`), with small pages."""
+    return ChunkedLLM(model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | arguments))
 
 
 @contextmanager
 def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
     """As good as new, and again at the end: no request, no chunk, no page in use."""
-    chunked = _built(model, tuple(sorted(arguments.items())))
+    key = repr((model, sorted(arguments.items())))
+    if key not in _built:
+        _built[key] = new_chunked_llm(model, **arguments)
+        record_chosen(_built[key].llm)
+    chunked = _built[key]
     chunked.llm.reset_prefix_cache()
     chunked.llm_engine.chunk_store.clear()
     chunked.llm_engine.scheduler.num_preemptions = 0
