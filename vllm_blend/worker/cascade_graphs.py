@@ -166,13 +166,17 @@ def _fill(buffers: _Buffers, spans: Sequence[Span], groups: Groups, block_size: 
         tables[index, :blocks] = spans[row_index].request.block_table[:blocks]
         starts[index] = row_index
         row_index += members
-    device = buffers.rows.device
-    buffers.rows.copy_(to_device(torch.from_numpy(rows), device))
+    _send(rows, buffers.rows)
     if (rows[3] >= 0).any():
-        buffers.rows[0].copy_(drawn.feed(buffers.rows[0], buffers.rows[3]))
-    buffers.own_tables[:, :width].copy_(to_device(torch.from_numpy(own), device))
-    buffers.shared_tables[:, : tables.shape[1]].copy_(to_device(torch.from_numpy(tables), device))
-    buffers.starts.copy_(to_device(torch.from_numpy(starts), device))
+        drawn.feed_into(buffers.rows[0], buffers.rows[3], rows[3])
+    _send(own, buffers.own_tables[:, :width])
+    _send(tables, buffers.shared_tables[:, : tables.shape[1]])
+    _send(starts, buffers.starts)
+
+
+def _send(array: np.ndarray, target: torch.Tensor) -> None:
+    tensor = torch.from_numpy(array)
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
 
 
 def _cuda_graph(work: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
