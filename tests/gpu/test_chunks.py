@@ -124,6 +124,7 @@ def test_an_engine_answers_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     chunked = ChunkedLLM(MODEL, cascade_attention=True, **arguments)
     graphs = chunked.llm_engine.model_executor.driver_worker.model_runner.cascade_graphs
     assert graphs is not None
+    graphs.planner.min_saved_blocks = 1  # the model is too small to gain by it
     replayed = []
     run = graphs.run
 

@@ -17,7 +17,7 @@ from vllm_blend.config import EngineConfig, require
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
 from vllm_blend.offload.attention import tapped_layers
-from vllm_blend.worker.cascade import CascadePlanner
+from vllm_blend.worker.cascade import CascadePlanner, min_saved_tokens
 from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
@@ -131,10 +131,11 @@ class Worker:
             f"cascade_attention needs our kernels for decoding, but attention is computed by {backend.name}: leave "
             "cascade_attention out, or give attention_backend='cuda'",
         )
-        runner.cascade = CascadePlanner(cache.block_size)
+        least = min_saved_tokens(on_gpu=self.device.type == "cuda")
+        runner.cascade = CascadePlanner(cache.block_size, least)
         if graphs is not None:
             sizes = (limits.max_num_seqs, self.max_model_len)
-            planner = CascadePlanner(cache.block_size, max_levels=1)
+            planner = CascadePlanner(cache.block_size, least, max_levels=1)
             runner.cascade_graphs = CascadeGraphs(runner.model, cache, backend, planner, *sizes, pool=graphs.pool)
 
     def _num_blocks(self, model: nn.Module) -> int:
