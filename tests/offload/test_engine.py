@@ -36,7 +36,7 @@ SIZE = 8
 EXACT: dict[str, Any] = {"offload_mode": "exact", "block_size": SIZE, "enable_blending": True}
 RESIDENT: dict[str, Any] = {"offload_mode": "resident", "block_size": SIZE, "offload_predictor": "retrieval_rank"}
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
-FAST = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Restless(PromotionPredictor):
@@ -74,26 +74,59 @@ def plainly(prompts: list[ChunkedPrompt], params: Any, **arguments: Any) -> list
         return run(llm, [{k: v for k, v in p.items() if k != "chunk_ranking"} for p in prompts], params)
 
 
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all on the device": {"offload_device_fraction": 1.0, "offload_predictor": "retrieval_rank"},
+    "all on the host": {"offload_device_fraction": 0.0, "offload_predictor": "retrieval_rank"},
+    "random": {"offload_device_fraction": 0.5, "offload_predictor": "retrieval_rank"},  # as random rankings say
+    "moving": {"offload_device_fraction": 0.4, "offload_predictor": "restless"},
+    "by the queries": {"offload_device_fraction": 0.2, "offload_predictor": "query_digest"},
+}
+
+
+def logits_of(llm: LLM, prompts: list[ChunkedPrompt], params: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    """Outputs, and the logits [rows, vocabulary] of every step."""
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    compute, seen = model.compute_logits, []
+
+    def recording(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(hidden).clone())
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "compute_logits", recording)
+        return run(llm, prompts, params), seen
+
+
 @FAST
 @given(data=st.data())
 @pytest.mark.parametrize("backend", ["cpu", "torch_native"])
-def test_placement_does_not_change_an_answer(backend, data):
-    """All on the device, all on the host, placed at random, and moving; alone and in batches."""
+def test_placement_does_not_change_the_logits(backend, data):
+    """Mode "exact": all on the device, all on the host, placed at random, moving, and moving by what is asked. Every
+    step of every placement has the logits of an engine whose chunks do not move, alone and in batches."""
     samples = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), label="samples")
-    share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]), label="share")
-    predictor = data.draw(st.sampled_from(["retrieval_rank", "query_digest", "restless"]), label="predictor")
+    ranking = data.draw(st.permutations(range(6)), label="ranking")
     prompts = [demo_prompt(index, 6) for index in samples]
-    for prompt in prompts:
-        prompt["chunk_ranking"] = data.draw(st.permutations(range(6)), label="ranking")
-    params = greedy(8, logprobs=5, ignore_eos=True)
-    expected = plainly(prompts, params, attention_backend=backend)
-    own = EXACT | {"offload_device_fraction": share, "offload_predictor": predictor, "attention_backend": backend}
-    with engine(**own) as llm:
-        for left, right in zip(run(llm, prompts, params), expected, strict=True):
+    params = greedy(8, logprobs=2, ignore_eos=True)
+    with engine(block_size=SIZE, enable_blending=True, attention_backend=backend) as llm:
+        plain, wanted = logits_of(llm, prompts, params)
+    for placement, moving in PLACEMENTS.items():
+        asked = [prompt | {"chunk_ranking": ranking} for prompt in prompts]
+        with engine(**EXACT, **moving, attention_backend=backend) as llm:
+            scheduler = llm.llm_engine.offload.scheduler
+            before = scheduler.num_evictions, scheduler.num_promotions
+            outputs, logits = logits_of(llm, asked, params)
+            assert_host_empty(llm)
+            evicted, promoted = (
+                now - then
+                for now, then in zip((scheduler.num_evictions, scheduler.num_promotions), before, strict=True)
+            )
+        assert len(logits) == len(wanted), placement
+        for ours, theirs in zip(logits, wanted, strict=True):
+            tolerances.check("logits", ours - theirs)
+        for left, right in zip(outputs, plain, strict=True):
             assert_same_logprobs(left, right)
-        assert_host_empty(llm)
-        scheduler = llm.llm_engine.offload.scheduler
-        assert (scheduler.num_evictions > 0) == (share < 1)
+        assert (evicted > 0) == (placement != "all on the device")
+        assert promoted > 0 or placement != "moving"
 
 
 def test_moving_placement_moves():
