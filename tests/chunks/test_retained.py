@@ -182,5 +182,8 @@ def test_deleting_a_chunk_forgets_what_it_stands_in() -> None:
         ask(chunked, [b, c], 1)
         chunked.delete_chunk(a)
         assert len(chunked.llm_engine.blocks.retained) == 1
+        metrics = {metric.name: metric for metric in chunked.llm.get_metrics()}
+        assert metrics["vllm_blend:chunks_registered"].value == 2  # type: ignore[union-attr]
+        assert metrics["vllm_blend:compositions_retained"].value == 1  # type: ignore[union-attr]
         output = ask(chunked, [b, c], 2)
         assert output.blend is not None and output.blend.retained

@@ -163,9 +163,10 @@ class ChunkedLLM:
         system_chunk_id: str | None = ...,
         context_chunk_ids: Sequence[str] = ...,
         query_chunk_id: str | None = ...,
-        query: Content | None = ...,
         sampling_params: SamplingParams | None = ...,
         stream: Literal[False] = ...,
+        *,
+        query: Content | None = ...,
         **options: Any,
     ) -> RequestOutput: ...
 
@@ -175,10 +176,10 @@ class ChunkedLLM:
         system_chunk_id: str | None = ...,
         context_chunk_ids: Sequence[str] = ...,
         query_chunk_id: str | None = ...,
-        query: Content | None = ...,
         sampling_params: SamplingParams | None = ...,
         *,
         stream: Literal[True],
+        query: Content | None = ...,
         **options: Any,
     ) -> Iterator[RequestOutput]: ...
 
@@ -187,14 +188,18 @@ class ChunkedLLM:
         system_chunk_id: str | None = None,
         context_chunk_ids: Sequence[str] = (),
         query_chunk_id: str | None = None,
-        query: Content | None = None,
         sampling_params: SamplingParams | None = None,
         stream: bool = False,
+        *,
+        query: Content | None = None,
         **options: Any,
     ) -> RequestOutput | Iterator[RequestOutput]:
-        """Answer a composition (see `compose`, which takes the `options` too). With `stream`, an iterator with one
-        output a token, each with everything so far; closing it early aborts the request. Other calls may be made
-        meanwhile."""
+        """Answer a composition; the question is `query_chunk_id`, or `query`: text or token ids. The `options` are
+        those of `compose`.
+
+        With `stream`, an iterator with one output a token, each with everything so far; closing it early aborts the
+        request. Other calls may be made meanwhile.
+        """
         composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
         outputs = self._start(composition, sampling_params, final_only=not stream)
         return outputs if stream else _last(outputs)
@@ -222,17 +227,18 @@ class ChunkedLLM:
         system_chunk_id: str | None = None,
         context_chunk_ids: Sequence[str] = (),
         query_chunk_id: str | None = None,
-        query: Content | None = None,
         sampling_params: SamplingParams | None = None,
         name: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        query: Content | None = None,
         **options: Any,
     ) -> tuple[RequestOutput, Chunk]:
         """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
         every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
         are left out."""
         output = self.generate_from_chunks(
-            system_chunk_id, context_chunk_ids, query_chunk_id, query, sampling_params, **options
+            system_chunk_id, context_chunk_ids, query_chunk_id, sampling_params, query=query, **options
         )
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:

@@ -368,6 +368,8 @@ class LLMEngine:
             Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
             Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
             Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
+            Gauge("vllm_blend:chunks_registered", len(self.chunk_registry)),
+            Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),
             *store_gauges(self.chunk_store, self.composer, self.controller),
             *offload_gauges(self.offload),
         ]
