@@ -191,7 +191,7 @@ class BlendConfig:
     check_layers: list[int] = field(default_factory=lambda: [1])
     recompute_ratios: list[float] | None = None
     min_tokens: int = 0
-    chunk_cache_gib: float = 4.0  # memory for stored chunk KV; the least recently used chunks leave first
+    chunk_cache_gib: float = 4.0  # memory for stored chunk KV: what is worth least leaves first, see kv_store/worth.py
     chunk_device: ChunkDevice = "auto"
     controller: bool = False  # raise the ratio while that hides behind loading, compute what loads slower (section 5.1)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +20,22 @@ def chunk(tokens: int) -> ChunkKV:
 
 
 class Budgeted(RuleBasedStateMachine):
-    """The store against a plain ordered dict, oldest use first."""
+    """The store against a dict that is looked through: key -> chunk, uses, worth, when it was used last."""
 
     @initialize(budget=st.integers(1, 12 * TOKEN_BYTES))
     def start(self, budget: int) -> None:
         self.store = MemoryChunkStore(budget)
         self.budget = budget
-        self.expected: OrderedDict[str, ChunkKV] = OrderedDict()
+        self.expected: dict[str, list[Any]] = {}
+        self.clock, self.now = 0.0, 0
         self.hits = self.misses = 0
+
+    def use(self, key: str) -> None:
+        entry = self.expected[key]
+        entry[1] += 1
+        entry[2] = self.clock + entry[1] * (entry[0].num_tokens ** 2 / entry[0].nbytes)
+        self.now += 1
+        entry[3] = self.now
 
     @rule(key=st.sampled_from("abcdef"), tokens=st.integers(1, 14))
     def put(self, key: str, tokens: int) -> None:
@@ -36,19 +44,21 @@ class Budgeted(RuleBasedStateMachine):
         self.store.put(key, kv)
         self.expected.pop(key, None)
         if kv.nbytes <= self.budget:
-            self.expected[key] = kv
-            while sum(each.nbytes for each in self.expected.values()) > self.budget:
-                self.expected.popitem(last=False)
+            while sum(entry[0].nbytes for entry in self.expected.values()) + kv.nbytes > self.budget:
+                least = min(self.expected, key=lambda key: self.expected[key][2:])
+                self.clock = max(self.clock, self.expected.pop(least)[2])
+            self.expected[key] = [kv, 0, 0.0, 0]
+            self.use(key)
 
     @rule(key=st.sampled_from("abcdef"))
     def get(self, key: str) -> None:
         found = self.store.get(key)
-        assert found is self.expected.get(key)
+        assert found is self.expected.get(key, [None])[0]
         if found is None:
             self.misses += 1
         else:
             self.hits += 1
-            self.expected.move_to_end(key)
+            self.use(key)
 
     @rule(key=st.sampled_from("abcdef"))
     def remove(self, key: str) -> None:
@@ -62,7 +72,7 @@ class Budgeted(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        assert self.store.num_bytes == sum(each.nbytes for each in self.expected.values()) <= self.budget
+        assert self.store.num_bytes == sum(entry[0].nbytes for entry in self.expected.values()) <= self.budget
         assert len(self.store) == len(self.expected)
         assert all((key in self.store) == (key in self.expected) for key in "abcdef")
         assert (self.store.num_hits, self.store.num_misses) == (self.hits, self.misses)
@@ -82,6 +92,32 @@ def test_chunk_kv_must_be_layers_by_tokens_by_heads() -> None:
         ChunkKV(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4))
     with pytest.raises(ValueError, match=r"\[1, 2, 2, 4\].*\[1, 3, 2, 4\]"):
         ChunkKV(torch.zeros(1, 2, 2, 4), torch.zeros(1, 3, 2, 4))
+
+
+def test_what_is_used_often_outlives_what_comes_once() -> None:
+    """And leaves when it has not been asked for while others were, many times."""
+    store = MemoryChunkStore(4 * TOKEN_BYTES)
+    store.put("popular", chunk(1))
+    for _ in range(9):
+        assert store.get("popular") is not None
+    for number in range(6):
+        store.put(f"once {number}", chunk(1))
+    assert "popular" in store and "once 5" in store and "once 0" not in store
+    for number in range(40):
+        store.put(f"later {number}", chunk(1))
+    assert "popular" not in store and len(store) == 4
+
+
+def test_many_uses_take_no_memory() -> None:
+    store = MemoryChunkStore(4 * TOKEN_BYTES)
+    for key in "abc":
+        store.put(key, chunk(1))
+    for _ in range(10_000):
+        store.get("a")
+    assert len(store._worth._heap) < 100
+    store.put("d", chunk(1))
+    store.put("e", chunk(1))
+    assert "a" in store and "b" not in store
 
 
 def test_pinned_chunks_stay() -> None:

@@ -1,6 +1,6 @@
 """Which chunks there are, who uses them, and what may be deleted.
 
-The KV of a chunk is its entry in the engine's chunk store, whose byte budget and order of eviction (least recently used
+The KV of a chunk is its entry in the engine's chunk store, whose byte budget and order of eviction (worth least
 first) hold for chunks too. Chunks that are pinned, or used by a request, are not evicted. The others may be; they stay
 registered, and are computed again when they are used.
 """

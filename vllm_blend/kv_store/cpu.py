@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import torch
 
@@ -11,13 +11,15 @@ from vllm_blend.kv_store.arena import Arena, piece_bytes
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.pinned import pinned_buffer
 from vllm_blend.kv_store.transfer import InFlight, copy_to_host
+from vllm_blend.kv_store.worth import Worth
 
 logger = logging.getLogger(__name__)
 
 
 class MemoryChunkStore:
-    """Least recently used chunks leave first when the budget is reached; a chunk larger than the budget is not kept, nor
-    is one for which only pinned chunks would have to leave.
+    """Chunks that are worth least leave first when the budget is reached (worth.py; what computing one again costs is
+    taken to be its tokens squared). A chunk larger than the budget is not kept, nor is one for which only pinned chunks
+    would have to leave.
 
     Chunks are kept on `device`, or where they are (None). The tensors are never written to: whoever places a chunk
     copies it into pages of its own.
@@ -30,7 +32,8 @@ class MemoryChunkStore:
         self.num_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
-        self._chunks: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._chunks: dict[str, ChunkKV] = {}
+        self._worth = Worth()
         self._pins: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -45,7 +48,7 @@ class MemoryChunkStore:
             self.num_misses += 1
             return None
         self.num_hits += 1
-        self._chunks.move_to_end(key)
+        self._worth.use(key)
         return chunk
 
     def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
@@ -76,9 +79,9 @@ class MemoryChunkStore:
 
     def remove(self, key: str) -> None:
         """Drop a chunk; nothing happens when it is not there."""
-        chunk = self._chunks.pop(key, None)
-        if chunk is not None:
-            self.num_bytes -= self._size(chunk)
+        if key in self._chunks:
+            self._worth.remove(key)
+            self._drop(key)
 
     def pin(self, key: str) -> None:
         """Do not evict what is stored under `key`, now or later, until it is unpinned as often."""
@@ -101,18 +104,23 @@ class MemoryChunkStore:
 
     def clear(self) -> None:
         self._chunks.clear()
+        self._worth.clear()
         self.num_bytes = 0
 
     def _evict(self) -> bool:
-        """Drop the least recently used chunk that is not pinned; False where there is none."""
-        key = next((key for key in self._chunks if key not in self._pins), None)
+        """Drop the chunk that is worth least and not pinned; False where there is none."""
+        key = self._worth.pop_least(self._pins)
         if key is not None:
-            self.remove(key)
+            self._drop(key)
         return key is not None
 
     def _keep(self, key: str, chunk: ChunkKV) -> None:
         self._chunks[key] = chunk
+        self._worth.add(key, chunk.num_tokens**2 / self._size(chunk))
         self.num_bytes += self._size(chunk)
+
+    def _drop(self, key: str) -> None:
+        self.num_bytes -= self._size(self._chunks.pop(key))
 
     def _size(self, chunk: ChunkKV) -> int:
         return chunk.nbytes
