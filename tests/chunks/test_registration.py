@@ -208,6 +208,8 @@ def test_a_stream_runs_beside_other_calls() -> None:
         seen = [next(stream)]
         other = chunked.generate_from_chunks(None, [chunk.id], **arguments)
         assert other.outputs == expected.outputs
+        [plain] = chunked.llm.generate({"prompt_token_ids": [5, 6, 7]}, greedy(20, ignore_eos=True), use_tqdm=False)
+        assert len(plain.outputs[0].token_ids) == 20  # long after the stream's request has finished
         seen += list(stream)
         assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 9))
         assert seen[-1].outputs == expected.outputs

@@ -35,9 +35,15 @@ class OutputRouter:
                     "step() took them"
                 )
             for output in self._engine.step():
-                if output.request_id in self._boxes:
-                    self._boxes[output.request_id].append(output)
+                self.keep(output)
         return box.popleft()
+
+    def keep(self, output: RequestOutput) -> bool:
+        """Keep an output that somebody else will read; whether there is somebody."""
+        box = self._boxes.get(output.request_id)
+        if box is not None:
+            box.append(output)
+        return box is not None
 
     def close(self, request_id: str) -> None:
         if self._boxes.pop(request_id, None) is not None and self._engine.has_request(request_id):

@@ -148,8 +148,9 @@ class LLM:
         with tqdm(total=total, initial=num_failed, desc="Processed prompts", disable=not use_tqdm) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
-                    outputs.append(output)
-                    bar.update()
+                    if not self.llm_engine.router.keep(output):  # of a stream that somebody reads meanwhile
+                        outputs.append(output)
+                        bar.update()
         return outputs
 
 
