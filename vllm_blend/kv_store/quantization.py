@@ -12,7 +12,8 @@ channels would be 1.6% of what bfloat16 KV takes, which is most of what int8 may
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +21,9 @@ import torch
 
 STEPS = 16  # of an octave
 SMALLEST = torch.finfo(torch.float32).tiny
+BLOCK = 1 << 18  # numbers that are converted at once
+
+_own = threading.local()
 
 
 class NotQuantizable(ValueError):
@@ -57,20 +61,37 @@ class QuantizedTensor:
 
     def write(self, x: torch.Tensor) -> None:
         """Store x [tokens, kv_heads, head_dim]. Raises NotQuantizable where it is not finite."""
-        x = x.float()
-        largest = torch.maximum(x.amax(self.dims), x.amin(self.dims).neg_())
+        largest = torch.maximum(x.amax(self.dims), x.amin(self.dims).neg_()).float()
         self.top.copy_(largest.max())
         if not bool(self.top.isfinite()):
             raise NotQuantizable("KV that is not finite")
         below = (torch.log2(self.top / largest) * STEPS).floor_()
         self.steps.copy_(below.nan_to_num_(nan=255).clamp_(0, 255).flatten())  # nan: all are zero
-        scaled = (x / self._scales()).clamp_(-self.how.largest, self.how.largest)
-        self.values.copy_(scaled.round_() if self.how.dtype is torch.int8 else scaled)
+        scales = self._scales()
+        for rows, scaled in self._blocks():
+            scaled.copy_(x[rows])
+            scaled.div_(scales if len(scales) == 1 else scales[rows]).clamp_(-self.how.largest, self.how.largest)
+            self.values[rows].copy_(scaled.round_() if self.how.dtype is torch.int8 else scaled)
 
     def read(self, out: torch.Tensor) -> None:
         """Write what was stored, rounded, to `out` [tokens, kv_heads, head_dim]."""
-        values = e4m3_to_float(self.values) if self.how.dtype is torch.float8_e4m3fn else self.values.float()
-        out.copy_(values.mul_(self._scales()))
+        scales = self._scales()
+        for rows, values in self._blocks():
+            stored = self.values[rows]
+            values.copy_(e4m3_to_float(stored) if self.how.dtype is torch.float8_e4m3fn else stored)
+            out[rows].copy_(values.mul_(scales if len(scales) == 1 else scales[rows]))
+
+    def _blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Tokens a few at a time, and room for these [tokens, kv_heads, head_dim] float32, which the thread keeps: new
+        memory for each layer would take longer to get than all the rest."""
+        tokens, *row = self.values.shape
+        step = max(1, BLOCK // prod(row))
+        room: torch.Tensor | None = getattr(_own, "room", None)
+        if room is None or len(room) < step * prod(row):
+            room = _own.room = torch.empty(max(BLOCK, step * prod(row)))
+        for start in range(0, tokens, step):
+            stop = min(tokens, start + step)
+            yield slice(start, stop), room[: (stop - start) * prod(row)].view(stop - start, *row)
 
     def _scales(self) -> torch.Tensor:
         scales = torch.exp2(self.steps.float() / -STEPS) * (self.top / self.how.largest)
