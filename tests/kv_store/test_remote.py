@@ -232,13 +232,14 @@ def test_no_call_takes_longer_than_its_deadline(objects, caplog):
 def test_calls_that_nobody_waits_for_any_more_are_limited(objects):
     store = open_store("made://up", timeout=0.02, max_failures=1000)
     objects.wait = threading.Event()
-    before = threading.active_count()
+    before = set(threading.enumerate())  # of earlier tests, which may still be about to end
     for _ in range(40):
         assert store.get(key(1)) is None
-    assert objects.num_calls == threading.active_count() - before == 16
+    started = set(threading.enumerate()) - before
+    assert objects.num_calls == len(started) == 16
     objects.wait.set()
     deadline = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:
         time.sleep(0.01)
     objects.wait = None
     store.put(key(1), sized(1))
