@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests that a GPU is needed for, on one, and prints a line for each part: the engine, blend, model and entrypoint
-# tests with every installed attention backend in every dtype that it takes, then the tests marked gpu.
+# Runs the tests that a GPU is needed for, on one, and prints a line for each part: the engine, blend, model, entrypoint and
+# speculative decoding tests with every installed attention backend in every dtype that it takes, then those marked gpu.
 #
 #   bash scripts/test_gpu.sh
 #
@@ -33,7 +33,7 @@ mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)
 [[ ${#combinations[@]} -gt 0 ]] || { echo "no attention backend works on this GPU" >&2; exit 1; }
 for combination in "${combinations[@]}"; do
   read -r backend dtype <<<"$combination"
-  for what in engine blend "models tests/entrypoints"; do
+  for what in engine blend spec_decode "models tests/entrypoints"; do
     name="$backend $dtype tests/$what"
     [[ $name == *"${ONLY:-}"* ]] || continue
     while [[ $(jobs -rp | wc -l) -ge $JOBS ]]; do wait -n || true; done
