@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+# bm25s tries JAX out when it is imported, where there is one, and that would take three quarters of a GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import bm25s
 import numpy as np
