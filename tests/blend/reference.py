@@ -143,13 +143,13 @@ class BlendReference:
         return torch.stack(logprobs)
 
     def _question_scores(self, ids: Sequence[int], old: LayerKV, start: int) -> torch.Tensor:
-        """Attention that the suffix pays to each context token, mean over the first five sixths of the layers and over
-        heads, summed over the suffix."""
+        """Attention that the suffix pays to each context token, mean over the first three quarters of the layers and
+        over heads, summed over the suffix."""
         positions = torch.arange(len(ids))
         suffix = positions[start:]
         hidden = self._embed(ids)[suffix]
         scores = torch.zeros(start)
-        num_layers = -(-5 * len(old) // 6)
+        num_layers = -(-3 * len(old) // 4)
         for layer, (k_old, v_old) in list(zip(self._layers, old, strict=True))[:num_layers]:
             q, k, v = self._project(layer, hidden)
             k_all, v_all = k_old.clone(), v_old.clone()

@@ -23,14 +23,14 @@ class QuestionAttention(Selector):
 
     name: ClassVar[str] = "question_attention"
     looks_at: ClassVar[LooksAt] = LooksAt.QUESTION
-    layer_share: float = 5 / 6
+    layer_share: float = 0.75
 
     def __post_init__(self) -> None:
         if not 0 < self.layer_share <= 1:
             raise ValueError(f"layer_share={self.layer_share} must be in (0, 1]: it is a share of the model's layers")
 
     def question_layers(self, num_layers: int) -> int:
-        return math.ceil(self.layer_share * num_layers - 1e-9)  # 5/6 of 12 is 10, whatever the product rounds to
+        return math.ceil(self.layer_share * num_layers - 1e-9)  # 0.7 of 10 is 7, whatever the product rounds to
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         assert evidence.question_mass is not None
