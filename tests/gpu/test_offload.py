@@ -18,12 +18,14 @@ from vllm_blend.offload.copies import StreamCopies
 
 pytestmark = pytest.mark.gpu
 
-COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {  # many engines share the GPU, and pin memory of the host
     "device": "cuda",
     "enable_blending": True,
+    "blend_chunk_cache_gib": 0.25,
     "max_num_seqs": 16,
     "num_gpu_blocks_override": 1024,
 }
+MOVING: dict[str, Any] = {"offload_host_gib": 0.25}
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -69,7 +71,7 @@ def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor
     with engine(**on_gpu) as llm:
         expected = run(llm, prompts, params())
         assert llm.llm_engine.model_executor.driver_worker.device.type == "cuda"
-    moving = {"offload_mode": "exact", "offload_device_fraction": share, "offload_predictor": predictor}
+    moving = MOVING | {"offload_mode": "exact", "offload_device_fraction": share, "offload_predictor": predictor}
     with engine(**on_gpu, **moving) as llm:
         for left, right in zip(run(llm, prompts, params()), expected, strict=True):
             assert_same_logprobs(left, right)
@@ -82,7 +84,7 @@ def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor
 def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor):
     """What is seen depends on when copies arrive, so all chunks are told to leave, and leave before the second step."""
     prompts = [demo_prompt(index, 6) for index in range(3)]
-    moving: dict[str, Any] = {"offload_mode": "resident", "offload_predictor": predictor, "async_scheduling": False}
+    moving = MOVING | {"offload_mode": "resident", "offload_predictor": predictor, "async_scheduling": False}
     outputs = []
     for eager in (False, True):
         with engine(**on_gpu, **moving, offload_resident_chunks=0, enforce_eager=eager) as llm:
@@ -120,7 +122,7 @@ def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu):
     with engine(**on_gpu) as llm:
         expected = run(llm, prompts, params())
     small = on_gpu | {"num_gpu_blocks_override": 200, "max_model_len": 1024}
-    with engine(**small, offload_mode="exact", offload_predictor="attention_mass") as llm:
+    with engine(**small, **MOVING, offload_mode="exact", offload_predictor="attention_mass") as llm:
         for batch in (prompts, prompts[::-1]):
             wanted = expected if batch is prompts else expected[::-1]
             for left, right in zip(run(llm, batch, params()), wanted, strict=True):
