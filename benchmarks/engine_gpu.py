@@ -5,8 +5,8 @@
 
 Random weights in the shapes named below, bf16, medians. Chunk KV is on the GPU; `--chunk-device cpu` measures the same
 blends with it in pinned host memory, too. TTFT is `first_token_time - first_scheduled_time` of one request at a time:
-placing and selection are inside. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the arithmetic or
-memory-bandwidth limit that goes with them.
+placing and selection are inside. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the limit that the
+chip's arithmetic or memory sets for the same work, `peak` the most memory that tensors took, caches included.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.blend.selectors import QuestionAttention
 from vllm_blend.kv_store.transfer import LayerwiseLoad
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
@@ -68,6 +69,8 @@ FLOOR_PREFILL = {2048: 39.0, 4096: 80.0, 8192: 172.0, 16384: 387.0, 32000: 923.0
 VLLM_DECODE = {(1, 4096): 7.44, (32, 4096): 9.07, (128, 2048): 14.55}  # ms a step
 FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}
 VLLM_MIX = 23684.0  # output tokens per second
+READ = 4.2e9  # bytes per ms that an H200 reads
+WEIGHTS_7B = 13.96e9  # bytes of the layers
 
 rows: list[tuple[str, ...]] = []
 
@@ -87,6 +90,7 @@ def main() -> None:
     if "prefill" in args.only or "decode" in args.only:
         llm = load(MISTRAL_7B, enable_prefix_caching=False, max_num_batched_tokens=32768, max_num_seqs=128, **options)
         if "prefill" in args.only:
+            check_kv_bytes(llm, MISTRAL_7B)
             for n in args.lengths:
                 prompts: list[Any] = [{"prompt_token_ids": ids(rng, n, 32000)} for _ in range(args.repeats + 2)]
                 report(f"full prefill, {n}", ttft(llm, prompts), VLLM_PREFILL.get(n), FLOOR_PREFILL.get(n))
@@ -101,27 +105,26 @@ def main() -> None:
         unload(llm)
     if "blend" in args.only:
         prompts = {n: chunked(rng, n) for n in args.lengths}
-        options |= {"enable_blending": True, "max_num_seqs": 8}
-        llm = load(MISTRAL_7B, blend_chunk_cache_gib=24, **options)
+        blending = {"enable_blending": True, "max_num_seqs": 8, **options}
+        llm = load(MISTRAL_7B, blend_chunk_cache_gib=24, **blending)
         on_gpu = {}
         for n, name, asked in blends(prompts):
             on_gpu[name] = ttft(llm, [asked] * (args.repeats + 3))
-            report(name, on_gpu[name], VLLM_PREFILL.get(n), None)
+            report(name, on_gpu[name], VLLM_PREFILL.get(n), blend_floor(n, asked))
         unload(llm)
         if args.chunk_device == "cpu":
-            from_host(prompts, on_gpu, args.repeats, options)
+            from_host(prompts, on_gpu, args.repeats, blending)
     if "mix" in args.only:
         llm = load(QWEN3_06B, enable_prefix_caching=False, max_num_seqs=256, max_model_len=4096, **options)
         mix(llm)
         unload(llm)
     name, weights = torch.cuda.get_device_name(), args.quantization or "bf16"
     header = f"{date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, {weights}, random weights"
-    peak = torch.cuda.max_memory_allocated() / 2**30
     lines = [
-        header + f", peak memory {peak:.1f} GiB",
+        header,
         "",
-        "| work | ours | vLLM 0.22.1 | ratio | floor |",
-        "|---|---|---|---|---|",
+        "| work | ours | vLLM 0.22.1 | ratio | floor | peak, GiB |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     print("\n".join(lines))
@@ -165,6 +168,7 @@ def blends(prompts: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str, dict[
             ("question_attention", 0.15),
             ("question_attention", 0.08),
             ("first_tokens", 0.15),
+            ("first_tokens", 0.08),
         ):
             asked = prompt | {"blend_selector": selector, "blend_recompute_ratio": ratio}
             yield n, f"blend {ratio:.0%} {selector}, {n}", asked
@@ -185,18 +189,37 @@ def from_host(
         measured, compute_ms = ttft(llm, [asked] * (repeats + 3)), on_gpu[name]
         over = measured / max(load_ms, compute_ms)
         what = f"{name}, from the host (load {load_ms:.1f}, compute {compute_ms:.1f} ms: {over:.2f} x the larger)"
-        report(what, measured, VLLM_PREFILL.get(n), None)
+        report(what, measured, VLLM_PREFILL.get(n), max(load_ms, blend_floor(n, asked)))
     for n, prompt in prompts.items():
         speed = load_speed(llm, prompt)
         print(f"chunks of {n} tokens, layer by layer: {speed:.1f} GB/s; one pinned copy: {rate:.1f}", flush=True)
     unload(llm)
 
 
+def blend_floor(tokens: int, asked: dict[str, Any]) -> float:
+    """ms: the chosen share of a full prefill's arithmetic; where the rule looks first, layer 0 and the projections of
+    layer 1 of all tokens, or the reading of the weights that the question's pass needs."""
+    layers, ratio, rule = MISTRAL_7B["num_hidden_layers"], asked["blend_recompute_ratio"], asked["blend_selector"]
+    share = ratio + (1.3 / layers if rule == "value_deviation" else 0)
+    looking = QuestionAttention().layer_share * WEIGHTS_7B / READ if rule == "question_attention" else 0
+    return round(share * FLOOR_PREFILL.get(tokens, 0.0) + looking, 1)
+
+
+def check_kv_bytes(llm: LLM, config: dict[str, Any]) -> None:
+    """That a token takes K and V of its layers and heads in bf16, and nothing more."""
+    cache = llm.llm_engine.model_executor.driver_worker.model_runner.cache
+    slots = cache.key.shape[1] * cache.key.shape[2]
+    expected = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+    assert cache.key.nbytes + cache.value.nbytes == slots * expected
+    print(f"KV of a token: {expected} bytes", flush=True)
+
+
 def link_speed() -> float:
-    """GB/s of one large copy from pinned memory."""
-    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+    """GB/s of one large copy from pinned memory. The fastest of several: a median was once half of what loads beside
+    it reached."""
+    host = torch.ones(1 << 29, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device="cuda")
-    return host.nbytes / seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9
+    return host.nbytes / min(seconds(lambda: target.copy_(host, non_blocking=True)) for _ in range(5)) / 1e9
 
 
 def load_speed(llm: LLM, prompt: dict[str, Any]) -> float:
@@ -275,22 +298,35 @@ def mix(llm: LLM) -> None:
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    rate = sum(p.max_tokens or 0 for p in params) / seconds
-    rows.append(
-        (
-            "Qwen3-0.6B shape, 256-request mix",
-            f"{rate:,.0f} tok/s",
-            f"{VLLM_MIX:,.0f} tok/s",
-            f"{rate / VLLM_MIX:.2f}x",
-            "",
-        )
+    lengths = [(len(q["prompt_token_ids"]), p.max_tokens or 0) for q, p in zip(prompts, params, strict=True)]
+    drawn = sum(out for _, out in lengths)
+    rate = drawn / seconds
+    # Every step reads the weights (1.2 GB), every token the K and V of what stands before it.
+    kv = 2 * 2 * QWEN3_06B["num_hidden_layers"] * QWEN3_06B["num_key_value_heads"] * QWEN3_06B["head_dim"]
+    read = max(out for _, out in lengths) * 1.2e9 + sum(out * (before + out / 2) * kv for before, out in lengths)
+    fastest = drawn / (read / READ / 1e3)
+    figures = (
+        f"{rate:,.0f} tok/s",
+        f"{VLLM_MIX:,.0f} tok/s",
+        f"{rate / VLLM_MIX:.2f}x",
+        f"{fastest:,.0f} tok/s",
+        peak(),
     )
+    rows.append(("Qwen3-0.6B shape, 256-request mix", *figures))
     print(rows[-1], flush=True)
+
+
+def peak() -> str:
+    """GiB that tensors took at most since the last call."""
+    most = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return f"{most:.1f}"
 
 
 def report(name: str, ours: float, theirs: float | None, floor: float | None) -> None:
     ratio = f"{theirs / ours:.2f}x" if theirs else ""
-    rows.append((name, f"{ours:.2f} ms", f"{theirs} ms" if theirs else "", ratio, f"{floor} ms" if floor else ""))
+    limit = f"{floor:.1f} ms" if floor else ""
+    rows.append((name, f"{ours:.2f} ms", f"{theirs} ms" if theirs else "", ratio, limit, peak()))
     print(rows[-1], flush=True)
 
 
