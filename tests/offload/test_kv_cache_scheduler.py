@@ -17,7 +17,7 @@ from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import BlockCopies, PlainCopies, ThreadCopies, Ticket
 from vllm_blend.offload.kv_cache_scheduler import KVCacheScheduler, MovePolicy
-from vllm_blend.offload.planner import MovePlanner, PlainPlanner, ThreadPlanner, plan_all
+from vllm_blend.offload.planner import MovePlanner, PlainPlanner, Snapshot, ThreadPlanner, plan_all
 from vllm_blend.offload.residency import MISSING, Residency
 
 LAYERS, SIZE, HEADS, DIM = 2, 4, 1, 2
@@ -321,7 +321,9 @@ def test_the_newest_snapshot_is_planned_and_errors_are_raised_where_plans_are_ta
     world.scheduler.planner.flush()
     world.scheduler.step({request: [3.0, 2.0, 0, 1.0]})
     assert request.resident_chunks == [0, 2] and world.scheduler.num_evictions == 2
-    world.scheduler.planner.post([None])
+    world.scheduler.planner.post([])
+    world.scheduler.planner.flush()
+    world.scheduler.planner.post([Snapshot(request, request.version, (None,))])
     world.scheduler.planner.flush()
     with pytest.raises(AttributeError):
         world.scheduler.step({})
@@ -408,3 +410,35 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+
+
+def test_requests_without_news_are_not_planned_again():
+    world = World(planner=LatePlanner)
+    request, other = world.start(), world.start()
+    scores = {request: [3.0, 2.0, 0, 1.0], other: [1.0, 2.0, 0, 3.0]}
+    planner = world.scheduler.planner
+    for _ in range(6):
+        world.scheduler.step(scores)
+        planner.plan()
+    assert request.resident_chunks == [0, 2] and other.resident_chunks == [2, 3]
+    planner.posted.clear()
+    world.scheduler.step(scores)
+    assert planner.posted == [[]]
+    world.scheduler.step(scores | {other: [1.0, 9.0, 0, 3.0]})
+    [snapshot] = planner.posted[-1]
+    assert snapshot.residency is other
+
+
+def test_what_found_no_room_is_planned_again():
+    world = World(device_blocks=NUM_BLOCKS + 1, planner=LatePlanner, dwell=1)
+    request = world.start()
+    planner, scheduler = world.scheduler.planner, world.scheduler
+    for scores, reserve in (([3.0, 2.0, 0, 1.0], 0),) * 3 + (([1.0, 0.0, 0, 9.0], 6),) * 6:
+        scheduler.step({request: scores}, reserve)
+        planner.plan()
+    assert request.resident_chunks == [2]  # chunk 0 has left, and 6 free blocks are reserved
+    wanted = [1.0, 0.0, 0, 9.0]
+    for _ in range(4):
+        scheduler.step({request: wanted}, 1)
+        planner.plan()
+    assert request.resident_chunks == [2, 3]

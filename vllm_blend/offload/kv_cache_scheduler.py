@@ -88,6 +88,7 @@ class KVCacheScheduler:
         self.bytes_moved = 0  # of the current step
         self.moved: dict[Residency, Moved] = {}  # of the current step
         self._tracked: dict[Residency, None] = {}
+        self._posted: dict[Residency, tuple[Sequence[float] | None, int]] = {}  # scores and version
         self._moves: list[_Move] = []
 
     def track(self, residency: Residency) -> None:
@@ -100,6 +101,7 @@ class KVCacheScheduler:
         """The request gives its pages back: return its host blocks. Its moves are dropped when their copies end."""
         residency.generation += 1
         self._tracked.pop(residency, None)
+        self._posted.pop(residency, None)
         travelling = {move.chunk for move in self._moves if move.residency is residency}
         for chunk in residency.chunks:
             if chunk not in travelling:
@@ -120,14 +122,30 @@ class KVCacheScheduler:
             self._settle()
             if not self._tracked:
                 return
+            if not self.planner.plans_at_once:
+                self.planner.post(self._news(scores))
+                return
             self.planner.post([self._snapshot(residency, scores.get(residency)) for residency in self._tracked])
             # No chunk starts to move twice in a step, so asking again comes to an end.
-            if not self.planner.plans_at_once or not self._begin(self.planner.take(), reserve):
+            if not self._begin(self.planner.take(), reserve):
                 return
 
     @property
     def num_moving(self) -> int:
         return len(self._moves)
+
+    def _news(self, scores: Mapping[Residency, Sequence[float]]) -> list[Snapshot]:
+        """Of the requests that have other scores or tables than when they were posted last: a list of scores is made
+        anew whenever a request is scored."""
+        news = []
+        for residency in self._tracked:
+            own = scores.get(residency)
+            seen = self._posted.get(residency)
+            if seen is None or seen[0] is not own or seen[1] != residency.version:
+                news.append(self._snapshot(residency, own))
+                if all(chunk.settled for chunk in news[-1].chunks):  # otherwise time alone may change the plan
+                    self._posted[residency] = own, residency.version
+        return news
 
     def _snapshot(self, residency: Residency, scores: Sequence[float] | None) -> Snapshot:
         own = scores or [-float(rank) for rank in residency.ranks]
@@ -151,10 +169,11 @@ class KVCacheScheduler:
             if residency not in self._tracked or residency.version != plan.version:
                 self.num_stale_plans += 1
                 continue
-            for index in plan.evict:
-                started |= self._evict(residency, residency.chunks[index])
-            for index in plan.promote:
-                started |= self._promote(residency, residency.chunks[index], reserve)
+            begun = [self._evict(residency, residency.chunks[index]) for index in plan.evict]
+            begun += [self._promote(residency, residency.chunks[index], reserve) for index in plan.promote]
+            started |= any(begun)
+            if not all(begun):  # no room now: to be asked again
+                self._posted.pop(residency, None)
         if started and self._tracked:  # fairness under a budget: who began now is asked last at the next step
             first = next(iter(self._tracked))
             self._tracked[first] = self._tracked.pop(first)

@@ -122,11 +122,11 @@ class MovePlanner(ABC):
 
     @abstractmethod
     def post(self, snapshots: Sequence[Snapshot]) -> None:
-        """Ask for a plan. Snapshots that nobody has begun to plan are forgotten: these are newer."""
+        """Ask for a plan of these requests. Of a request the newest snapshot counts."""
 
     @abstractmethod
     def take(self) -> list[Plan]:
-        """The newest plan that is ready, once; empty where there is none. Raises what planning raised."""
+        """The plans that are ready, once. Raises what planning raised."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -169,9 +169,12 @@ class ThreadPlanner(MovePlanner):
         return False
 
     def post(self, snapshots: Sequence[Snapshot]) -> None:
+        if not snapshots:
+            return
         box = self._box
         with box.changed:
-            box.posted, box.busy = list(snapshots), True
+            box.posted |= {id(snapshot.residency): snapshot for snapshot in snapshots}
+            box.busy = True
             box.changed.notify_all()
 
     def take(self) -> list[Plan]:
@@ -195,7 +198,7 @@ class _Box:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.posted: list[Snapshot] | None = None
+        self.posted: dict[int, Snapshot] = {}  # by identity of the request's tables; the snapshot keeps these alive
         self.ready: list[Plan] = []
         self.error: Exception | None = None
         self.busy = self.closed = False
@@ -209,11 +212,10 @@ class _Box:
 def _serve(box: _Box, policy: MovePolicy) -> None:
     while True:
         with box.changed:
-            box.changed.wait_for(lambda: box.closed or box.posted is not None)
+            box.changed.wait_for(lambda: box.closed or bool(box.posted))
             if box.closed:
                 return
-            posted, box.posted = box.posted, None
-        assert posted is not None
+            posted, box.posted = list(box.posted.values()), {}
         ready: list[Plan] = []
         error: Exception | None = None
         try:
@@ -221,7 +223,6 @@ def _serve(box: _Box, policy: MovePolicy) -> None:
         except Exception as raised:  # raised where the plan is taken
             error = raised
         with box.changed:
-            if box.posted is None:  # otherwise what was planned is old already
-                box.ready, box.error, box.busy = ready, error, False
-                box.changed.notify_all()
+            box.ready, box.error, box.busy = box.ready + ready, box.error or error, bool(box.posted)
+            box.changed.notify_all()
         del posted, ready, error  # what they hold keeps the engine alive

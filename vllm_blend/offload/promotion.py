@@ -36,6 +36,7 @@ class _Memory:
     ranks: torch.Tensor  # [chunks] int64
     resident: torch.Tensor  # [chunks] bool, of the `version` of the tables
     version: int
+    scored_version: int = -1
     digests: KeyDigests | None = None
     previous: torch.Tensor | None = None  # [chunks] float32, where the queries are
     arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # scores on their way from a GPU
@@ -79,12 +80,14 @@ class ChunkScorer:
         `draft_source`: the chunk that the drafts of the coming step are copied from.
 
         Must first be called while all chunks are on the device, and then whenever a step has computed new queries.
+        Where queries do not count, scores are computed when chunks have moved. New scores are a new list.
         Raises ValueError where the predictor returns anything but a number for each chunk.
         """
         memory = self._recall(residency)
         self._collect(residency, memory)
-        if asked is None and self.wants_queries:
+        if memory.scored_version == residency.version if not self.wants_queries else asked is None:
             return self._latest.get(residency)
+        memory.scored_version = residency.version
         if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS and memory.digests is None:
             memory.digests = self._digests(residency, asked.position)
         if self._stream is None:
