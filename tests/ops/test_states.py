@@ -89,6 +89,18 @@ def test_kernels_agree_with_the_twin_on_views_of_a_pool(isa, dtype, head_dim):
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-4, atol=1e-4)
 
 
+def test_as_many_rows_as_requests_need_not_be_one_each():
+    generator = torch.Generator().manual_seed(9)
+    pages = torch.randn(2, 6, 8, 2, 16, generator=generator).unbind(0)
+    q = torch.randn(3, 4, 16, generator=generator)
+    assert cpu.takes_states(q, *pages)
+    states = (torch.tensor([3, 9, 12]), torch.tensor([[1, 4], [0, 2], [5, 3]]), [0, 2, 3, 3], [10, 13, 8], SCALE)
+    for got, expected in zip(
+        ops.attention_states(q, *pages, *states), attention_states_reference(q, *pages, *states), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
 def test_what_the_kernel_cannot_take_goes_to_the_twin():
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(1, 4, 16, generator=generator)

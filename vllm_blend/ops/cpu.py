@@ -227,7 +227,7 @@ def attention_states(
     num_blocks, block_size, kv_heads, _ = key_cache.shape
     step = key_cache.stride(0) // (block_size * kv_heads * head_dim)
     lengths, tables = torch.tensor(seq_lens), (block_tables * step).to(torch.int32)
-    if tokens != len(seq_lens):
+    if query_start_loc != list(range(tokens + 1)):
         counts = torch.tensor(query_start_loc).diff()
         lengths, tables = lengths.repeat_interleave(counts), tables.repeat_interleave(counts, 0)
     positions, tables = torch.minimum(positions, lengths - 1), tables.contiguous()
