@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from tests import settings
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import assert_empty, engine, greedy, run, threads, tokens_of
+from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, greedy, run, threads, tokens_of
 from tests.engine.test_persistent_store import (
     PARAMS,
     PIECES,
@@ -240,3 +241,50 @@ def test_a_prompt_waits_while_others_are_computed(tmp_path: Path, monkeypatch: p
         inner.step()
     assert metrics(llm)["prompts_started_early"] == 1 and gates.reached.is_set()
     assert_empty(llm)
+
+
+def long_prompts(count: int) -> list[dict[str, Any]]:
+    """Each shares two of its three chunks with the next; a chunk takes several reads."""
+    ids = [(11 * i * i + 5 * i + 2) % TINY_VOCABULARY for i in range(20 * count + 60)]
+    pieces = [ids[20 * i : 20 * i + 20 + i % 7] for i in range(count + 3)]
+    return [{"prefix": ids[:4], "chunks": pieces[i : i + 3], "suffix": [i, 7]} for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_faults_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prompts one by one and at once over a small memory, while reads fail, hang and take their time."""
+    asked = long_prompts(24)
+    with engine(TINY, enable_blending=True) as plain:
+        wanted = run(plain, asked, PARAMS)
+    first = persistent(tmp_path)
+    run(first, asked, PARAMS)
+    cold(first)
+    size = 140 * first.llm_engine.composer.bytes_per_token  # of two prompts
+    llm = persistent(tmp_path, blend_chunk_cache_gib=size / 2**30)
+    choose, lock = random.Random(seed), threading.Lock()
+    files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
+    read = files.read
+
+    def unreliable(extent: Extent, start: int, into: torch.Tensor) -> None:
+        with lock:
+            what = choose.random()
+        time.sleep(0.15 if what < 0.02 else 0.01 if what < 0.3 else 0.0)
+        if what > 0.95:
+            raise choose.choice([ChunkFault("damaged", "by the test"), OSError(5, "Input/output error")])
+        read(extent, start, into)
+
+    monkeypatch.setattr(files, "read", unreliable)
+    loader = llm.llm_engine.composer.loader
+    assert loader is not None
+    loader.timeout = 0.1
+    outputs = [run(llm, [prompt], PARAMS)[0] for prompt in asked[:12]]
+    outputs += run(llm, asked[12:], PARAMS)
+    for output, other in zip(outputs, wanted, strict=True):
+        assert_same_logprobs(output, other)
+    found = metrics(llm)
+    assert found["chunk_store_disk_faults"] > 0 and found["chunk_store_disk_hits"] > 10
+    assert found["prompts_started_early"] > 3 and found["chunks_encoded"] > 0
+    assert store_of(llm).num_bytes <= store_of(llm).budget_bytes
+    assert_empty(llm)
+    for each in (llm, first):
+        store_of(each).close()

@@ -122,6 +122,7 @@ class ChunkComposer:
         self.num_lost += 1
         for request in requests:
             request.blend = None
+        self._turns.give_back(requests)
         return self.compose(parsed, requests, patient=True)
 
     @property

@@ -92,6 +92,16 @@ class Turns:
         self._held += num_bytes
         return composition
 
+    def give_back(self, requests: Sequence[Request]) -> None:
+        """`requests` hold nothing any more and want another turn: they must not wait for their own first one."""
+        kept = deque[tuple[list[weakref.ref[Request]], int]]()
+        for refs, num_bytes in self._gathering:
+            if any(ref() in requests for ref in refs):
+                self._held -= num_bytes
+            else:
+                kept.append((refs, num_bytes))
+        self._gathering = kept
+
     def forget(self, requests: Sequence[Request]) -> None:
         """`requests` are gone."""
         gone = set(requests)
@@ -100,4 +110,4 @@ class Turns:
 
 def _runs(request: Request | None) -> bool:
     """Whether a request runs, has run or is gone: what it holds is the scheduler's business then."""
-    return request is None or (request.status is not RequestStatus.WAITING and not request.blocked)
+    return request is None or request.status is not RequestStatus.WAITING
