@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from vllm_blend.spec_decode.drafters import NGram
-from vllm_blend.spec_decode.length import LEAST_RATE, DraftLength
+from vllm_blend.spec_decode.length import LEAST_RATE, LONGEST_START, DraftLength
 from vllm_blend.spec_decode.speculation import Speculator
 
 
@@ -90,3 +90,20 @@ def test_looks_that_find_nothing_become_rarer_where_they_cost_something() -> Non
     length.wait = 0
     length.found(True)
     assert not length.rests(1) and length.rests(100), "100 sequences pay too much for each others' rows"
+
+
+def test_one_right_token_is_enough_to_go_on() -> None:
+    length = DraftLength(8)
+    lengths(length, 0, 200)
+    while not length.next():
+        pass
+    length.verified(2, 1)
+    assert length.rate < LEAST_RATE and length.next() > 0
+
+
+def test_a_new_sequence_tries_before_long() -> None:
+    length = DraftLength(8)
+    lengths(length, 0, 100)
+    length.wait = length.pause = 64
+    assert next(step for step in range(100) if length.successor().wait <= step) == LONGEST_START
+    assert length.successor().pause == 64, "and then waits as long as the one before"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 ROW_COST = 0.01
 LEAST_RATE = 0.25  # of draft tokens that are right, below which drafting stops: it then gains a third of a token
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafts after drafts have failed
+LONGEST_START = 16  # steps at the start of a sequence until its first draft: another text may be another case
 LONGEST_REST = 16  # steps without a look after looks that found nothing to draft
 DECAY = 0.9  # of what was seen, per draft
 KNOWN = 5.0  # draft tokens' worth of what a sequence takes over from the one before
@@ -63,15 +64,15 @@ class DraftLength:
         """Learn from a draft that was verified."""
         self.hits = DECAY * self.hits + num_accepted
         self.trials = DECAY * self.trials + num_accepted + (num_accepted < num_drafted)
-        if self.rate >= LEAST_RATE or num_accepted == num_drafted:  # one success is enough to go on trying
+        if self.rate >= LEAST_RATE or num_accepted > 0:  # a token more is worth many drafted rows
             self.pause = FIRST_PAUSE
             return
         self.wait, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
     def successor(self) -> DraftLength:
-        """Where another sequence of the same kind begins: it goes on waiting, but is surer of nothing than a new
-        one."""
-        return replace(self, hits=KNOWN * self.rate, trials=KNOWN)
+        """Where another sequence of the same kind begins: it goes on waiting, but not for long, and is surer of nothing
+        than a new one."""
+        return replace(self, hits=KNOWN * self.rate, trials=KNOWN, wait=min(self.wait, LONGEST_START))
 
 
 def _cost(num_sequences: int) -> float:
