@@ -217,7 +217,7 @@ def test_the_ratio_rises_with_what_is_left_on_the_disk(tmp_path: Path, monkeypat
     llm = stored(tmp_path, tiny_prompt(), blend_controller=True)
     controller = llm.llm_engine.controller
     assert controller is not None
-    for _ in range(100):  # until what was measured is forgotten
+    for _ in range(300):  # until what was measured is forgotten
         controller.prefilled(1000, 1.0)
         controller.loaded(Choice(DISK, 1000 * controller.bytes_per_token, 1000), 0.9)
     gates = Gates(llm, monkeypatch)
