@@ -177,6 +177,7 @@ def measure(llm: LLM, work: Work, repeats: int, forget: bool) -> tuple[Tally, Ta
             tally.decode += decode
             tally.times.append(decode)
             tally.whole += whole
+    engine.speculation, engine.async_scheduling = drafting, ahead_drafting
     return plain, spec
 
 
