@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from chunks import DEMO, MISTRAL_7B
+from engine_gpu import MISTRAL_7B, TOKENIZER
 
 from vllm_blend import LLM, SamplingParams
 
@@ -57,7 +57,7 @@ def load(batch: int, max_model_len: int, cascade: bool) -> LLM:
         start = time.perf_counter()
         llm = LLM(
             folder,
-            tokenizer=DEMO,
+            tokenizer=TOKENIZER,
             load_format="dummy",
             max_num_seqs=batch,
             max_model_len=max_model_len,

@@ -21,28 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_gpu import MISTRAL_7B
 
 from vllm_blend import ChunkedLLM, RequestOutput, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = str(ROOT / "inputs" / "demo-model")
-MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 QUESTION = 24  # tokens
 
