@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 ROW_COST = 0.01
 LEAST_RATE = 0.25  # of draft tokens that are right, below which drafting stops: it then gains a third of a token
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafts after drafts have failed
-LONGEST_START = 16  # steps at the start of a sequence until its first draft: another text may be another case
+LONGEST_START = 8  # steps at the start of a sequence until its first draft: another text may be another case
 LONGEST_REST = 16  # steps without a look after looks that found nothing to draft
 DECAY = 0.9  # of what was seen, per draft
 KNOWN = 5.0  # draft tokens' worth of what a sequence takes over from the one before
