@@ -220,6 +220,19 @@ def test_a_stream_runs_beside_other_calls() -> None:
         assert not chunked.llm_engine.has_unfinished_requests()
 
 
+def test_a_batch_that_is_refused_leaves_nothing_behind() -> None:
+    """Also while somebody holds the error, as an interactive session does."""
+    with chunked_llm() as chunked:
+        chunk = chunked.register_chunk(random_ids(12, 1))
+        good = {"context_chunk_ids": [chunk.id], "query": [5]}
+        too_long = {"context_chunk_ids": [chunk.id] * 8, "query": [5]}
+        with pytest.raises(ValueError, match="max_model_len") as kept:
+            chunked.batch_generate_from_chunks([good, good, too_long], PARAMS)
+        assert kept.tb is not None
+        assert chunked.llm_engine.get_num_unfinished_requests() == 0
+        assert not chunked.delete_chunk(chunk.id).deferred
+
+
 def test_an_answer_becomes_a_chunk_like_any_other() -> None:
     with chunked_llm() as chunked:
         context = chunked.register_chunk(random_ids(12, 1))

@@ -218,9 +218,13 @@ class ChunkedLLM:
         if len(each) != len(made):
             raise ValueError(f"{len(each)} sampling_params for {len(made)} compositions: give one for all, or one each")
         running: list[Iterator[RequestOutput]] = []
-        for composition, params in zip(made, each, strict=True):  # an error drops those that were started: they abort
-            running.append(self._start(composition, params, final_only=True))
-        return [_last(outputs) for outputs in running]
+        try:
+            for composition, params in zip(made, each, strict=True):
+                running.append(self._start(composition, params, final_only=True))
+            return [_last(outputs) for outputs in running]
+        except BaseException:
+            running.clear()  # aborts what was started, also where somebody keeps the error and with it this frame
+            raise
 
     def generate_and_retain_output(
         self,
