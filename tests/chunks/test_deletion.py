@@ -74,6 +74,21 @@ def test_deletion_waits_for_requests(ends: str) -> None:
             assert not chunked.list_chunks() and store_bytes(chunked) == 0
 
 
+def test_a_name_is_free_as_soon_as_its_chunk_is_deleted() -> None:
+    """Also while a request still uses that one: a passage is replaced under its name."""
+    with chunked_llm() as chunked:
+        old = chunked.register_chunk(random_ids(11, 1), name="page")
+        stream = chunked.generate_from_chunks(None, ["page"], query=[5], sampling_params=PARAMS, stream=True)
+        next(stream)
+        assert chunked.delete_chunk("page").deferred
+        new = chunked.register_chunk(random_ids(7, 2), name="page")
+        assert chunked.get_chunk("page").chunk is new and chunked.get_chunk(old.id).name is None
+        assert len(list(stream)) == 7
+        assert [info.name for info in chunked.list_chunks()] == ["page"]
+        with pytest.raises(ValueError, match="names another chunk"):
+            chunked.register_chunk(random_ids(5, 3), name="page")
+
+
 def test_a_composition_made_before_the_deletion_is_refused() -> None:
     with chunked_llm() as chunked:
         chunk = chunked.register_chunk(random_ids(11, 1))

@@ -46,19 +46,24 @@ class ChunkRegistry:
         """Enter a chunk; the one to go on with: the first that was registered with this content. A name that it has
         already is replaced, metadata is added to, and a deletion that is deferred is called off."""
         self.check_name(name, chunk.id)
+        added = dict(metadata or {})
         entry = self._entries.setdefault(chunk.id, _Entry(chunk))
         entry.deleting = False
         if name is not None:
-            if entry.name is not None:
-                del self._names[entry.name]
+            holder = self._entries.get(self._names.get(name, ""))
+            for each in (entry, holder):  # the holder is being deleted
+                if each is not None:
+                    self._take_name(each)
             entry.name = name
             self._names[name] = chunk.id
-        entry.metadata.update(metadata or {})
+        entry.metadata.update(added)
         return entry.chunk
 
     def check_name(self, name: str | None, chunk_id: str) -> None:
-        """Raise ValueError where another chunk has this name."""
-        if name is not None and (name == "" or self._names.get(name, chunk_id) != chunk_id or name in self._entries):
+        """Raise ValueError where another chunk has this name that is not being deleted."""
+        holder = self._entries.get(self._names.get(name, "")) if name is not None else None
+        taken = holder is not None and holder.chunk.id != chunk_id and not holder.deleting
+        if name is not None and (name == "" or taken or name in self._entries):
             raise ValueError(f"name={name!r} is empty, or names another chunk: give one of its own, or delete that one")
 
     def get(self, id_or_name: str) -> Chunk:
@@ -146,7 +151,12 @@ class ChunkRegistry:
     def _remove(self, entry: _Entry) -> int:
         chunk_id = entry.chunk.id
         del self._entries[chunk_id]
-        if entry.name is not None:
-            del self._names[entry.name]
+        self._take_name(entry)
         self.store.remove(chunk_id)
         return self.pages.free_for_chunk(chunk_id)
+
+    def _take_name(self, entry: _Entry) -> None:
+        """From a chunk that has one."""
+        if entry.name is not None:
+            del self._names[entry.name]
+            entry.name = None
