@@ -106,7 +106,12 @@ def test_what_can_be_wrong() -> None:
         query = chunked.register_chunk([5], ChunkType.QUERY)
         system = chunked.register_chunk([8, 9], "system_prompt")
         vocabulary = chunked.llm_engine.hf_config.vocab_size
-        ask = {"query": [5, 6]}
+        ask: dict[str, Any] = {"query": [5, 6]}
+        with pytest.raises(TypeError, match="stream"):
+            chunked.generate_and_retain_output(None, ["a"], stream=True, **ask)
+        with pytest.raises(TypeError):
+            chunked.register_chunk([8, 7], name="b", metadata=[1])  # type: ignore[arg-type]
+        assert len(chunked.list_chunks()) == 3
         for call, message in (
             (lambda: chunked.register_chunk([]), "the chunk is empty"),
             (lambda: chunked.register_chunk(""), "the chunk is empty"),

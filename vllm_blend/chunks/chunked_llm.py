@@ -241,9 +241,8 @@ class ChunkedLLM:
         """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
         every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
         are left out."""
-        output = self.generate_from_chunks(
-            system_chunk_id, context_chunk_ids, query_chunk_id, sampling_params, query=query, **options
-        )
+        composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+        output = _last(self._start(composition, sampling_params, final_only=True))
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:
             raise ValueError("the answer is empty: there is nothing to retain")
