@@ -231,6 +231,29 @@ def test_a_separator_inside_a_document_splits_nothing(llm: LLM) -> None:
     assert output.prompt == SEPARATOR.join(pieces)
 
 
+def test_a_stored_document_may_hold_the_separator(llm: LLM) -> None:
+    """Whether it stands in a combined prompt, as a whole, or in a plain one, in pieces."""
+    instruction, (a, b, _, _), question = texts()
+    odd = a + SEPARATOR + b
+    OfflineKVPreCompute(llm).precompute_kv(odd)
+    combined = ask(llm, [instruction, odd, question])
+    [plain] = run(llm, SEPARATOR.join([instruction, odd, question]), PARAMS)
+    assert (combined.num_cached_tokens or 0) > 0.7 * size(llm, odd)
+    assert (plain.num_cached_tokens or 0) > 0.7 * size(llm, a, b)
+
+
+def test_a_text_that_cannot_be_kept_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "enable_blending: true\nmax_local_cpu_size: 0.00001\n"
+    llm = make_llm(monkeypatch, tmp_path, text, tiny_model("llama"))
+    with caplog.at_level("WARNING"):
+        OfflineKVPreCompute(llm).precompute_kv("Go")
+        assert not caplog.records
+        OfflineKVPreCompute(llm).precompute_kv("The quick brown fox. " * 3)
+    assert "bytes, and the chunk store has 10737; raise max_local_cpu_size" in caplog.text
+
+
 def test_plain_strings_are_split_at_the_separator(llm: LLM) -> None:
     instruction, (a, b, _, _), question = texts()
     for document in (a, b):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from vllm_blend.compat.lmcache.config import load_config
-from vllm_blend.compat.lmcache.prompts import split_prompt
+from vllm_blend.compat.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.entrypoints.llm import LLM
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ class OfflineKVPreCompute:
     def precompute_kv(self, text_chunk: str, force_special_tokens: bool = False) -> None:
         """Encode a text after BOS and store it, if it is not stored yet. Does nothing where the engine does not blend.
 
-        `force_special_tokens` is LMCache's way to ask for that BOS: it changes nothing here. Raises TypeError and
+        A plain string that holds the separator is stored as a whole, as `combine_input_prompt_chunks` leaves it, and in
+        the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS: it changes nothing here. Raises TypeError and
         ValueError for what is no text, or a longer one than the model takes.
         """
         if not isinstance(text_chunk, str):
@@ -30,5 +32,22 @@ class OfflineKVPreCompute:
         pieces = split_prompt(text_chunk, load_config().separator)
         if not pieces:
             raise ValueError("text_chunk is empty: there is nothing to compute")
+        if not isinstance(text_chunk, BlendPrompt) and pieces != (text_chunk,):
+            pieces = (text_chunk, *pieces)
         if self.llm.llm_engine.config.blend.enable_blending:
             self.llm.encode_chunks("", pieces)
+            self._warn_of_unstored(pieces)
+
+    def _warn_of_unstored(self, pieces: Sequence[str]) -> None:
+        engine = self.llm.llm_engine
+        store = engine.chunk_store
+        for chunk in engine.identify_chunks("", pieces)[1]:
+            num_bytes = len(chunk.token_ids) * engine.composer.bytes_per_token
+            if num_bytes > store.budget_bytes:
+                logger.warning(
+                    "a text of %d tokens is not kept: its KV takes %d bytes, and the chunk store has %d; raise "
+                    "max_local_cpu_size, or split the text",
+                    len(chunk.token_ids),
+                    num_bytes,
+                    store.budget_bytes,
+                )
