@@ -21,7 +21,7 @@ def read(tmp_path: Path) -> Any:
     def load(text: str | bytes) -> LMCacheConfig:
         path = tmp_path / "kv.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return load_config({"LMCACHE_CONFIG_FILE": str(path), "LMCACHE_ENABLE_BLENDING": "false"})
+        return load_config({"LMCACHE_CONFIG_FILE": str(path)})
 
     return load
 
@@ -130,6 +130,9 @@ def test_contradictions_are_errors(read: Any, text: str, message: str) -> None:
         ("blend_recompute_ratios: []", "blend_recompute_ratios=[] must be a number or a list of numbers"),
         ("blend_recompute_ratios: 15%", "blend_recompute_ratios='15%' must be a number or a list of numbers"),
         ("blend_check_layers: 0", "blend_check_layers=[0] must be ascending layer numbers from 1 on"),
+        ('blend_check_layers: "1, ["', "blend_check_layers='1, [' must be a number or a list of numbers"),
+        ("blend_separator: # # ", "blend_separator has no value (a # begins a comment): put it in quotes"),
+        ("blend_special_str:", "blend_special_str has no value"),
         ("blend_check_layers: last", "blend_check_layers='last' must be a number or a list of numbers"),
         ("blend_min_tokens: -5", "blend_min_tokens=-5 is no whole number from 0 on"),
         ('blend_separator: ""', "blend_separator='' must be a text"),
@@ -179,6 +182,18 @@ def test_unknown_keys_are_named_in_a_warning(read: Any, caplog: pytest.LogCaptur
     [record] = caplog.records
     assert record.getMessage().endswith("not known and without effect: 7, blend_recompute_rato, save_decode_cache")
     assert "kv.yaml" in record.getMessage()
+
+
+def test_variables_beside_a_file_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text(ON)
+    variables = {"LMCACHE_ENABLE_BLENDING": "false", "LMCACHE_LOG_LEVEL": "INFO", "LMCACHE_ELSE": "1"}
+    config = load_config({"LMCACHE_CONFIG_FILE": str(path), **variables})
+    assert config.enable_blending
+    with caplog.at_level(logging.WARNING):
+        config.warn()
+    [record] = caplog.records
+    assert record.getMessage().endswith("without effect beside it, as the file is read: LMCACHE_ENABLE_BLENDING")
 
 
 def test_without_blending_the_rest_has_no_effect(read: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -243,3 +258,6 @@ def test_errors_of_the_engine_name_the_key(read: Any) -> None:
     message = config.in_its_words("blend_min_tokens is too much for this model")
     assert message.endswith("kv.yaml: blend_min_tokens is too much for this model")
     assert config.in_its_words("the model is empty") == "the model is empty"
+    with pytest.raises(ValueError, match="has blend_min_tokens") as error:
+        config.arguments({"blend_min_tokens": 6})
+    assert config.in_its_words(str(error.value)) == str(error.value), "which names the file already"

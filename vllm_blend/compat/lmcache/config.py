@@ -63,6 +63,7 @@ class LMCacheConfig:
     keys: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()  # keys that need enable_blending, which is off
+    unread: tuple[str, ...] = ()  # variables with settings, which are not read beside a file
 
     @property
     def enable_blending(self) -> bool:
@@ -78,6 +79,8 @@ class LMCacheConfig:
                 self.source,
                 ", ".join(self.idle),
             )
+        if self.unread:
+            logger.warning("%s: without effect beside it, as the file is read: %s", self.source, ", ".join(self.unread))
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `LLM`: these, and those that its caller has `given`, which replace defaults.
@@ -102,7 +105,7 @@ class LMCacheConfig:
     def in_its_words(self, message: str) -> str:
         """An error message of the engine that may be about the configuration, with its keys instead of the engine's
         arguments."""
-        if not self.keys.keys() & set(re.findall(r"\w+", message)):
+        if message.startswith(self.source) or not self.keys.keys() & set(re.findall(r"\w+", message)):
             return message
         return f"{self.source}: " + re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), message)
 
@@ -126,6 +129,7 @@ def load_config(environment: Mapping[str, str] | None = None) -> LMCacheConfig:
         {name: key for name, (key, _) in arguments.items() if key is not None},
         tuple(sorted(set(values) - KEYS)),
         idle,
+        () if path is None else tuple(sorted(name for name in environment if _key_of(name) in KEYS)),
     )
 
 
@@ -150,11 +154,17 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+def _key_of(variable: str) -> str | None:
+    """The setting that a variable is for, None where it is for none."""
+    is_setting = variable.startswith(VARIABLE_PREFIX) and variable not in NOT_SETTINGS
+    return variable.removeprefix(VARIABLE_PREFIX).lower() if is_setting else None
+
+
 def _from_variables(environment: Mapping[str, str]) -> Values:
     found: dict[str, Any] = {}
     for name, text in environment.items():
-        if name.startswith(VARIABLE_PREFIX) and name not in NOT_SETTINGS:
-            key = name.removeprefix(VARIABLE_PREFIX).lower()
+        key = _key_of(name)
+        if key is not None:
             try:
                 found[key] = text if key in TEXTS or key not in KEYS else yaml.safe_load(text)
             except yaml.YAMLError as error:
@@ -180,6 +190,10 @@ def _check_inert(values: Values) -> None:
 
 
 def _separator(values: Values) -> str:
+    for key in sorted(values.nulls & {"blend_separator", "blend_special_str"}):
+        raise ValueError(
+            f"{values.source}: {key} has no value (a # begins a comment): put it in quotes, or leave it out"
+        )
     old, new = values.text("blend_separator"), values.text("blend_special_str")
     if old is not None and new is not None and old != new:
         raise values.contradiction("blend_separator", "blend_special_str")

@@ -24,8 +24,8 @@ class OfflineKVPreCompute:
         """Encode a text after BOS and store it, if it is not stored yet. Does nothing where the engine does not blend.
 
         A plain string that holds the separator is stored as a whole, as `combine_input_prompt_chunks` leaves it, and in
-        the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS: it changes nothing here. Raises TypeError and
-        ValueError for what is no text, or a longer one than the model takes.
+        the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS: it
+        changes nothing here. Raises TypeError and ValueError for what is no text, or a longer one than the model takes.
         """
         if not isinstance(text_chunk, str):
             raise TypeError(f"text_chunk is a {type(text_chunk).__name__}: give a string")

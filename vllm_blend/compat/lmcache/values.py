@@ -16,6 +16,7 @@ class Values(Mapping[str, Any]):
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
         self._values = {key: value for key, value in values.items() if value is not None}
+        self.nulls = frozenset(values.keys() - self._values.keys())
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -69,7 +70,10 @@ class Values(Mapping[str, Any]):
         if value is None:
             return None
         if isinstance(value, str):
-            value = [yaml.safe_load(part) for part in value.split(",")] if value.strip() else []
+            try:
+                value = [yaml.safe_load(part) for part in value.split(",")] if value.strip() else []
+            except yaml.YAMLError:
+                value = []
         found = value if isinstance(value, list) else [value]
         if not found or any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in found):
             raise self.error(key, "must be a number or a list of numbers")
