@@ -71,9 +71,12 @@ def test_positions_are_exact_candidates_holes_or_suffix(plan: BlendPlan) -> None
 
 @pytest.mark.cpu_only
 @given(plan=plans(["random"]), other=plans(["random"]))
-def test_the_random_choice_depends_on_the_prompt_alone(plan: BlendPlan, other: BlendPlan) -> None:
+def test_the_random_choice_depends_on_the_context_alone(plan: BlendPlan, other: BlendPlan) -> None:
     assert plan.content_seed == replace(plan, ratio=0.5, segments=()).content_seed
-    assert (plan.content_seed == other.content_seed) == (plan.prompt_token_ids == other.prompt_token_ids)
+    asked = (*plan.prompt_token_ids[: plan.suffix_start], *other.prompt_token_ids)
+    assert plan.content_seed == replace(plan, prompt_token_ids=asked).content_seed, "whatever the question"
+    contexts = [each.prompt_token_ids[: each.suffix_start] for each in (plan, other)]
+    assert (plan.content_seed == other.content_seed) == (contexts[0] == contexts[1])
 
 
 @pytest.mark.cpu_only

@@ -46,13 +46,14 @@ def test_the_second_question_computes_itself_alone(context: int, question: int, 
         assert len(tables) == 1
 
 
-def test_requests_of_a_batch_share_one_blend() -> None:
+@pytest.mark.parametrize("rule", [RULE, {"selector": "random"}], ids=lambda rule: rule["selector"])
+def test_requests_of_a_batch_share_one_blend(rule: dict[str, Any]) -> None:
     """Different questions over one context, all at once: one blends, the others wait a step and share its pages, while
     each writes its own question and answer."""
     with chunked_llm() as chunked:
         chunks = registered(chunked, 9, 14)
-        alone = [ask(chunked, chunks, seed, 4, retain=False) for seed in range(6)]
-        made = [chunked.compose(None, chunks, query=random_ids(4, seed), **RULE) for seed in range(6)]
+        alone = [ask(chunked, chunks, seed, 4, retain=False, **rule) for seed in range(6)]
+        made = [chunked.compose(None, chunks, query=random_ids(4, seed), **rule) for seed in range(6)]
         outputs = chunked.batch_generate_from_chunks(made, PARAMS)
         for old, new in zip(alone, outputs, strict=True):
             assert_same_logprobs(old, new)

@@ -90,7 +90,8 @@ class BlendPlan:
 
     @cached_property
     def content_seed(self) -> int:
-        digest = hashlib.blake2b(array("q", self.prompt_token_ids).tobytes(), digest_size=7).digest()
+        context = array("q", self.prompt_token_ids[: self.suffix_start])
+        digest = hashlib.blake2b(context.tobytes(), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
     def budget(self, share: float) -> int:

@@ -30,7 +30,7 @@ class Evidence:
 
     positions: torch.Tensor  # [n] int64, ascending
     chunk_offsets: torch.Tensor  # [n] int64, how far into its chunk each token is
-    seed: int  # of the request's content: the same prompt gives the same random choice
+    seed: int  # of the context's tokens: the same context gives the same random choice, whatever is asked
     question_mass: torch.Tensor | None = None  # [n] float32, with LooksAt.QUESTION
     k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, with LooksAt.LAYERS; K is rotated on both sides
     k_old: torch.Tensor | None = None

@@ -12,7 +12,7 @@ from vllm_blend.blend.selectors.base import Evidence, Selector
 
 @dataclass(frozen=True)
 class Random(Selector):
-    """A uniform choice, fixed by the prompt's content and `seed`."""
+    """A uniform choice, fixed by the context's tokens and `seed`."""
 
     name: ClassVar[str] = "random"
 
