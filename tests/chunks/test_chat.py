@@ -100,6 +100,29 @@ def test_templates_that_cannot_be_split(arguments: dict[str, Any], message: str)
         ChunkedLLM(TINY, **arguments)
 
 
+def test_a_template_may_refuse_a_system_prompt() -> None:
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    with chunked_llm(chat_template=refuses + "{{ messages[0]['content'] }}:") as chunked:
+        assert chunked.compose(query="Go").token_ids
+        with pytest.raises(
+            ValueError, match=r"does not take a system prompt .*\(No system role\): .* leave system_chunk"
+        ):
+            chunked.register_chunk(SYSTEM, "system_prompt")
+
+
+def test_a_template_that_strips_is_shown() -> None:
+    """As Llama 3's does: the ids are those of the chunks as they were registered."""
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}[assistant]"
+    with chunked_llm(chat_template=template) as chunked:
+        for text, strips in ((" The quick fox.\n", True), ("The quick fox.\n", False)):
+            chunk = chunked.register_chunk(text).id
+            seam = chunked.preview_composition(None, [chunk], query=QUESTION).template_seam
+            same = chunked.compose(None, [chunk], query=QUESTION).token_ids == whole(
+                chunked, None, text + QUESTION, template
+            )
+            assert (seam is not None, same) == (strips, not strips)
+
+
 def test_previews_tell_what_runs() -> None:
     with chunked_llm() as chunked:
         system = chunked.register_chunk(SYSTEM, "system_prompt", name="system")

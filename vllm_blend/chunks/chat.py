@@ -2,8 +2,8 @@
 
 The template is rendered once with marks where contents go; what it puts before, between and behind them is tokenized on
 its own and stands between the chunks of a composition. No text is put together and nothing is tokenized again: the ids
-equal those of the whole conversation wherever no token of the tokenizer would reach across a seam (see
-`preview_composition`).
+equal those of the whole conversation wherever no token of the tokenizer would reach across a seam, and the template
+strips no whitespace from the contents (see `preview_composition`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 _SYSTEM, _USER = "TheSystemSays0x1f3b5d79", "TheUserSays0x2e4c6a88"
@@ -39,15 +40,21 @@ def split_template(
     not show every content once, unchanged and in order."""
     if chat_template is None and tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give chat_template, or leave use_chat_template out")
-    text = str(
-        tokenizer.apply_chat_template(
-            conversation(_SYSTEM if with_system else None, _USER),
-            chat_template=chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **template_kwargs,
+    try:
+        text = str(
+            tokenizer.apply_chat_template(
+                conversation(_SYSTEM if with_system else None, _USER),
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **template_kwargs,
+            )
         )
-    )
+    except TemplateError as error:  # some say so that they take no system prompt
+        what = "a system prompt and a question" if with_system else "a question alone"
+        raise ValueError(
+            f"the chat template does not take {what} ({error}): give chat_template, or leave system_chunk_id out"
+        ) from error
     marks = [_SYSTEM, _USER] if with_system else [_USER]
     if any(text.count(mark) != 1 for mark in marks) or (with_system and text.index(_SYSTEM) > text.index(_USER)):
         raise ValueError(

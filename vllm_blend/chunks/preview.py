@@ -32,8 +32,8 @@ class CompositionPreview:
     """`text` is what the ids decode to. `num_computed_tokens` is how many prompt tokens the model computes as things
     are (chunks that have been evicted not counted). `is_retained`: the blended context is in retained pages.
     `template_seam`: with a chat template, the first position where the ids differ from the whole conversation's, None
-    where they do not: there the tokenizer would make one token of the end of one piece and the beginning of the
-    next."""
+    where they do not: there the tokenizer would make one token of the end of one piece and the beginning of the next,
+    or the template strips whitespace from what it is given."""
 
     token_ids: list[int]
     text: str | None
