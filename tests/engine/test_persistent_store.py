@@ -186,6 +186,20 @@ def test_another_models_store_is_a_store_without_these_chunks(tmp_path: Path) ->
     assert metrics(other)["chunk_store_disk_chunks"] == 2 * PIECES
 
 
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_rounded_chunks_of_others_are_no_chunks_for_an_engine_that_does_not_round(tmp_path: Path, tier: str) -> None:
+    """Format "auto" is bit for bit, whatever else uses the folder; one that rounds takes what is better."""
+    place = {"chunk_store_path": str(tmp_path)} if tier == "disk" else {"chunk_store_url": tmp_path.as_uri()}
+    for stored, encoded, faults in (("int8", PIECES, 0), ("auto", PIECES, PIECES), ("auto", 0, 0), ("int8", 0, 0)):
+        llm = new_llm(TINY, enable_blending=True, chunk_store_format=stored, **place)
+        [output] = run(llm, tiny_prompt(), PARAMS)
+        cold(llm)
+        assert metrics(llm)["chunks_encoded"] == encoded
+        assert metrics(llm)[f"chunk_store_{tier}_faults"] == faults
+        assert_same_logprobs(output, expected(tiny_prompt()))
+        store_of(llm).close()
+
+
 def test_others_go_on_while_chunks_are_loaded(tmp_path: Path) -> None:
     llm = persistent(tmp_path)
     inner = llm.llm_engine

@@ -110,6 +110,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
         model.digest,
         config.format,
         config.admit_on_second_use,
+        exact=config.format == "auto",
         fingerprint=model,
     )
     try:
@@ -128,7 +129,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
 
 def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:
     try:
-        store = RemoteChunkStore(RemoteStoreConfig(url, model.digest, config.format))
+        store = RemoteChunkStore(RemoteStoreConfig(url, model.digest, config.format, exact=config.format == "auto"))
     except ValueError as error:
         raise ValueError(
             f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"

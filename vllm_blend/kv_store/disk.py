@@ -253,7 +253,7 @@ class DiskChunkStore:
             self.tally.miss("absent")
             return None
         try:
-            header = ChunkHeader.decode(entry.header, key, self.config.model)
+            header = ChunkHeader.decode(entry.header, key, self.config.model, self.config.exact)
             if header.layout.payload_bytes != entry.extent.num_bytes:
                 raise ChunkFault("damaged", f"it has {entry.extent.num_bytes} bytes in the index")
         except ChunkFault as fault:

@@ -25,6 +25,7 @@ class DiskStoreConfig:
     direct: bool = True  # past the page cache, where the file system takes it
     timeout: float = 30.0  # seconds, of every wait: for a chunk to be read, for another process
     retry_seconds: float = 60.0  # after a write that failed (a full disk), before another is tried
+    exact: bool = False  # what others stored in int8 or fp8 is a miss
     fingerprint: ModelFingerprint | None = None  # the model itself: without, what is stored cannot be exported
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ class RemoteStoreConfig:
     timeout: float = 5.0  # seconds, of every call
     max_failures: int = 3  # in a row, until the server is left alone
     retry_seconds: float = 10.0
+    exact: bool = False  # what others stored in int8 or fp8 is a miss
 
     def __post_init__(self) -> None:
         for name in ("timeout", "max_failures", "retry_seconds"):
@@ -109,7 +110,7 @@ class RemoteChunkStore:
             self.tally.miss("absent")
             return None
         try:
-            chunk = from_bytes(data, key, self.config.model)
+            chunk = from_bytes(data, key, self.config.model, self.config.exact)
         except ChunkFault as fault:
             self.tally.miss(fault.kind)
             self._warn_once(key, "stored chunk %s not used, it will be computed again: %s", key, fault)

@@ -27,7 +27,7 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
-Fault = Literal["damaged", "foreign", "truncated", "vanished"]
+Fault = Literal["damaged", "foreign", "rounded", "truncated", "vanished"]
 
 MAGIC = b"VBLENDKV"
 VERSION = 1
@@ -180,8 +180,9 @@ class ChunkHeader:
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
     @classmethod
-    def decode(cls, data: bytes, key: str, model: str) -> ChunkHeader:
-        """The header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's."""
+    def decode(cls, data: bytes, key: str, model: str, exact: bool = False) -> ChunkHeader:
+        """The header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's, and with `exact`
+        when the chunk was rounded."""
         if len(data) < _HEAD.size + _CHECKSUM.size:
             raise ChunkFault("truncated", f"its header has {len(data)} bytes")
         body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
@@ -202,6 +203,8 @@ class ChunkHeader:
         if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or len(checksums) != layers:
             raise ChunkFault("damaged", "its header contradicts itself")
         layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
+        if exact and layout.format != "auto":
+            raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
         return cls(key, model, layout, tuple(checksums.tolist()))
 
     def check_layers(self, payload: torch.Tensor, layers: Iterable[int]) -> None:
@@ -247,12 +250,12 @@ def to_bytes(chunk: SerializedChunk) -> bytes:
     return b"".join((_CHECKSUM.pack(len(header)), header, chunk.payload.numpy().data))
 
 
-def from_bytes(data: bytes, key: str, model: str) -> ChunkKV:
-    """The chunk of `to_bytes`, in memory of its own. Raises ChunkFault."""
+def from_bytes(data: bytes, key: str, model: str, exact: bool = False) -> ChunkKV:
+    """The chunk of `to_bytes`, in memory of its own. Raises ChunkFault, with `exact` also where it was rounded."""
     if len(data) < _CHECKSUM.size:
         raise ChunkFault("truncated", f"it has {len(data)} bytes")
     start = _CHECKSUM.size + _CHECKSUM.unpack_from(data)[0]
-    header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model)
+    header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model, exact)
     layout = header.layout
     if len(data) - start != layout.payload_bytes:
         raise ChunkFault("truncated", f"it has {len(data) - start} bytes of KV instead of {layout.payload_bytes}")
