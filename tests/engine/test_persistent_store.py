@@ -200,6 +200,22 @@ def test_rounded_chunks_of_others_are_no_chunks_for_an_engine_that_does_not_roun
         store_of(llm).close()
 
 
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_recomputing_everything_recomputes_what_was_rounded(tmp_path: Path, stored: str) -> None:
+    """The prefix too, which stands where it was encoded and is exact otherwise."""
+    everything: dict[str, Any] = {"chunk_store_format": stored, "blend_recompute_ratio": 1.0}
+    writing = persistent(tmp_path, **everything)
+    run(writing, tiny_prompt(), PARAMS)
+    cold(writing)
+    reading = persistent(tmp_path, **everything)
+    [output] = run(reading, tiny_prompt(), PARAMS)
+    assert metrics(reading)["chunk_store_disk_hits"] == PIECES
+    assert output.blend is not None and output.blend.num_exact_tokens == 0
+    with engine(TINY) as llm:
+        [full] = run(llm, tiny_prompt(), PARAMS)
+    assert_same_logprobs(output, full)
+
+
 def test_others_go_on_while_chunks_are_loaded(tmp_path: Path) -> None:
     llm = persistent(tmp_path)
     inner = llm.llm_engine

@@ -49,8 +49,11 @@ class ChunkComposer:
         num_layers: int,
         bytes_per_token: int,
         controller: LoadingController | None = None,
+        rounds: bool = False,
     ) -> None:
+        """`rounds`: whether chunks of the store may come back with fewer bits than they were computed with."""
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
+        self.rounds = rounds
         self.bytes_per_token, self.controller = bytes_per_token, controller
         self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
         self.num_encoded = 0
@@ -332,6 +335,8 @@ class ChunkComposer:
         plan = None  # nothing is reused but perhaps the prefix, which is the prefix cache's business
         if composition.chunks:
             plan = self._controlled(self._plan(composition.parsed, segments), composition.parsed)
+            if self.rounds and plan.ratio >= 1:  # a prefix that stands where it was encoded is exact but for its bits
+                plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         for request in composition.requests:
             request.blend, request.blocked = plan, False
             if composition.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request
