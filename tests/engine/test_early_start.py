@@ -104,6 +104,21 @@ def test_a_prompt_runs_while_its_layers_are_read(
     assert_empty(llm)
 
 
+def test_what_arrives_for_an_aborted_prompt_is_in_nobodys_way(tmp_path: Path) -> None:
+    prompt = tiny_prompt(blend_selector="none")
+    llm = stored(tmp_path, prompt)
+    engine = llm.llm_engine
+    engine.add_request("aborted", prompt, PARAMS)
+    while not engine.step():
+        pass
+    assert metrics(llm)["prompts_started_early"] == 1
+    engine.abort_request("aborted")
+    assert engine.composer.is_loading and engine.get_num_unfinished_requests() == 0
+    [kv] = llm.encode_chunks("", [[5, 6, 7]])
+    assert kv.num_tokens == 3
+    assert_empty(llm)
+
+
 FAULTS = {
     "damaged": ChunkFault("damaged", "the checksum of layer 1 differs"),
     "vanished": ChunkFault("vanished", "the segment is gone"),

@@ -252,7 +252,7 @@ class LLMEngine:
         Computes what the chunk store does not have and leaves it there. Raises ValueError or TypeError for bad pieces,
         and RuntimeError while requests are unfinished: their outputs would be lost.
         """
-        if self.has_unfinished_requests():
+        if self.scheduler.has_requests or self._groups:  # chunks may still arrive that nobody waits for any more
             raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
         return run_encodings(self, parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size))
 
