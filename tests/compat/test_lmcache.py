@@ -272,6 +272,13 @@ def test_plain_strings_are_split_at_the_separator(llm: LLM) -> None:
         assert output.prompt == (form if isinstance(form, str) else form["prompt"])
 
 
+def test_an_output_shows_the_prompt_that_was_given(llm: LLM) -> None:
+    """Also where separators stand at its ends only, and nothing is blended."""
+    for prompt in (SEPARATOR + "Where?", append_separator("Where?"), "Where?"):
+        [output] = run(llm, prompt, PARAMS)
+        assert output.prompt == prompt and output.prompt_token_ids == ids(llm, ["Where?"])
+
+
 def test_other_prompts_are_left_alone(llm: LLM) -> None:
     instruction, (a, _, _, _), question = texts()
     chunked = {"prefix": instruction, "chunks": [a], "suffix": question}

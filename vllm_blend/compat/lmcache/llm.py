@@ -58,9 +58,9 @@ class LLM(BlendLLM):
         composed = [prompt if each is None else self._compose(each) for prompt, each in zip(batch, pieces, strict=True)]
         outputs = super().generate(composed, sampling_params, use_tqdm)
         self._remember(piece for each in pieces for piece in each or ())
-        for output, prompt in zip(outputs, batch, strict=True):
-            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-            output.prompt = str(text) if output.prompt is None and isinstance(text, str) else output.prompt
+        for output, prompt, each in zip(outputs, batch, pieces, strict=True):
+            text = prompt.get("prompt", "") if isinstance(prompt, dict) else prompt
+            output.prompt = output.prompt if each is None else str(text)
         return outputs
 
     def chat(
