@@ -148,6 +148,43 @@ def open_on_a_full_disk(folder: Path, count: int) -> None:
         all_right(store, count)
 
 
+def open_what_filled_its_disk(connection: Connection, folder: Path) -> None:
+    """A log of the index that found no room to be folded into it takes what chunks left: the next process cannot
+    change the index, and reads."""
+    try:
+        mount_small_disk(folder)
+    except OSError as error:
+        connection.send(("refused", str(error)))
+        return
+    try:
+        with open_store(folder, BUDGET, retry_seconds=1e-9, num_threads=2) as store:
+            for number in range(DISK + 200):
+                store.put(key(number), sized(1))
+            count = len(store)
+            assert store.tally.refused["failed"] > 100 and count > DISK // 4
+        heard = Heard()
+        with open_store(folder, BUDGET, num_threads=2) as store:
+            assert len(store) == count
+            for number in range(0, count, 7):
+                assert same(store.get(key(number)), sized(1)), number
+            store.put(key(9999), sized(CHUNK))
+            assert store.get(key(9999)) is None
+        assert any("the disk is full" in message for message in heard.messages), heard.messages
+        connection.send(("done", None))
+    except BaseException as error:
+        import traceback
+
+        connection.send(("failed", "".join(traceback.format_exception(error))))
+
+
+def test_a_store_that_filled_its_disk_is_opened_again(tmp_path):
+    with Child(open_what_filled_its_disk, tmp_path) as child:
+        outcome, detail = child.receive()
+    if outcome == "refused":
+        pytest.skip(f"no tmpfs of its own: {detail}")
+    assert outcome == "done", detail
+
+
 def run(folder: Path, mount: bool) -> str | None:
     """Why the small disk was refused, if it was."""
     with Child(use_a_full_disk, folder, mount) as child:

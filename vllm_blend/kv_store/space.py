@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 
 import torch
@@ -56,7 +57,13 @@ class DiskSpace:
             self.index = _open_index(folder, self.files, timeout)
             with self.index.transaction():
                 self.files.unlink_others(self.index.segments())
-        self._clear_away()
+        try:
+            self._clear_away()
+        except (OSError, sqlite3.Error) as error:
+            if not _is_full(error):
+                raise
+            # What is stored can be read, and nothing is written before there is room again.
+            logger.warning("%s: the disk is full (%s): what dead processes left stays there for now", folder, error)
 
     def close(self) -> None:
         self.index.close()
@@ -257,6 +264,10 @@ def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
         _unlink_index(path)
         files.unlink_others([])
         return Index(path, timeout)
+
+
+def _is_full(error: Exception) -> bool:
+    return error.errno == ENOSPC if isinstance(error, OSError) else "full" in str(error)
 
 
 def _unlink_index(path: Path) -> None:
