@@ -139,6 +139,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         main()
     assert "holds no chunk store" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["export_folder", str(tmp_path / "store"), str(tmp_path / "file" / "pt")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "file/pt not written: " in capsys.readouterr().err
 
 
 def test_a_fingerprint_must_fit_the_digest(tmp_path: Path) -> None:

@@ -62,9 +62,11 @@ def test_the_command(
     monkeypatch.setattr(sys, "argv", ["import_folder", str(source), str(tmp_path / "store"), "--format", "int8"])
     main()
     assert capsys.readouterr().out == "4 stored\n"
+    (tmp_path / "file").touch()
     for arguments, message in (
         ([str(tmp_path / "nothing"), "x"], "holds no chunk"),
         ([str(source), "x", "--gib", "0"], "must be positive"),
+        ([str(source), str(tmp_path / "file" / "store")], "file/store cannot be used: "),
     ):
         monkeypatch.setattr(sys, "argv", ["import_folder", *arguments])
         with pytest.raises(SystemExit):

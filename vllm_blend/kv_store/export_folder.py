@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sqlite3
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -65,6 +66,8 @@ def main() -> None:
         counts = export_folder(args.path, args.target)
     except ValueError as error:
         parser.error(str(error))
+    except (OSError, sqlite3.Error) as error:
+        parser.exit(1, f"{parser.prog}: error: {args.path} cannot be read or {args.target} not written: {error}\n")
     print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "the store is empty")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sqlite3
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
     folders = sorted(path.parent for path in source.rglob(METADATA))
     if not folders:
         raise ValueError(
-            f"{source} holds no chunk ({METADATA}): give the folder that stage 1 of the pipeline has written"
+            f"{source} holds no chunk ({METADATA}): give the folder that stage 2 of the pipeline has written"
         )
     counts: Counter[str] = Counter()
     stores: dict[str, DiskChunkStore] = {}
@@ -69,6 +70,8 @@ def main() -> None:
         counts = import_folder(args.source, DiskStoreConfig(args.path, int(args.gib * 2**30), NO_MODEL, args.format))
     except ValueError as error:
         parser.error(str(error))
+    except (OSError, sqlite3.Error) as error:
+        parser.exit(1, f"{parser.prog}: error: the store in {args.path} cannot be used: {error}\n")
     print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
 
 
