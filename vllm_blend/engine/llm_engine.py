@@ -82,7 +82,8 @@ class LLMEngine:
         self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
         self.router = OutputRouter(self)
         sizes = (worker.num_layers, bytes_per_token(worker))
-        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, *sizes, self.controller)
+        rounds = config.chunk_store.format != "auto"
+        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, *sizes, self.controller, rounds)
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
