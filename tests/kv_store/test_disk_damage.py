@@ -167,6 +167,20 @@ def test_a_row_that_points_elsewhere_is_a_miss_and_harms_no_other_chunk(folder, 
         check_one_lost(store, 3, "truncated", caplog)
 
 
+def test_a_row_of_another_size_than_its_header_is_a_miss_and_harms_no_other_chunk(folder, caplog):
+    with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
+        index.execute("UPDATE chunks SET bytes = bytes - 4096 WHERE key = ?", (key(3),))
+        index.execute("UPDATE totals SET bytes = bytes - 4096")
+    index.close()
+    with open_store(folder) as store:
+        assert store.get(key(3)) is None
+        assert store.tally.misses == {"damaged": 1} and caplog.text.count(WARNING) == 1
+        for number in set(range(COUNT)) - {3}:
+            assert same(store.get(key(number)), chunk(key(number)))
+        store.put(key(3), chunk(key(3)))
+        assert same(store.get(key(3)), chunk(key(3)))
+
+
 @pytest.mark.parametrize(
     "statement",
     [
