@@ -9,20 +9,14 @@ from vllm_blend.blend.selectors.key_deviation import KeyDeviation
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.blend.selectors.simple import Full, NoRecompute, Random
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
+from vllm_blend.registry import enter
 
 SELECTORS: dict[str, type[Selector]] = {}
 
 
 def register_selector(selector: type[Selector]) -> type[Selector]:
     """Make a selector usable by its `name`. Works as a decorator on a user's own class."""
-    name = getattr(selector, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{selector.__name__} needs a class attribute `name`: it is what users select it by")
-    known = SELECTORS.get(name)
-    if known is not None and known is not selector:
-        raise ValueError(f"a selector named {name!r} is registered already ({known.__name__}): choose another name")
-    SELECTORS[name] = selector
-    return selector
+    return enter(SELECTORS, "selector", selector)
 
 
 def make_selector(name: str) -> Selector:

@@ -7,20 +7,14 @@ from vllm_blend.offload.predictors.base import Evidence, LooksAt, PromotionPredi
 from vllm_blend.offload.predictors.draft_union import DraftUnion
 from vllm_blend.offload.predictors.query_digest import QueryDigest
 from vllm_blend.offload.predictors.retrieval_rank import RetrievalRank
+from vllm_blend.registry import enter
 
 PREDICTORS: dict[str, type[PromotionPredictor]] = {}
 
 
 def register_predictor(predictor: type[PromotionPredictor]) -> type[PromotionPredictor]:
     """Make a predictor usable by its `name`. Works as a decorator on a user's own class."""
-    name = getattr(predictor, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{predictor.__name__} needs a class attribute `name`: it is what users select it by")
-    known = PREDICTORS.get(name)
-    if known is not None and known is not predictor:
-        raise ValueError(f"a predictor named {name!r} is registered already ({known.__name__}): choose another name")
-    PREDICTORS[name] = predictor
-    return predictor
+    return enter(PREDICTORS, "predictor", predictor)
 
 
 def make_predictor(name: str) -> PromotionPredictor:

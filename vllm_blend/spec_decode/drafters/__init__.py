@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from vllm_blend.registry import enter
 from vllm_blend.spec_decode.drafters.base import Drafter, History
 from vllm_blend.spec_decode.drafters.ngram import NGram
 from vllm_blend.spec_decode.drafters.suffix import Suffix
@@ -14,14 +15,7 @@ DRAFTERS: dict[str, type[Drafter]] = {}
 
 def register_drafter(drafter: type[Drafter]) -> type[Drafter]:
     """Make a drafter usable by its `name`. Works as a decorator on a user's own class."""
-    name = getattr(drafter, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{drafter.__name__} needs a class attribute `name`: it is what users select it by")
-    known = DRAFTERS.get(name)
-    if known is not None and known is not drafter:
-        raise ValueError(f"a drafter named {name!r} is registered already ({known.__name__}): choose another name")
-    DRAFTERS[name] = drafter
-    return drafter
+    return enter(DRAFTERS, "drafter", drafter)
 
 
 def make_drafter(method: str, **settings: Any) -> Drafter:
