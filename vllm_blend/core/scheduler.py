@@ -111,10 +111,7 @@ class Scheduler:
     def send_back(self, requests: Sequence[Request]) -> None:
         """Take the pages of running requests and have them wait again, before all others."""
         for request in reversed(requests):
-            self.running.remove(request)
-            self._release(request)
-            request.status = RequestStatus.PREEMPTED
-            self.waiting.appendleft(request)
+            self._wait_again(request)
 
     def advance(self, output: SchedulerOutput) -> None:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
@@ -261,10 +258,7 @@ class Scheduler:
         again."""
         for request in self._uncopied:
             if request in self.running:
-                self.running.remove(request)
-                self._release(request)
-                request.status = RequestStatus.PREEMPTED
-                self.waiting.appendleft(request)
+                self._wait_again(request)
         self._uncopied.clear()
 
     def _retain(self, request: Request, composition: CompositionKey) -> None:
@@ -309,12 +303,16 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+        self._wait_again(request)
+        output.preempted.append(request)
+        self.num_preemptions += 1
+
+    def _wait_again(self, request: Request) -> None:
+        """Take the pages of a running request and have it wait, before all others."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
-        output.preempted.append(request)
-        self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
         held = request.block_table if request.residency is None else request.residency.device_table()
