@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -10,6 +11,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fill(target: torch.Tensor, values: np.ndarray) -> None:
+    """Write host values to a tensor that stays where it is; through pinned memory to a GPU, as `to_device`."""
+    tensor = torch.from_numpy(values)
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
 
 
 class HostCopy:

@@ -18,9 +18,10 @@ from torch import nn
 from vllm_blend.attention.cascade import CascadeBackend, CascadeData, CascadeStep, Level
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
-from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.host_copy import fill, to_device
 from vllm_blend.worker.batch import Drawn, Span, decode_row
 from vllm_blend.worker.cascade import CascadePlanner
+from vllm_blend.worker.cuda_graphs import capture
 from vllm_blend.worker.kv_cache import KVCache
 
 MAX_GROUPS = 8
@@ -166,22 +167,14 @@ def _fill(buffers: _Buffers, spans: Sequence[Span], groups: Groups, block_size: 
         tables[index, :blocks] = spans[row_index].request.block_table[:blocks]
         starts[index] = row_index
         row_index += members
-    _send(rows, buffers.rows)
+    fill(buffers.rows, rows)
     if (rows[3] >= 0).any():
         drawn.feed_into(buffers.rows[0], buffers.rows[3], rows[3])
-    _send(own, buffers.own_tables[:, :width])
-    _send(tables, buffers.shared_tables[:, : tables.shape[1]])
-    _send(starts, buffers.starts)
-
-
-def _send(array: np.ndarray, target: torch.Tensor) -> None:
-    tensor = torch.from_numpy(array)
-    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+    fill(buffers.own_tables[:, :width], own)
+    fill(buffers.shared_tables[:, : tables.shape[1]], tables)
+    fill(buffers.starts, starts)
 
 
 def _cuda_graph(work: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
-    work()  # lazy initialisation must not be captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        logits = work()
+    graph, logits = capture(work, pool)
     return graph.replay, logits

@@ -14,6 +14,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.offload.attention import QueryTap
+from vllm_blend.ops.host_copy import fill
 from vllm_blend.worker.batch import Drawn, Span, decode_row, single_rows
 from vllm_blend.worker.kv_cache import KVCache
 
@@ -85,11 +86,11 @@ class DecodeGraphs:
         rows[:4, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
         rows[4] = rows[1]
         rows[1, :count] -= [span.num_missing_blocks * block_size for span in spans]
-        graph.rows.copy_(torch.from_numpy(rows).pin_memory(), non_blocking=True)
+        fill(graph.rows, rows)
         if (rows[3] >= 0).any():
             drawn.feed_into(graph.rows[0], graph.rows[3], rows[3])
         if not np.array_equal(graph.sent_tables[:, :width], tables):  # they change when a request needs another block
-            graph.block_tables[:, :width].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
+            fill(graph.block_tables[:, :width], tables)
             graph.sent_tables[:, :width] = tables
         graph.graph.replay()
         self.tap = None if graph.tap is None else graph.tap.by_request(starts)
@@ -108,13 +109,11 @@ class DecodeGraphs:
             with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, hooks)):
                 return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
 
-        graph, logits = capture(step, device, pool)
+        graph, logits = capture(step, pool)
         return _Graph(graph, rows, tables, np.zeros(tables.shape, np.int32), logits, tap)
 
 
-def capture(
-    work: Callable[[], torch.Tensor], device: torch.device, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def capture(work: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of `work`, and the tensor that it fills at every replay."""
     # Outside the graph first: lazy initialisation must not be captured. And on the stream that there is: cuBLAS keeps a
     # workspace for every stream it has seen, 32 MiB on an H200.

@@ -104,5 +104,5 @@ class QuestionGraphs:
                 self.model(rows[0])
             return hook.masses()[0]
 
-        graph, mass = capture(measure, device, pool)
+        graph, mass = capture(measure, pool)
         return _Graph(graph, inputs, mass)
