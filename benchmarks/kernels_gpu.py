@@ -209,7 +209,7 @@ def place_case(tokens: int, layers: int) -> None:
         flat[0].index_copy_(1, slots, rotate(k, cos, sin))
         flat[1].index_copy_(1, slots, v)
 
-    ours = time_ms(lambda i: cuda.place_chunk(k, v, cos, sin, pointers[0], pointers[1], keys[0], slots), 2)
+    ours = time_ms(lambda i: cuda.place_chunks([(k, v)], cos, sin, *pointers, keys[0], slots), 2)
     placed = flat[0][:, slots]
     other = time_ms(plain, 2, 5)
     report(f"place_chunk {layers} x {tokens}", 8 * k.numel(), ours, other, relative(placed, flat[0][:, slots]))

@@ -37,7 +37,7 @@ def test_place_chunk(head_dim: int, half: int, dtype: torch.dtype) -> None:
     slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
     slots[5] = -1
     cos, sin = (t[torch.randint(0, 1000, (tokens,))] for t in tables(1000, half))
-    cuda.place_chunk(k, v, cos, sin, cuda.cache_pointers(keys), cuda.cache_pointers(values), keys[0], slots)
+    cuda.place_chunks([(k, v)], cos, sin, cuda.cache_pointers(keys), cuda.cache_pointers(values), keys[0], slots)
     kept = slots >= 0
     for layer in range(layers):
         placed, placed_v = (c[layer].view(-1, kv_heads, head_dim) for c in (keys, values))

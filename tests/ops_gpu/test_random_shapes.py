@@ -94,7 +94,7 @@ def test_place_chunk(shape: Shape, tokens: int, layers: int, share: int, skipped
     at_positions = torch.randint(1000, (tokens,), generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
     cos, sin = (table[at_positions] for table in tables(1000, half))
     pointers = cuda.cache_pointers(keys), cuda.cache_pointers(values)
-    cuda.place_chunk(k, v, cos, sin, *pointers, keys[0], slots)
+    cuda.place_chunks([(k, v)], cos, sin, *pointers, keys[0], slots)
     kept = slots >= 0
     for layer in range(layers):
         expected = rotate64(k[layer], cos, sin)[kept]

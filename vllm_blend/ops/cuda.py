@@ -217,22 +217,8 @@ def _make_cache(key: torch.Tensor, value: torch.Tensor) -> CacheView:
 
 
 def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
-    """The addresses of per-layer caches on their device, for `place_chunk`. Made once: this copies to the device."""
+    """The addresses of per-layer caches on their device, for `place_chunks`. Made once: this copies to the device."""
     return torch.tensor([c.data_ptr() for c in caches], dtype=torch.int64, device=caches[0].device)
-
-
-def place_chunk(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_pointers: torch.Tensor,
-    value_pointers: torch.Tensor,
-    layer_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """`place_chunks` of one."""
-    place_chunks([(k, v)], cos, sin, key_pointers, value_pointers, layer_cache, slot_mapping)
 
 
 def place_chunks(
