@@ -17,7 +17,7 @@ import torch
 from vllm_blend import ops
 from vllm_blend.attention.hybrid import part_of
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.ops.host_copy import to_device
+from vllm_blend.attention.runs import to_device
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _own(whole: AttentionMetadata, starts: np.ndarray, counts: Sequence[int], bl
     skipped = starts * block_size
     return replace(
         whole,
-        positions=whole.positions - to_device(torch.from_numpy(np.repeat(skipped, counts)), device),
-        block_tables=whole.block_tables.gather(1, to_device(torch.from_numpy(columns), device)).contiguous(),
+        positions=whole.positions - to_device(np.repeat(skipped, counts), device),
+        block_tables=whole.block_tables.gather(1, to_device(columns, device)).contiguous(),
         seq_lens=[n - skip for n, skip in zip(whole.seq_lens, skipped.tolist(), strict=True)],
         device_query_start_loc=None,
         rope_positions=None,
@@ -107,18 +107,14 @@ def _level(
     counts = [sum(offsets[request][1] for request in segment.requests) for segment in segments]
     width = max(segment.stop_block - segment.first_block for segment in segments)
     columns = np.array([np.minimum(s.first_block + np.arange(width), s.stop_block - 1) for s in segments])
-    owners = to_device(torch.tensor([segment.requests[0] for segment in segments]), device)
+    owners = to_device(np.array([segment.requests[0] for segment in segments]), device)
     in_order = len(rows) == sum(count for _, count in offsets.values()) and bool((np.diff(rows) == 1).all())
     return Level(
-        rows=None if in_order else to_device(torch.from_numpy(rows), device),
+        rows=None if in_order else to_device(rows, device),
         metadata=AttentionMetadata(
-            positions=to_device(
-                torch.from_numpy(np.repeat(np.array(lengths) - 1, counts)), device
-            ),  # all keys are seen
+            positions=to_device(np.repeat(np.array(lengths) - 1, counts), device),  # all keys are seen
             slot_mapping=metadata.slot_mapping[:0],
-            block_tables=metadata.block_tables[owners]
-            .gather(1, to_device(torch.from_numpy(columns), device))
-            .contiguous(),
+            block_tables=metadata.block_tables[owners].gather(1, to_device(columns, device)).contiguous(),
             query_start_loc=[0, *accumulate(counts)],
             seq_lens=lengths,
         ),

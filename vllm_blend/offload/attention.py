@@ -14,6 +14,7 @@ from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, L
 from vllm_blend.config import OffloadConfig
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.predictors import LooksAt, make_predictor
+from vllm_blend.ops.host_copy import HostCopy
 
 NUM_TAPPED_LAYERS = 4
 
@@ -78,14 +79,12 @@ class ExactBackend(AttentionBackend):
             out[rows] = self.inner.attend(q[rows], cache, split.whole.metadata, scale, sliding_window)
         rows = split.parted.rows
         own = q[rows]
-        travelling, arrived = _to_host(own)
+        travelling = HostCopy(own)
         here, here_lse = self.inner.attend_with_lse(own, cache, split.parted.metadata, scale)
-        if arrived is not None:
-            arrived.synchronize()
         layer = self._layer_of[id(cache)]
         starts, keys = split.parted.metadata.query_start_loc, self.host.layer(layer)
         there, there_lse = ops.attention_states(
-            travelling, *keys, split.positions, split.tables, starts, split.seq_lens, scale
+            travelling.wait(), *keys, split.positions, split.tables, starts, split.seq_lens, scale
         )
         there = there.to(here.dtype).to(q.device, non_blocking=True)
         out[rows] = ops.merge_states(here, here_lse, there, there_lse.to(q.device, non_blocking=True))[0]
@@ -115,17 +114,6 @@ class ExactBackend(AttentionBackend):
             row[: len(self.missing[request])] = torch.tensor(self.missing[request])
         positions = torch.tensor(lengths, dtype=torch.int64).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
         return _Split(_part(whole, metadata), _part(parted, metadata), positions, tables, lengths)
-
-
-def _to_host(q: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """q on the host, once the event (None: already) has happened."""
-    if q.is_cpu:
-        return q, None
-    copy = torch.empty(q.shape, dtype=q.dtype, pin_memory=True)
-    copy.copy_(q, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(q.device))
-    return copy, arrived
 
 
 def _part(requests: list[int], metadata: AttentionMetadata) -> _Part | None:
