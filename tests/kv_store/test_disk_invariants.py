@@ -26,6 +26,7 @@ class Version:
     pages: int
     bytes: int
     cost: float
+    segment: str
     live: bool = True
     frequency: int = 1
     priority: float = 0.0
@@ -74,12 +75,14 @@ class SharedFolder(RuleBasedStateMachine):
             return
         for version in leaving:
             self.clock = max(self.clock, version.priority if version.live else 0.0)
-            self.versions.remove(version)
-        if old is not None and old in self.versions:
-            self.give_up(old)
-        new = Version(number, pages, size, cost)
+            self.space_back(version)
+        entry = self.stores[who].space.index.find(key(number))
+        assert entry is not None
+        new = Version(number, pages, size, cost, entry.extent.segment)
         new.priority = self.clock + cost / size
         self.versions.append(new)
+        if old is not None and old in self.versions:
+            self.give_up(old)
 
     @rule(who=WHO, number=NUMBERS)
     def get(self, who: int, number: int) -> None:
@@ -140,7 +143,15 @@ class SharedFolder(RuleBasedStateMachine):
     def give_up(self, version: Version) -> None:
         version.live = False
         if not self.pinned(version):
+            self.space_back(version)
+
+    def space_back(self, version: Version) -> None:
+        """A segment goes as a whole when nothing is left in it but what was given up and nobody holds any more."""
+        if version in self.versions:
             self.versions.remove(version)
+        others = [other for other in self.versions if other.segment == version.segment]
+        if not any(other.live or self.pinned(other) for other in others):
+            self.versions = [other for other in self.versions if other not in others]
 
     def use(self, version: Version) -> None:
         version.frequency += 1
