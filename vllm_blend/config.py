@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from vllm_blend.kv_compress.config import KVCompressConfig
 from vllm_blend.spec_decode.config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -332,6 +333,7 @@ class EngineConfig:
     chunk_store: ChunkStoreConfig = field(default_factory=ChunkStoreConfig)
     speculative: SpeculativeConfig | None = None
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv_compress: KVCompressConfig = field(default_factory=KVCompressConfig)
     attention_backend: str = "auto"
     cascade_attention: bool = False  # attend pages that several requests of a step share once for all of them
     tensor_parallel_size: int = 1
@@ -347,6 +349,16 @@ class EngineConfig:
             f"cascade_attention and offload_mode={self.offload.mode!r} exclude each other, as pages that move are no "
             "longer shared: leave one of them out",
         )
+        for name, used in (
+            ("speculative_config", self.speculative is not None),
+            ("offload_mode", self.offload.mode is not None),
+            ("cascade_attention", self.cascade_attention),
+        ):
+            require(
+                not (self.kv_compress.enable_kvc and used),
+                f"enable_kvc and {name} exclude each other, as pages of single heads can neither be verified against "
+                "drafts, nor moved by chunk, nor shared: leave one of them out",
+            )
         for name, given in (
             ("chunk_store_path", self.chunk_store.path),
             ("chunk_store_url", self.chunk_store.url),

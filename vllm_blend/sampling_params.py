@@ -11,6 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+_COMPRESSION = (
+    "target_compression_rate",
+    "max_cache_tokens",
+    "protected_window_size",
+    "num_sinks",
+    "compress_once",
+)
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
 
@@ -38,6 +45,8 @@ class SamplingParams:
     include_stop_str_in_output: keep the matched stop string at the end of the text.
     logit_bias: token id -> number added to its logit. allowed_token_ids: the only tokens that may be generated.
     bad_words: strings that are never completed, with or without a space before them.
+    target_compression_rate, max_cache_tokens, protected_window_size, num_sinks, compress_once: with `enable_kvc`, how
+        much of this request's KV is kept; None: as the engine was told (see `CompressionSettings`).
 
     Raises ValueError or TypeError naming the field, its value and the fix.
     """
@@ -65,6 +74,11 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    target_compression_rate: float | None = None
+    max_cache_tokens: int | None = None
+    protected_window_size: int | None = None
+    num_sinks: int | None = None
+    compress_once: bool | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1)
@@ -112,6 +126,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def compression(self) -> dict[str, Any]:
+        """What is asked for about the compression of the KV, None where nothing is."""
+        return {name: getattr(self, name) for name in _COMPRESSION}
 
     def clone(self) -> SamplingParams:
         """A deep copy."""

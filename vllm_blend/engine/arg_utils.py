@@ -20,6 +20,7 @@ from vllm_blend.config import (
     SchedulerConfig,
 )
 from vllm_blend.engine.cli_args import add_flags, given
+from vllm_blend.kv_compress.config import Aggregation, Allocation, CompressionSettings, KVCompressConfig
 from vllm_blend.spec_decode.config import SpeculativeConfig
 
 _HELP = {
@@ -59,12 +60,27 @@ _HELP = {
     "offload_predictor": "rule that chooses the chunks to bring back",
     "offload_bytes_per_step": "the most that a step may copy to and from the device",
     "offload_host_gib": "host memory for chunks off the device",
+    "enable_kvc": "evict KV by head (KV-Compress) and free its pages",
+    "target_compression_rate": "share of a request's KVs that is kept, in (0, 1]",
+    "max_cache_tokens": "the same as a number of tokens",
+    "protected_window_size": "tokens at the end of a request that are never evicted",
+    "num_sinks": "tokens at its beginning that are never evicted",
+    "compress_once": "compress a request once, and not again as it grows",
+    "kvc_interval": "steps between two compressions",
+    "new_token_limit": "compress earlier when this many tokens have been appended to all requests",
+    "max_kv_per_compression": "KVs that are sorted at a time",
+    "metric_collection_buffer_size": "a query does not count for this many keys before it",
+    "prefill_metric_collection_window_size": "queries at the end of a prompt that are looked at",
+    "kvc_metric": "what a KV is worth: kv_compress, snapkv, expected_attention, keydiff, knorm, streaming_llm or random",
+    "metric_aggregation": "how kv_compress sums up attention: L1-sum, L1-avg, L2-sum or L2-avg",
+    "kvc_allocation": "who competes for the kept pages: global (all heads), layer (Ada-KV) or head (all keep as many)",
 }
 
 
 @dataclass
 class EngineArgs:
-    """vLLM's engine arguments, and the `blend_*` and `chunk_store_*` ones (see `BlendConfig`, `ChunkStoreConfig`).
+    """vLLM's engine arguments, and the `blend_*`, `chunk_store_*` and KV-Compress ones (see `BlendConfig`,
+    `ChunkStoreConfig`, `KVCompressConfig`).
     Unknown names are a TypeError from Python."""
 
     model: str
@@ -110,6 +126,20 @@ class EngineArgs:
     offload_predictor: str = "query_digest"
     offload_bytes_per_step: int = 64 << 20
     offload_host_gib: float = 4.0
+    enable_kvc: bool = False
+    target_compression_rate: float | None = None
+    max_cache_tokens: int | None = None
+    protected_window_size: int = 32
+    num_sinks: int = 4
+    compress_once: bool = False
+    kvc_interval: int = 16
+    new_token_limit: int | None = None
+    max_kv_per_compression: int = 1 << 24
+    metric_collection_buffer_size: int = 0
+    prefill_metric_collection_window_size: int = 32
+    kvc_metric: str = "kv_compress"
+    metric_aggregation: Aggregation = "L2-sum"
+    kvc_allocation: Allocation = "global"
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -173,6 +203,24 @@ class EngineArgs:
                 predictor=self.offload_predictor,
                 bytes_per_step=self.offload_bytes_per_step,
                 host_gib=self.offload_host_gib,
+            ),
+            kv_compress=KVCompressConfig(
+                enable_kvc=self.enable_kvc,
+                settings=CompressionSettings(
+                    target_compression_rate=self.target_compression_rate,
+                    max_cache_tokens=self.max_cache_tokens,
+                    protected_window_size=self.protected_window_size,
+                    num_sinks=self.num_sinks,
+                    compress_once=self.compress_once,
+                ),
+                kvc_interval=self.kvc_interval,
+                new_token_limit=self.new_token_limit,
+                max_kv_per_compression=self.max_kv_per_compression,
+                metric_collection_buffer_size=self.metric_collection_buffer_size,
+                prefill_metric_collection_window_size=self.prefill_metric_collection_window_size,
+                kvc_metric=self.kvc_metric,
+                metric_aggregation=self.metric_aggregation,
+                kvc_allocation=self.kvc_allocation,
             ),
             attention_backend=self.attention_backend,
             cascade_attention=self.cascade_attention,

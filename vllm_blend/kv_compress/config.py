@@ -1,0 +1,152 @@
+"""How much of a request's KV is kept, which of it, and when the rest is evicted, as users say it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Allocation = Literal["global", "layer", "head"]
+Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """What one request keeps. A field that is None is not limited.
+
+    `target_compression_rate` is the kept share of a request's KVs, in (0, 1]; `max_cache_tokens` the number of tokens
+    that the KVs it keeps would make up if every head kept as many. The last `protected_window_size` tokens and the
+    first `num_sinks` are never evicted.
+    """
+
+    target_compression_rate: float | None = None
+    max_cache_tokens: int | None = None
+    protected_window_size: int = 32
+    num_sinks: int = 4
+    compress_once: bool = False
+
+    def __post_init__(self) -> None:
+        rate, budget = self.target_compression_rate, self.max_cache_tokens
+        require(
+            rate is None or budget is None,
+            f"target_compression_rate={rate} and max_cache_tokens={budget} are both given: keep one of them",
+        )
+        require(
+            rate is None or (_is_number(rate) and 0 < rate <= 1),
+            f"target_compression_rate={rate!r} is the share of KVs that is kept: use a number in (0, 1]",
+        )
+        _count("protected_window_size", self.protected_window_size, 1)
+        _count("num_sinks", self.num_sinks, 0)
+        if budget is not None:
+            _count("max_cache_tokens", budget, 1)
+            least = self.protected_window_size + self.num_sinks
+            require(
+                budget >= least,
+                f"max_cache_tokens={budget} is below what is never evicted, protected_window_size="
+                f"{self.protected_window_size} and num_sinks={self.num_sinks} tokens: raise it, or lower these",
+            )
+        require(
+            isinstance(self.compress_once, bool), f"compress_once={self.compress_once!r} must be True or False"
+        )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may ever be evicted."""
+        return self.max_cache_tokens is not None or (self.target_compression_rate or 1.0) < 1.0
+
+    def kept_tokens(self, num_tokens: int) -> int:
+        """How many tokens' worth of KVs a request of `num_tokens` tokens keeps."""
+        if self.max_cache_tokens is not None:
+            return min(num_tokens, self.max_cache_tokens)
+        kept = math.ceil(num_tokens * (self.target_compression_rate or 1.0))
+        return min(num_tokens, max(kept, self.protected_window_size + self.num_sinks))
+
+
+@dataclass(frozen=True)
+class KVCompressConfig:
+    """KV-Compress (Rehg, 2024): per-head eviction that frees pages. Requests may have settings of their own, where
+    `enable_kvc` is given; the ones here are for those that say nothing.
+
+    `kvc_metric` says what a KV is worth, `kvc_allocation` who competes for the kept pages: all heads of all layers
+    ("global"), the heads of a layer ("layer", as in Ada-KV), or nobody ("head": each keeps as many). The last
+    `prefill_metric_collection_window_size` queries of a prompt are looked at; a query does not count for the keys
+    within `metric_collection_buffer_size` positions before it.
+
+    A request is compressed when its prompt has been computed, and again every `kvc_interval` steps, or when
+    `new_token_limit` tokens have been appended to all requests since the last time, or when pages run short. At most
+    `max_kv_per_compression` KVs are sorted at a time, but always those of one request.
+    """
+
+    enable_kvc: bool = False
+    settings: CompressionSettings = CompressionSettings()
+    kvc_interval: int = 16
+    new_token_limit: int | None = None
+    max_kv_per_compression: int = 1 << 24
+    metric_collection_buffer_size: int = 0
+    prefill_metric_collection_window_size: int = 32
+    kvc_metric: str = "kv_compress"
+    metric_aggregation: Aggregation = "L2-sum"
+    kvc_allocation: Allocation = "global"
+
+    def __post_init__(self) -> None:
+        given = self.settings.target_compression_rate, self.settings.max_cache_tokens
+        for name, value in zip(("target_compression_rate", "max_cache_tokens"), given, strict=True):
+            require(
+                self.enable_kvc or value is None,
+                f"{name}={value}, but the engine does not compress: give enable_kvc=True too, or leave it out",
+            )
+        _count("kvc_interval", self.kvc_interval, 1)
+        if self.new_token_limit is not None:
+            _count("new_token_limit", self.new_token_limit, 1)
+        _count("max_kv_per_compression", self.max_kv_per_compression, 1)
+        _count("metric_collection_buffer_size", self.metric_collection_buffer_size, 0)
+        _count("prefill_metric_collection_window_size", self.prefill_metric_collection_window_size, 1)
+        for name, value, known in (
+            ("metric_aggregation", self.metric_aggregation, get_args(Aggregation)),
+            ("kvc_allocation", self.kvc_allocation, get_args(Allocation)),
+        ):
+            require(value in known, f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+        self.check(self.settings)
+
+    def check(self, settings: CompressionSettings) -> None:
+        """Raises ValueError where a request's settings do not go with the engine's."""
+        require(
+            settings.protected_window_size >= self.metric_collection_buffer_size,
+            f"protected_window_size={settings.protected_window_size} is below metric_collection_buffer_size="
+            f"{self.metric_collection_buffer_size}: KVs that no query has counted for yet could be evicted; raise the "
+            "first, or lower the second",
+        )
+
+    def settings_of(self, wishes: dict[str, Any]) -> CompressionSettings:
+        """What holds for a request: its own wishes, where they are not None, before the engine's settings.
+
+        Raises ValueError naming the field and the fix.
+        """
+        given = {name: value for name, value in wishes.items() if value is not None}
+        if not given:
+            return self.settings
+        require(
+            self.enable_kvc,
+            f"the request has {', '.join(given)}, but the engine does not compress: give enable_kvc=True to the "
+            "engine, or leave them out",
+        )
+        base = dict(vars(self.settings))
+        if given.keys() & {"target_compression_rate", "max_cache_tokens"}:
+            base |= {"target_compression_rate": None, "max_cache_tokens": None}
+        settings = CompressionSettings(**(base | given))
+        self.check(settings)
+        return settings
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _count(name: str, value: Any, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")

@@ -1,0 +1,35 @@
+"""Where one request stands with its compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_blend.kv_compress.config import CompressionSettings
+
+
+@dataclass
+class CompressionState:
+    """Of a request whose KV may be evicted. Its prompt is computed in ordinary blocks; from the end of that on its KV
+    is in head pages, in the row `index` of the engine's `HeadTables`."""
+
+    settings: CompressionSettings
+    window: int = 0  # of the prompt's last queries, how many the metric looks at
+    # layer -> queries of the window as the steps compute them: first position -> (positions [m], q [m, heads, head_dim])
+    queries: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [kv_heads, tokens] float32
+    index: int | None = None  # None: in ordinary blocks
+    num_tokens: int = 0  # that the head pages hold, the evicted ones counted
+    num_compressions: int = 0  # that have evicted something
+
+    @property
+    def in_head_pages(self) -> bool:
+        return self.index is not None
+
+    def reset(self) -> None:
+        """The request gives its pages back, and is computed again from the start if it goes on."""
+        self.queries.clear()
+        self.scores.clear()
+        self.index = None
+        self.num_tokens = self.num_compressions = 0
