@@ -79,10 +79,15 @@ class ForwardContext:
     backend: AttentionBackend
     hooks: Sequence[LayerHook] = field(default_factory=tuple)
     num_outputs: Sequence[int] | None = None
+    by_layer: Sequence[AttentionMetadata] | None = None  # instead of `metadata`, where layers differ; nothing narrows
     computed: AttentionMetadata = field(init=False)  # of the rows whose K and V the last layer computed
 
     def __post_init__(self) -> None:
         self.computed = self.metadata
+
+    def of_layer(self, layer_idx: int) -> AttentionMetadata:
+        """What holds in a layer."""
+        return self.metadata if self.by_layer is None else self.by_layer[layer_idx]
 
     def narrow(self, kept: Kept) -> None:
         """Go on with the kept rows only."""

@@ -38,6 +38,10 @@ class AttentionMetadata:
     # [tokens] int64, where RoPE puts the tokens. None: at `positions`. They differ where blocks of a request are left
     # out of its block table: attention counts the keys that are there.
     rope_positions: torch.Tensor | None = None
+    # Each KV head of a request is a request here, with the query heads that share it: a row is one KV head of a token,
+    # q is [tokens * kv_heads, heads per KV head, head_dim], and the cache has one KV head. Tables and lengths then
+    # differ by head, and by layer.
+    per_head: bool = False
 
     @property
     def num_tokens(self) -> int:

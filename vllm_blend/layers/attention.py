@@ -42,10 +42,11 @@ class Attention(nn.Module):
         context = current_context()
         for hook in context.hooks:
             hook.before_layer(self.layer_idx)
-        cache, metadata = context.caches[self.layer_idx], context.metadata
-        q = q.view(-1, self.num_heads, self.head_dim)
-        k_unrotated = k.view(-1, self.num_kv_heads, self.head_dim)
-        v = v.view(-1, self.num_kv_heads, self.head_dim)
+        cache, metadata = context.caches[self.layer_idx], context.of_layer(self.layer_idx)
+        kv_heads = 1 if metadata.per_head else self.num_kv_heads
+        q = q.reshape(-1, kv_heads * self.num_heads // self.num_kv_heads, self.head_dim)
+        k_unrotated = k.reshape(-1, kv_heads, self.head_dim)
+        v = v.reshape(-1, kv_heads, self.head_dim)
         kept = None
         at = metadata.positions if metadata.rope_positions is None else metadata.rope_positions
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
