@@ -71,7 +71,7 @@ _HELP = {
     "max_kv_per_compression": "KVs that are sorted at a time",
     "metric_collection_buffer_size": "a query does not count for this many keys before it",
     "prefill_metric_collection_window_size": "queries at the end of a prompt that are looked at",
-    "kvc_metric": "what a KV is worth: kv_compress, snapkv, expected_attention, keydiff, knorm, streaming_llm or random",
+    "kvc_metric": "worth of a KV: kv_compress, snapkv, expected_attention, keydiff, knorm, streaming_llm or random",
     "metric_aggregation": "how kv_compress sums up attention: L1-sum, L1-avg, L2-sum or L2-avg",
     "kvc_allocation": "who competes for the kept pages: global (all heads), layer (Ada-KV) or head (all keep as many)",
 }

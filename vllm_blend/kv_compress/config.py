@@ -15,6 +15,15 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _count(name: str, value: Any, least: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")
+
+
 @dataclass(frozen=True)
 class CompressionSettings:
     """What one request keeps. A field that is None is not limited.
@@ -106,11 +115,11 @@ class KVCompressConfig:
         _count("max_kv_per_compression", self.max_kv_per_compression, 1)
         _count("metric_collection_buffer_size", self.metric_collection_buffer_size, 0)
         _count("prefill_metric_collection_window_size", self.prefill_metric_collection_window_size, 1)
-        for name, value, known in (
+        for name, choice, known in (
             ("metric_aggregation", self.metric_aggregation, get_args(Aggregation)),
             ("kvc_allocation", self.kvc_allocation, get_args(Allocation)),
         ):
-            require(value in known, f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+            require(choice in known, f"{name}={choice!r} is unknown: use one of {', '.join(map(repr, known))}")
         self.check(self.settings)
 
     def check(self, settings: CompressionSettings) -> None:
@@ -141,12 +150,3 @@ class KVCompressConfig:
         settings = CompressionSettings(**(base | given))
         self.check(settings)
         return settings
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _count(name: str, value: Any, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")

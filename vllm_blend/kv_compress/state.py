@@ -16,7 +16,8 @@ class CompressionState:
 
     settings: CompressionSettings
     window: int = 0  # of the prompt's last queries, how many the metric looks at
-    # layer -> queries of the window as the steps compute them: first position -> (positions [m], q [m, heads, head_dim])
+    # layer -> first position -> (positions [m], q [m, heads, head_dim]): the window's queries, by the steps that
+    # compute them
     queries: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     scores: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [kv_heads, tokens] float32
     index: int | None = None  # None: in ordinary blocks
