@@ -47,6 +47,8 @@ _HELP = {
     "blend_min_tokens": "contexts shorter than this are prefilled in full",
     "blend_chunk_cache_gib": "memory for stored chunk KV",
     "blend_chunk_device": "where stored chunk KV lives",
+    "blend_encoding_context": "what stands before a chunk when its KV is computed: prefix, bos, page, ordinal, ...",
+    "blend_ordinals": "numbers of filler passages before a chunk that variants of it are stored with",
     "speculative_config": 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 8}',
     "blend_controller": "recompute more where that hides behind loading, and compute what would load slower",
     "chunk_store_path": "folder in which chunk KV outlives the process",
@@ -113,6 +115,8 @@ class EngineArgs:
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
     blend_chunk_device: ChunkDevice = "auto"
+    blend_encoding_context: str = "prefix"
+    blend_ordinals: list[int] | None = None
     speculative_config: dict[str, Any] | None = None
     blend_controller: bool = False
     chunk_store_path: str | None = None
@@ -184,6 +188,8 @@ class EngineArgs:
                 min_tokens=self.blend_min_tokens,
                 chunk_cache_gib=self.blend_chunk_cache_gib,
                 chunk_device=self.blend_chunk_device,
+                encoding_context=self.blend_encoding_context,
+                ordinals=self.blend_ordinals,
                 controller=self.blend_controller,
             ),
             chunk_store=ChunkStoreConfig(

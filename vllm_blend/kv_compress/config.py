@@ -59,9 +59,7 @@ class CompressionSettings:
                 f"max_cache_tokens={budget} is below what is never evicted, protected_window_size="
                 f"{self.protected_window_size} and num_sinks={self.num_sinks} tokens: raise it, or lower these",
             )
-        require(
-            isinstance(self.compress_once, bool), f"compress_once={self.compress_once!r} must be True or False"
-        )
+        require(isinstance(self.compress_once, bool), f"compress_once={self.compress_once!r} must be True or False")
 
     @property
     def evicts(self) -> bool:
