@@ -1,0 +1,156 @@
+"""How much attention cached keys receive, per KV head: what the metrics of KV-Compress are made of (Rehg, 2024)."""
+
+from __future__ import annotations
+
+import torch
+
+TILE_ELEMENTS = 1 << 24  # probabilities that the twin of `window_sums` holds at a time: 64 MiB in float32
+
+
+def window_sums(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    n: int,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> torch.Tensor:
+    """What the first n keys of one request receive from w queries: [heads, n] float32, the sum over queries of
+    p ** power, for p the causal softmax probability that a query head gives a key.
+
+    q: [w, heads, head_dim] after RoPE, at query_positions [w] int64, in any order, each below n; key_cache:
+    [num_blocks, block_size, kv_heads, head_dim], whose blocks block_table [W] int32 hold the keys in order of position;
+    power: 1 or 2. A key nearer than `buffer` tokens (key position > query position - buffer) takes part in the softmax
+    but receives nothing. Raises IndexError for a block or position out of range (on a CPU), ValueError for tensors that
+    do not fit together.
+    """
+    _check_rule(power, buffer)
+    heads, head_dim = q.shape[1:]
+    kv_heads, cached_dim = key_cache.shape[2:]
+    if head_dim != cached_dim or heads % kv_heads:
+        raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv_heads} KV heads of {cached_dim}")
+    _expect(query_positions, "query_positions", torch.int64, (len(q),))
+    _expect(block_table, "block_table", torch.int32, tuple(block_table.shape))
+    if n > block_table.numel() * key_cache.shape[1]:
+        raise IndexError(
+            f"block_table has {block_table.numel()} blocks of {key_cache.shape[1]}, too few for n={n} keys"
+        )
+    return window_sums_reference(q, key_cache, block_table, n, query_positions, scale, power, buffer)
+
+
+def accumulate_sums(
+    metric: torch.Tensor,
+    q: torch.Tensor,
+    head_keys: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> None:
+    """Add to `metric` [pages, block_size] float32, in place, what each key receives from the one query of its row: the
+    sum over the row's query heads of p ** power, p the softmax probability over all keys of the row.
+
+    A row is one KV head of one request: q [rows, group, head_dim] after RoPE at query_positions [rows] int64; its keys
+    are the first lengths[row] ([rows] int64) slots of the pages tables[row] ([rows, W] int32) of head_keys [pages,
+    block_size, 1, head_dim], in any order of position; key_positions [pages, block_size] int32 says which. A key with
+    position > query position - buffer receives nothing. A row of length 0 is skipped. Rows share no page but page 0,
+    which pads tables. Nothing waits for the device: it can be captured into a CUDA graph. Raises IndexError for a page
+    out of range (on a CPU), ValueError for tensors that do not fit together.
+    """
+    _check_rule(power, buffer)
+    rows, _, head_dim = q.shape
+    if head_keys.shape[2:] != (1, head_dim) or metric.shape != head_keys.shape[:2]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, metric {tuple(metric.shape)} and head_keys {tuple(head_keys.shape)} do not fit "
+            "together: pages are [pages, block_size, 1, head_dim]"
+        )
+    _expect(key_positions, "key_positions", torch.int32, tuple(metric.shape))
+    _expect(lengths, "lengths", torch.int64, (rows,))
+    _expect(query_positions, "query_positions", torch.int64, (rows,))
+    if not metric.is_contiguous():
+        raise ValueError("metric must be contiguous: it is added to in place")
+    if tables.dtype != torch.int32 or tables.dim() != 2 or len(tables) != rows or tables.stride(1) != 1:
+        raise ValueError(f"tables must be int32 [{rows}, W] with rows in one piece, not {tables.dtype} {tables.shape}")
+    accumulate_sums_reference(
+        metric, q, head_keys, tables, lengths, key_positions, query_positions, scale, power, buffer
+    )
+
+
+def window_sums_reference(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    n: int,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> torch.Tensor:
+    """The plain torch twin of `window_sums`, some KV heads at a time; float64 q gives float64 sums."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    queries, heads, _ = q.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    if q.is_cpu and queries and not 0 <= int(query_positions.min()) <= int(query_positions.max()) < n:
+        raise IndexError(f"query_positions {query_positions.tolist()} are not all within the {n} keys")
+    out = torch.zeros(kv_heads, group, n, dtype=dtype, device=q.device)
+    if not queries or not n:
+        return out.flatten(0, 1)
+    keys = key_cache[block_table[: -(-n // key_cache.shape[1])]].flatten(0, 1)[:n].permute(1, 2, 0)
+    grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * w, head_dim]
+    behind = query_positions[:, None] - torch.arange(n, device=q.device)[None]
+    hidden, too_near = behind < 0, behind < buffer
+    step = max(1, TILE_ELEMENTS // (group * queries * n))
+    for first in range(0, kv_heads, step):
+        at = slice(first, first + step)
+        scores = torch.bmm(grouped[at].to(dtype), keys[at].to(dtype)).mul_(scale).unflatten(1, (group, queries))
+        received = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(too_near, 0.0)
+        out[at] = (received if power == 1 else received.square_()).sum(2)
+    return out.flatten(0, 1)
+
+
+def accumulate_sums_reference(
+    metric: torch.Tensor,
+    q: torch.Tensor,
+    head_keys: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> None:
+    """The plain torch twin of `accumulate_sums`; float64 q gives float64 probabilities."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if not tables.numel():
+        return
+    keys = head_keys[tables].flatten(1, 3)  # [rows, W * block_size, head_dim]
+    scores = torch.bmm(q.to(dtype), keys.to(dtype).transpose(1, 2)).mul_(scale)
+    held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[:, None]
+    received = scores.masked_fill_(~held[:, None], float("-inf")).softmax(-1)
+    sums = (received if power == 1 else received.square_()).sum(1)
+    far = key_positions[tables].flatten(1) <= (query_positions - buffer)[:, None]
+    block_size = metric.shape[1]
+    slots = (tables.long()[:, :, None] * block_size + torch.arange(block_size, device=q.device)).flatten()
+    added = torch.where(held & far, sums, 0.0).to(metric.dtype)  # 0 wherever a table is padded
+    metric.view(-1).index_add_(0, slots, added.flatten())
+
+
+def _check_rule(power: int, buffer: int) -> None:
+    if power not in (1, 2):
+        raise ValueError(f"power must be 1 or 2, got {power}")
+    if buffer < 0:
+        raise ValueError(f"buffer must be at least 0, got {buffer}")
+
+
+def _expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape}, not {tensor.dtype} {tuple(tensor.shape)}"
+        )
