@@ -1,0 +1,104 @@
+"""Which KVs are evicted so that pages become free (KV-Compress, Rehg 2024, section 3).
+
+A head page is free when a whole page's worth of its head's KVs has gone, so KVs are evicted in groups. The evictable
+KVs of a head, those with a position in [num_sinks, protected_from), are sorted by metric, then position. The first
+group is as many of the lowest as its last page holds, each further one the next `block_size`; a group is only one if
+all of it is evictable. A group is worth its largest metric, and across heads the groups worth least go first (ties: the
+lower layer, then head, then group), so that those of a head always go in its own order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_blend.kv_compress.config import Allocation
+
+_LAST = torch.iinfo(torch.int64).max  # sorts behind everything
+
+
+@dataclass(frozen=True)
+class Evictions:
+    """What goes, by layer and KV head."""
+
+    evicted: torch.Tensor  # [L, H, n] bool
+    num_blocks: torch.Tensor  # [L, H] int64, the pages that become free
+
+    def new_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        """How many KVs each head keeps of its `lengths` [L, H] int64."""
+        return lengths - self.evicted.sum(-1)
+
+
+def schedule_evictions(
+    metric: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    num_blocks: int,
+    num_sinks: int,
+    protected_from: int,
+    block_size: int,
+    allocation: Allocation,
+) -> Evictions:
+    """Evictions that free at most `num_blocks` head pages of one request.
+
+    `metric` [L, H, n] float32 (higher is worth more) and `positions` [L, H, n] int64 of the KVs, of which the first
+    `lengths` [L, H] int64 of a head are there; KVs at positions below `num_sinks` and from `protected_from` on stay.
+    `allocation`: "global", where all heads of all layers compete; "layer", where the heads of a layer do and every
+    layer frees the same number (Ada-KV, Feng et al. 2024); "head", where every head frees the same number.
+
+    A metric that is NaN counts as the lowest, -0.0 as 0.0. No host is waited for on a GPU, and ties never depend on the
+    device. Raises ValueError for an unknown allocation or tensors that do not fit together.
+    """
+    if metric.dtype != torch.float32 or positions.shape != metric.shape or lengths.shape != metric.shape[:2]:
+        raise ValueError(
+            f"metric {tuple(metric.shape)} {metric.dtype}, positions {tuple(positions.shape)} and lengths "
+            f"{tuple(lengths.shape)} must be [L, H, n] float32, [L, H, n] and [L, H]"
+        )
+    n = metric.shape[2]
+    there = torch.arange(n, device=metric.device) < lengths[..., None]
+    evictable = there & (positions >= num_sinks) & (positions < protected_from)
+    order_key = torch.where(evictable, (_ordered(metric) << 32) | positions, _LAST)
+    order_key, order = order_key.sort(dim=-1, stable=True)
+    hanging = lengths - ((lengths - 1).clamp(min=0) // block_size) * block_size  # KVs in the last page
+    worth, num_groups = _groups(order_key, evictable.sum(-1), hanging, block_size)
+    freed = _cheapest(worth, num_groups, num_blocks, allocation)
+    count = torch.where(freed > 0, hanging + (freed - 1) * block_size, 0)
+    lowest = torch.arange(n, device=metric.device) < count[..., None]
+    return Evictions(torch.zeros_like(lowest).scatter_(-1, order, lowest), freed)
+
+
+def _ordered(metric: torch.Tensor) -> torch.Tensor:
+    """Integers, int64 within int32's range, that sort as the metrics do; NaN the lowest, -0.0 as 0.0."""
+    bits = (metric + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits).long()
+    return torch.where(metric.isnan(), torch.iinfo(torch.int32).min, bits)
+
+
+def _groups(
+    order_key: torch.Tensor, count: torch.Tensor, hanging: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The worth of every group, [L, H, G] int64 (`_LAST`: there is none), and how many groups a head has, [L, H]."""
+    n = order_key.shape[-1]
+    num_groups = torch.where((count >= hanging) & (hanging > 0), 1 + (count - hanging) // block_size, 0)
+    group = torch.arange(-(-n // block_size), device=order_key.device)
+    last = hanging[..., None] + group * block_size - 1  # its most valuable KV
+    worth = order_key.gather(-1, last.clamp(0, max(n - 1, 0))) >> 32
+    return torch.where(group < num_groups[..., None], worth, _LAST), num_groups
+
+
+def _cheapest(worth: torch.Tensor, num_groups: torch.Tensor, num_blocks: int, allocation: Allocation) -> torch.Tensor:
+    """How many groups each head gives up, [L, H] int64."""
+    num_layers, num_heads, _ = worth.shape
+    if allocation == "head":
+        return num_groups.min().clamp(max=num_blocks // (num_layers * num_heads)).expand_as(num_groups)
+    if allocation == "global":
+        pools, quota = worth.reshape(1, -1), num_groups.sum().clamp(max=num_blocks)
+    elif allocation == "layer":
+        pools, quota = worth.flatten(1), num_groups.sum(-1).min().clamp(max=num_blocks // num_layers)
+    else:
+        raise ValueError(f"allocation={allocation!r} is unknown: use 'global', 'layer' or 'head'")
+    order = pools.sort(dim=-1, stable=True).indices
+    given_up = torch.arange(pools.shape[-1], device=worth.device) < quota
+    chosen = torch.zeros_like(pools, dtype=torch.bool).scatter_(-1, order, given_up.expand_as(pools))
+    return chosen.view_as(worth).sum(-1)
