@@ -6,7 +6,13 @@ from dataclasses import fields
 from typing import Any
 
 from vllm_blend.kv_compress.metrics.base import BlockView, EvictionMetric, HeadView, LayerView, Rotary, Window
+from vllm_blend.kv_compress.metrics.expected_attention import ExpectedAttention
+from vllm_blend.kv_compress.metrics.keydiff import KeyDiff
+from vllm_blend.kv_compress.metrics.knorm import KNorm
 from vllm_blend.kv_compress.metrics.kv_compress import KVCompress
+from vllm_blend.kv_compress.metrics.random import Random
+from vllm_blend.kv_compress.metrics.snapkv import SnapKV
+from vllm_blend.kv_compress.metrics.streaming_llm import StreamingLLM
 from vllm_blend.registry import enter
 
 METRICS: dict[str, type[EvictionMetric]] = {}
@@ -36,7 +42,7 @@ def setting_names(name: str) -> frozenset[str]:
     return frozenset(field.name for field in fields(METRICS[name]))  # type: ignore[arg-type]
 
 
-for _metric in (KVCompress,):
+for _metric in (KVCompress, SnapKV, ExpectedAttention, KeyDiff, KNorm, StreamingLLM, Random):
     register_metric(_metric)
 
 __all__ = [

@@ -139,12 +139,21 @@ class EvictionMetric(ABC):
         return scores
 
 
-def masked_mean(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The mean over the valid rows of x [heads, n, channels]: [heads, 1, channels]; zeros where no row is valid."""
-    total = torch.where(valid[..., None], x, 0.0).sum(1, keepdim=True)
-    return total / valid.sum(1).clamp_min(1)[:, None, None]
+def held(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """x [kv_heads, n, head_dim] in float32 (float64 as it is), zeros where it is not `valid`."""
+    return torch.where(valid[..., None], wide(x), 0.0)
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """x in float32, or float64 as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_buffer(buffer: int) -> None:
+    if buffer < 0:
+        raise ValueError(f"metric_collection_buffer_size={buffer} must be at least 0")
+
+
+def check_pool_size(pool_size: int) -> None:
+    if pool_size < 1 or pool_size % 2 == 0:
+        raise ValueError(f"pool_size={pool_size} must be an odd number of at least 1: as many keys on either side")

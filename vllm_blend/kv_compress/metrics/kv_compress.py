@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from vllm_blend.kv_compress.metrics.base import EvictionMetric, LayerView
+from vllm_blend.kv_compress.metrics.base import EvictionMetric, LayerView, check_buffer, check_pool_size
 
 POWERS = {"L1-sum": 1, "L1-avg": 1, "L2-sum": 2, "L2-avg": 2}
 
@@ -61,13 +61,3 @@ def count_queries(positions: torch.Tensor, query_positions: torch.Tensor, buffer
     """How many of the queries at query_positions [q] int64, ascending, have counted for a KV at each of `positions`."""
     earlier = torch.searchsorted(query_positions, (positions + buffer).contiguous())
     return len(query_positions) - earlier
-
-
-def check_buffer(buffer: int) -> None:
-    if buffer < 0:
-        raise ValueError(f"metric_collection_buffer_size={buffer} must be at least 0")
-
-
-def check_pool_size(pool_size: int) -> None:
-    if pool_size < 1 or pool_size % 2 == 0:
-        raise ValueError(f"pool_size={pool_size} must be an odd number of at least 1: as many keys on either side")
