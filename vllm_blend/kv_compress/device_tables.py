@@ -64,7 +64,7 @@ class DeviceTables:
         return self.tables.shape[2]
 
     def _sparse(self, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where changed entries are in the device's tables, and what they are now: a place named twice has one value."""
+        """Where changed entries are in the device's tables, and their values now: a place named twice has one value."""
         if not self._entries:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         rows, columns = (np.concatenate(part) for part in zip(*self._entries, strict=True))

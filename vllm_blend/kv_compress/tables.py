@@ -98,13 +98,13 @@ class HeadTables:
         rows = np.flatnonzero(over > 0)
         if len(rows):
             per_head = self._pages_for(over[rows])
-            request = rows // self._row
+            request = rows // self.num_heads
             try:
                 per_request = np.bincount(request, per_head, len(at)).astype(np.int64)
                 pages = self.pool.allocate_each(per_request, at)
             except OutOfBlocks:
                 return False
-            heads = at[request] * self._row + rows % self._row
+            heads = at[request] * self.num_heads + rows % self.num_heads
             room = self._room.reshape(-1)
             first = room[heads] // self.block_size
             room[heads] += per_head * self.block_size
@@ -163,7 +163,8 @@ class HeadTables:
         return slots.masked_fill_(at >= self._on_device.lengths[:, index, :, None], -1)
 
     @property
-    def _row(self) -> int:
+    def num_heads(self) -> int:
+        """KV heads of all layers."""
         return self.lengths[0].size
 
     def _pages_for(self, lengths: np.ndarray) -> np.ndarray:
@@ -183,8 +184,8 @@ class HeadTables:
 
     def _slots(self, tables: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Slots of the KVs number `at` [..., n] of heads with `tables` [..., W]; of a head without any, slot 0."""
-        pages = tables.gather(-1, (at // self.block_size).clamp(min=0)).long()
-        return pages * self.block_size + (at % self.block_size)
+        at = at.clamp(min=0)
+        return tables.gather(-1, at // self.block_size).long() * self.block_size + at % self.block_size
 
     def _resize(self, index: int, lengths: np.ndarray) -> int:
         width = int(self._room[index].max()) // self.block_size
