@@ -18,6 +18,7 @@ from vllm_blend.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from vllm_blend.blend.plan import BlendPlan
     from vllm_blend.engine.detokenizer import Detokenizer
+    from vllm_blend.kv_compress.state import CompressionState
     from vllm_blend.layers.sampler import SamplingState
     from vllm_blend.offload.residency import Residency
     from vllm_blend.spec_decode.speculation import Speculation
@@ -71,6 +72,7 @@ class Request:
     chunk_bounds: tuple[tuple[int, int], ...] = ()  # positions of the prompt's chunks, where they may move
     chunk_ranking: tuple[int, ...] = ()  # chunks, most relevant first, as the prompt says
     residency: Residency | None = None  # from the end of the prefill on
+    compression: CompressionState | None = None  # where its KV may be evicted
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
     collect_from: int | None = None
     # First position -> [2, layers, tokens, kv_heads, head_dim]. A step that runs again replaces its own.
@@ -134,9 +136,14 @@ class Request:
     @property
     def exact(self) -> bool:
         """Whether the cache holds what plain prefill would have put there: only then may pages be shared by content."""
-        if self.blend is not None or self.composition is not None:
+        if self.blend is not None or self.composition is not None or self.in_head_pages:
             return False
         return self.residency is None or not self.residency.approximate
+
+    @property
+    def in_head_pages(self) -> bool:
+        """Whether each KV head has pages of its own, and the block table is empty."""
+        return self.compression is not None and self.compression.index is not None
 
     @property
     def max_cached_tokens(self) -> int:
@@ -144,7 +151,10 @@ class Request:
         is everything whose KV or log-probability somebody wants to see."""
         if not self.exact or (self.params is not None and self.params.prompt_logprobs is not None):
             return 0
-        return self.num_tokens - 1 if self.collect_from is None else min(self.collect_from, self.num_tokens - 1)
+        # The queries that an eviction metric looks at are computed.
+        watched = 0 if self.compression is None else self.compression.window
+        most = max(0, self.num_tokens - max(1, watched))
+        return most if self.collect_from is None else min(self.collect_from, most)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status = RequestStatus.FINISHED

@@ -123,6 +123,10 @@ class BlockManager:
                 if block not in self._published and block not in self._retained_by:
                     self._free.move_to_end(block, last=False)  # nothing to lose: reuse it before cached content
 
+    def num_free_without(self, blocks: Sequence[int]) -> int:
+        """How many blocks would be free once whoever holds `blocks` had released them."""
+        return len(self._free) + sum(self._references[block] == 1 for block in blocks)
+
     def match_prefix(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
         """The longest run of published blocks for a prompt's chained `digests`, one per full block, without taking
         them."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_blend.core.block_manager import BlockManager, Retained, chain_digest
+from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.request import CompositionKey, Request, RequestStatus
 
 
@@ -75,6 +76,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.on_release: Callable[[Request], None] | None = None  # a request is about to give its pages back
+        self.head_tables: HeadTables | None = None  # of requests whose KV is evicted by head
         # Requests that counted on retained pages which are gone, and have no plan: blocked until they have one.
         self.lost: list[Request] = []
         self._uncopied: list[Request] = []  # their copies belong to a step that has not been queued yet
@@ -112,6 +114,11 @@ class Scheduler:
         """Take the pages of running requests and have them wait again, before all others."""
         for request in reversed(requests):
             self._wait_again(request)
+
+    def preempt_last(self) -> None:
+        """Have the request that started last wait again."""
+        self._wait_again(self.running[-1])
+        self.num_preemptions += 1
 
     def advance(self, output: SchedulerOutput) -> None:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
@@ -295,11 +302,22 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Extend the block table to hold `num_tokens`; False, with nothing taken, when there are too few free
         blocks."""
+        if request.in_head_pages:
+            return self._grow_heads(request, num_tokens)
         needed = self.blocks.blocks_for(num_tokens) - len(request.block_table)
         if needed > self.blocks.num_free_blocks:
             return False
         if needed > 0:
             request.block_table.extend(self.blocks.allocate(needed))
+        return True
+
+    def _grow_heads(self, request: Request, num_tokens: int) -> bool:
+        """`_grow` of a request whose heads have pages of their own."""
+        state = request.compression
+        assert self.head_tables is not None and state is not None and state.index is not None
+        if not self.head_tables.append(state.index, num_tokens - state.num_tokens):
+            return False
+        state.num_tokens = num_tokens
         return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
@@ -319,6 +337,10 @@ class Scheduler:
         if self.on_release is not None:
             self.on_release(request)
         self.blocks.release(held)
+        if request.compression is not None:
+            if self.head_tables is not None and request.compression.index is not None:
+                self.head_tables.close(request.compression.index)
+            request.compression.reset()
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()

@@ -24,6 +24,7 @@ from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
+from vllm_blend.engine.kv_compression import KVCompression
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
@@ -95,6 +96,7 @@ class LLMEngine:
         if self.offload is not None:
             self.scheduler.on_release = self.offload.released
         self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics, self.async_scheduling)
+        self.kv_compression = KVCompression.of(config, worker, self.scheduler)
         self._in_flight: _Step | None = None
         self._launch_failed = False
 
@@ -142,6 +144,7 @@ class LLMEngine:
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
+        compression = self.config.kv_compress.settings_of(params.compression)
         self._check_length(parsed)
         if parsed.chunk_ranking and self.offload is None:
             raise ValueError(
@@ -194,6 +197,8 @@ class LLMEngine:
         group = RequestGroup(request_id, parsed, metrics, requests, final_only, on_end=on_end)
         self._groups[request_id] = group
         self.processor.groups |= dict.fromkeys(requests, group)
+        if self.kv_compression is not None:
+            self.kv_compression.begin(requests, compression)
         if self.speculation is not None:
             self.speculation.begin(requests, parsed.chunk_bounds)
         # Whose context is in retained pages already is composed only if these are gone when its turn comes.
@@ -294,6 +299,8 @@ class LLMEngine:
             self.speculation.propose(self.scheduler.running, ahead)
         if self.offload is not None:
             self.offload.begin_step(self.scheduler.running)
+        if self.kv_compression is not None and not ahead:
+            self.kv_compression.run()
         scheduled = self.scheduler.schedule(ahead)
         if not scheduled:
             return None
@@ -309,6 +316,8 @@ class LLMEngine:
         if result is None:
             return None
         self.scheduler.advance(scheduled)
+        if self.kv_compression is not None:
+            self.kv_compression.launched(scheduled)
         if self.offload is not None and result.queries is not None:
             self.offload.observe(((i.request, i.start, i.stop) for i in scheduled.scheduled), result.queries)
         for request in result.sampled:
@@ -333,6 +342,8 @@ class LLMEngine:
         if not self.async_scheduling or self._launch_failed:  # after an error, the next step starts from what is known
             return False
         if self.speculation is not None and not self.speculation.may_run_ahead(step.scheduled, self.scheduler.running):
+            return False
+        if self.kv_compression is not None and not self.kv_compression.may_run_ahead(step.scheduled):
             return False
         return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
 
@@ -373,6 +384,7 @@ class LLMEngine:
             Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),
             *store_gauges(self.chunk_store, self.composer, self.controller),
             *offload_gauges(self.offload),
+            *([] if self.kv_compression is None else self.kv_compression.gauges()),
         ]
 
     def _process(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[RequestGroup]:

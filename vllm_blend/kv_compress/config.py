@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, make_metric, setting_names
+
 Allocation = Literal["global", "layer", "head"]
 Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
 
@@ -119,6 +121,13 @@ class KVCompressConfig:
         ):
             require(choice in known, f"{name}={choice!r} is unknown: use one of {', '.join(map(repr, known))}")
         self.check(self.settings)
+        self.make_metric()
+
+    def make_metric(self) -> EvictionMetric:
+        """The metric, with those of the settings that it has."""
+        settings = {"aggregation": self.metric_aggregation, "buffer": self.metric_collection_buffer_size}
+        known = setting_names(self.kvc_metric) if self.kvc_metric in METRICS else frozenset()
+        return make_metric(self.kvc_metric, **{name: value for name, value in settings.items() if name in known})
 
     def check(self, settings: CompressionSettings) -> None:
         """Raises ValueError where a request's settings do not go with the engine's."""

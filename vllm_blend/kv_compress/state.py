@@ -20,17 +20,15 @@ class CompressionState:
     # compute them
     queries: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     scores: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [kv_heads, tokens] float32
+    window_positions: torch.Tensor | None = None  # [w] int64, of the queries that the scores are of
     index: int | None = None  # None: in ordinary blocks
     num_tokens: int = 0  # that the head pages hold, the evicted ones counted
+    num_prompt_tokens: int = 0  # that were in the cache when it came into head pages
     num_compressions: int = 0  # that have evicted something
-
-    @property
-    def in_head_pages(self) -> bool:
-        return self.index is not None
 
     def reset(self) -> None:
         """The request gives its pages back, and is computed again from the start if it goes on."""
         self.queries.clear()
         self.scores.clear()
-        self.index = None
-        self.num_tokens = self.num_compressions = 0
+        self.window_positions = self.index = None
+        self.num_tokens = self.num_prompt_tokens = self.num_compressions = 0

@@ -116,13 +116,20 @@ def single_rows(span: Span) -> list[Span]:
 
 def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int, int]:
     """Token id, position, slot and source (see `Drawn.feed`) of a span of one position."""
+    position = span.start
+    slot = span.request.block_table[position // block_size] * block_size + position % block_size
+    token_id, source = token_row(span, drawn)
+    return token_id, position, slot, source
+
+
+def token_row(span: Span, drawn: Drawn) -> tuple[int, int]:
+    """Token id and source (see `Drawn.feed`) of a span of one position."""
     request, position = span.request, span.start
-    slot = request.block_table[position // block_size] * block_size + position % block_size
     if span.drafts:
-        return span.drafts[0], position, slot, -1
+        return span.drafts[0], -1
     if position >= request.num_known_tokens:
-        return 0, position, slot, drawn.rows[request]
-    return request.token_slice(position, position + 1)[0], position, slot, -1
+        return 0, drawn.rows[request]
+    return request.token_slice(position, position + 1)[0], -1
 
 
 def _block_tables(spans: Sequence[Span]) -> np.ndarray:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_blend.attention.metadata import LayerCache
 from vllm_blend.kv_compress.moves import CacheMoves
 from vllm_blend.worker.kv_cache import KVCache, _zeros
 
@@ -34,6 +35,11 @@ class CacheEngine:
         self.head_values = cache.value.view(pages, block_size, 1, head_dim)
         self.metric = _zeros((pages, block_size), torch.float32, cache.key.device)
         self.position = _zeros((pages, block_size), torch.int32, cache.key.device)
+
+    @property
+    def layer(self) -> LayerCache:
+        """What every layer attends in: one cache of one KV head."""
+        return LayerCache(self.head_keys, self.head_values)
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, kv_heads: int) -> int:
@@ -71,11 +77,11 @@ class CacheEngine:
         for tensor, value in zip(self._slots(), values, strict=True):
             tensor[target] = value
 
-    def enter(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """The KVs of new tokens, just written to `slots` [L, rows] int64, have `positions` [rows] or [L, rows] and no
-        metric yet. Nothing waits for the device, and a graph may capture it."""
+    def enter(self, slots: torch.Tensor, positions: torch.Tensor, metric: float = 0.0) -> None:
+        """The KVs of new tokens, which are in `slots` [L, rows] int64 or about to be written there, have `positions`
+        [rows] or [L, rows] and this metric. Nothing waits for the device, and a graph may capture it."""
         self.position.view(-1)[slots] = positions.to(torch.int32).expand(slots.shape)
-        self.metric.view(-1)[slots] = 0.0
+        self.metric.view(-1)[slots] = metric
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Metric, float32, and positions, int64, of the KVs in `slots`, of the same shape; 0 and -1 where a slot is

@@ -27,6 +27,8 @@ from vllm_blend.worker.blend_runner import first_positions
 from vllm_blend.worker.cascade import CascadePlanner
 from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.chunk_placement import ChunkPlacement
+from vllm_blend.worker.compressed_decode import CompressedDecode
+from vllm_blend.worker.compression_hooks import PromptMetric
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
@@ -79,6 +81,8 @@ class ModelRunner:
         self.host_blocks: HostBlockPool | None = None
         self.cascade: CascadePlanner | None = None  # where shared pages are attended once
         self.cascade_graphs: CascadeGraphs | None = None
+        self.compressed: CompressedDecode | None = None  # where requests may have head pages
+        self.prompt_metric: PromptMetric | None = None  # scores KVs by the last queries of their prompt
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -97,27 +101,54 @@ class ModelRunner:
         return result
 
     def _execute(self, items: Sequence[ScheduledRequest]) -> RunnerOutput:
+        """Requests in head pages run beside the others, in a pass of their own; all draw together."""
         result = RunnerOutput()
+        in_blocks = [item for item in items if not item.request.in_head_pages]
+        in_head_pages = [item for item in items if item.request.in_head_pages]
+        logits: list[torch.Tensor] = []
+        states: list[SamplingState] = []
+        if in_blocks:
+            self._run(in_blocks, result, logits, states)
+        if in_head_pages:
+            assert self.compressed is not None
+            hidden = self.compressed.run(in_head_pages, self._drawn)
+            logits.append(self.model.compute_logits(hidden))  # type: ignore[operator]
+            states += [state for item in in_head_pages for state in _states(item)]
+            result.sampled += [item.request for item in in_head_pages]
+        if logits:
+            result.tokens = self.sampler.start(logits[0] if len(logits) == 1 else torch.cat(logits), states)
+        return result
+
+    def _run(
+        self,
+        items: Sequence[ScheduledRequest],
+        result: RunnerOutput,
+        logits: list[torch.Tensor],
+        states: list[SamplingState],
+    ) -> None:
+        """One pass over ordinary blocks; appends the logits that requests draw from, and their states."""
         missing = self._missing(items)
         if self.decode_graphs is not None and not missing and all(item.is_decode or item.drafts for item in items):
             spans = [Span(item.request, item.start, item.stop, None, item.drafts) for item in items]
-            logits = None
+            replayed = None
             if self.cascade_graphs is not None and not any(item.drafts for item in items):
-                logits = self.cascade_graphs.run(spans, self._drawn)
-            if logits is None:
-                logits = self.decode_graphs.run(spans, self._drawn)
-            if logits is not None:
-                result.sampled = [item.request for item in items]
-                result.tokens = self.sampler.start(logits, [state for item in items for state in _states(item)])
+                replayed = self.cascade_graphs.run(spans, self._drawn)
+            if replayed is None:
+                replayed = self.decode_graphs.run(spans, self._drawn)
+            if replayed is not None:
+                logits.append(replayed)
+                states += [state for item in items for state in _states(item)]
+                result.sampled += [item.request for item in items]
                 result.queries = self.decode_graphs.tap
-                return result
+                return
         arriving = self.placement.start([item.request for item in items if item.is_blend])
         spans = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
         capture = _capture_hook(items, self.cache.key.shape[0])
         narrowing = _narrowing_hook(spans, self.cache.key.device)
         result.queries = QueryTap(self.tapped_layers) if self.tapped_layers else None
-        hooks = [*arriving, *(hook for hook in (capture, narrowing, result.queries) if hook is not None)]
+        watching = None if self.prompt_metric is None else self.prompt_metric.hook(items)
+        hooks = [*arriving, *(hook for hook in (capture, narrowing, result.queries, watching) if hook is not None)]
         backend = self.backend
         if missing and self.host_blocks is not None:
             backend = ExactBackend(backend, self.cache.layers, self.host_blocks, missing)
@@ -126,7 +157,7 @@ class ModelRunner:
         context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
         with forward_context(context):
             hidden = self.model(batch.input_ids)
-        self._sample(items, hidden, context.metadata, result)
+        self._read_out(items, hidden, context.metadata, result, logits, states)
         for index, item in enumerate(items):
             request = item.request
             if capture is not None and index in capture.first_rows:
@@ -135,7 +166,6 @@ class ModelRunner:
                 result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
-        return result
 
     @torch.inference_mode()
     def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
@@ -178,11 +208,16 @@ class ModelRunner:
         positions = dict(zip(blended, starts, strict=True))
         return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None, i.drafts) for i in items]
 
-    def _sample(
-        self, items: Sequence[ScheduledRequest], hidden: torch.Tensor, final: AttentionMetadata, result: RunnerOutput
+    def _read_out(
+        self,
+        items: Sequence[ScheduledRequest],
+        hidden: torch.Tensor,
+        final: AttentionMetadata,
+        result: RunnerOutput,
+        logits: list[torch.Tensor],
+        states: list[SamplingState],
     ) -> None:
         rows: list[int] = []
-        states: list[SamplingState] = []
         for index, item in enumerate(items):
             params = item.request.params
             if params is not None and _wants_prompt_logprobs(item):
@@ -198,7 +233,7 @@ class ModelRunner:
         if rows:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
-            result.tokens = self.sampler.start(self.model.compute_logits(hidden), states)  # type: ignore[operator]
+            logits.append(self.model.compute_logits(hidden))  # type: ignore[operator]
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, token_ids: Sequence[int], num_logprobs: int

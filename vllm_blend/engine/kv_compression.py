@@ -1,0 +1,134 @@
+"""The compression of an engine's KV, from its settings and its parts; and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_blend.config import EngineConfig, require
+from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
+from vllm_blend.engine.metrics import Gauge
+from vllm_blend.kv_compress.compression_metrics import CompressionMetrics
+from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
+from vllm_blend.kv_compress.engine import KVCompressEngine
+from vllm_blend.kv_compress.pages import HeadPagePool
+from vllm_blend.kv_compress.scheduler import Eviction, KVCompressScheduler
+from vllm_blend.kv_compress.state import CompressionState
+from vllm_blend.kv_compress.tables import HeadTables
+from vllm_blend.request import Request
+from vllm_blend.worker.cache_engine import CacheEngine
+from vllm_blend.worker.compressed_decode import CompressedDecode
+from vllm_blend.worker.compression_hooks import PromptMetric
+
+if TYPE_CHECKING:
+    from vllm_blend.worker.worker import Worker
+
+
+class KVCompression:
+    """Compresses before a step is chosen, while no step is in flight.
+
+    Then every earlier step has been queued, so what they wrote is what is moved; every later one is queued behind the
+    moves; and the scheduler, which runs next, hands out pages that nobody reads any more. Between choosing a step and
+    computing it, pages that the step was given would hold KVs yet to be written; after it, the step behind it may be
+    queued already, with tables from before the moves.
+    """
+
+    def __init__(self, config: KVCompressConfig, worker: Worker, scheduler: Scheduler) -> None:
+        runner, metric = worker.model_runner, config.make_metric()
+        self.config, self.core, self.blocks = config, scheduler, scheduler.blocks
+        self.cache_engine = CacheEngine(runner.cache)
+        self.pool = HeadPagePool(self.blocks, worker.num_layers, worker.num_kv_heads)
+        sizes = (worker.num_layers, worker.num_kv_heads, runner.cache.block_size, worker.max_model_len)
+        self.tables = scheduler.head_tables = HeadTables(self.pool, *sizes, worker.device)
+        attentions = [layer.self_attn.attn for layer in runner.model.model.layers]  # type: ignore[union-attr]
+        self.metrics = CompressionMetrics(metric, runner.cache.layers, self.cache_engine, attentions[0].scale)
+        self.scheduler = KVCompressScheduler(config, self.tables)
+        self.engine = KVCompressEngine(self.tables, self.cache_engine, config.kvc_allocation)
+        runner.compressed = CompressedDecode(runner.model, self.cache_engine, self.tables, runner.backend, metric)
+        self.window = config.prefill_metric_collection_window_size if metric.watches else 0
+        if metric.watches:
+            runner.prompt_metric = PromptMetric(metric, self.window, [attention.rotary for attention in attentions])
+
+    @classmethod
+    def of(cls, config: EngineConfig, worker: Worker, scheduler: Scheduler) -> KVCompression | None:
+        """None where nothing is compressed. Raises ValueError naming the setting for what cannot be."""
+        options = config.kv_compress
+        if not options.enable_kvc:
+            return None
+        attentions = [layer.self_attn.attn for layer in worker.model_runner.model.model.layers]  # type: ignore[union-attr]
+        windows = sorted({a.sliding_window for a in attentions if a.sliding_window is not None})
+        require(
+            not windows,
+            f"enable_kvc: the model has layers with a sliding window ({windows}), which look at positions that the "
+            "order of KVs no longer tells once some have been evicted; leave enable_kvc out",
+        )
+        return cls(options, worker, scheduler)
+
+    def begin(self, requests: Sequence[Request], settings: CompressionSettings) -> None:
+        """New requests. Those that can never have anything evicted are left as they are."""
+        for request in requests:
+            longest = request.max_num_tokens
+            if settings.evicts and (longest is None or settings.kept_tokens(longest) < longest):
+                request.compression = CompressionState(settings, self.window)
+
+    def may_run_ahead(self, step: SchedulerOutput) -> bool:
+        """Whether the step after `step` may be chosen without compressing anything first."""
+        return not self.scheduler.is_due and not any(
+            item.samples and item.request.compression is not None and not item.request.in_head_pages
+            for item in step.scheduled
+        )
+
+    def launched(self, step: SchedulerOutput) -> None:
+        """A step has been queued."""
+        self.scheduler.step_taken(sum(item.num_tokens for item in step.scheduled if item.request.in_head_pages))
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Compress what is to be compressed now."""
+        for request in self.core.running:
+            self._take_back(request)
+        output = self.scheduler.run(self.core.running)
+        if output.evictions:
+            self.cache_engine.execute_cache_moves(self.engine.run(self.metrics, output))
+        for adoption in output.adoptions:
+            self._adopt(adoption)
+
+    def _take_back(self, request: Request) -> None:
+        """Slots that a step was to fill which failed before it was queued hold no KV that could be moved."""
+        state = request.compression
+        if state is not None and state.index is not None and state.num_tokens > request.num_computed_tokens:
+            self.tables.unappend(state.index, state.num_tokens - request.num_computed_tokens)
+            state.num_tokens = request.num_computed_tokens
+
+    def _adopt(self, adoption: Eviction) -> None:
+        """Have a request go on in head pages. Where these do not fit, the request that started last gives its pages
+        back, as when a block is missing."""
+        request, state = adoption.request, adoption.state
+        if request not in self.core.running:  # it has just given its pages back to one adopted before it
+            return
+        survivors = self.engine.gather(self.metrics, adoption)
+        # With all others gone, what it keeps fits in the blocks that it holds.
+        while not self.engine.fits(survivors, self._released_with(request)):
+            self.core.preempt_last()
+            if request not in self.core.running:
+                return
+        # Read, and so free to be given to whoever needs pages, this request first. Blocks that others share, or may
+        # find again by their content, stay as they are.
+        self.blocks.release(request.block_table)
+        request.block_table = []
+        self.engine.adopt(state, survivors)
+
+    def _released_with(self, request: Request) -> int:
+        """Pages that the blocks of a request would become."""
+        blocks = self.blocks.num_free_without(request.block_table) - self.blocks.num_free_blocks
+        return blocks * self.pool.pages_per_block
+
+    def gauges(self) -> list[Gauge]:
+        return [
+            Gauge("vllm_blend:kv_compressions", self.engine.num_compressions),
+            Gauge("vllm_blend:kvs_evicted", self.engine.num_evicted),
+            Gauge("vllm_blend:head_pages_freed", self.engine.num_freed),
+            Gauge("vllm_blend:head_pages_used", self.pool.num_used_pages),
+        ]
