@@ -48,8 +48,10 @@ def schedule_evictions(
     layer frees the same number (Ada-KV, Feng et al. 2024); "head", where every head frees the same number.
 
     A metric that is NaN counts as the lowest, -0.0 as 0.0. No host is waited for on a GPU, and ties never depend on the
-    device. Raises ValueError for an unknown allocation or tensors that do not fit together.
+    device. Raises ValueError for a negative number, an unknown allocation or tensors that do not fit together.
     """
+    if num_blocks < 0:
+        raise ValueError(f"num_blocks={num_blocks} must be at least 0")
     if metric.dtype != torch.float32 or positions.shape != metric.shape or lengths.shape != metric.shape[:2]:
         raise ValueError(
             f"metric {tuple(metric.shape)} {metric.dtype}, positions {tuple(positions.shape)} and lengths "
