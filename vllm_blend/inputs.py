@@ -29,6 +29,7 @@ class _ChunkedPromptOptions(TypedDict, total=False):
     blend_recompute_ratio: float
     chunk_ranking: list[int]
     in_place_chunks: list[int]
+    continues: list[int | None]
 
 
 class ChunkedPrompt(_ChunkedPromptOptions):
@@ -37,7 +38,8 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `chunk_ranking` has
     numbers of chunks, most relevant first: where chunks move while decoding, the first ones are on the device at first.
     `in_place_chunks` has numbers of chunks that are not worth storing: where nothing is stored for one, it is computed
-    where it stands, as prefill does it, and leaves nothing in the store.
+    where it stands, as prefill does it, and leaves nothing in the store. `continues` names, for every chunk, the one
+    before it in the prompt that it goes on from on its own page, or None: it may be encoded after that.
     """
 
     prefix: str | list[int]
@@ -55,6 +57,7 @@ _CHUNKED_KEYS = {
     "blend_recompute_ratio",
     "chunk_ranking",
     "in_place_chunks",
+    "continues",
 }
 
 
@@ -89,6 +92,7 @@ class ParsedPrompt:
     blend_recompute_ratio: float | None = None
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
+    continues: tuple[int | None, ...] = ()  # for every chunk, or empty
     pieces: tuple[StoredPiece, ...] = ()
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
 
@@ -127,7 +131,8 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         raise ValueError(
             f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}"
         )
-    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size)
+    given = prompt.get("continues")
+    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, given)
     suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
     if not suffix:
         raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
@@ -139,6 +144,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         prompt.get("blend_recompute_ratio"),
         _check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
         _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
+        context.continues,
     )
 
 
@@ -150,6 +156,23 @@ def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
         if not 0 <= chunk < num_chunks or chunk in checked[:index]:
             raise ValueError(
                 f"{name}[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
+            )
+    return tuple(checked)
+
+
+def _check_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+        raise TypeError(f"continues must be a list with one chunk number or None per chunk, not {type(given).__name__}")
+    checked = [None if e is None else _index(e, f"continues[{index}]") for index, e in enumerate(given)]
+    if len(checked) != num_chunks:
+        raise ValueError(f"continues has {len(checked)} entries for {num_chunks} chunks: give one, or None, per chunk")
+    for index, chunk in enumerate(checked):
+        if chunk is not None and not 0 <= chunk < index:
+            raise ValueError(
+                f"continues[{index}] is {chunk}: name a chunk that stands before chunk {index} in the prompt, from 0, "
+                "or None where none does"
             )
     return tuple(checked)
 
@@ -166,6 +189,7 @@ def parse_context(
     chunks: Sequence[str | Sequence[int]],
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
+    continues: Sequence[int | None] | None = None,
 ) -> ParsedPrompt:
     """Prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
@@ -178,7 +202,7 @@ def parse_context(
             raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
         bounds.append((len(ids), len(ids) + len(piece)))
         ids = ids + piece
-    return ParsedPrompt(ids, None, tuple(bounds))
+    return ParsedPrompt(ids, None, tuple(bounds), continues=_check_continues(continues, len(bounds)))
 
 
 def parse_piece(

@@ -1,8 +1,9 @@
 """From a chunked prompt to a blend plan: find the stored KV of its pieces, and have what is missing encoded first.
 
-The prefix is a piece of its own, encoded after nothing. Every chunk is encoded after the prefix, so the first chunk of
-a prompt is exact where it stands, and so is the prefix. Encoding a chunk is itself a blend: its prefix is an exact
-segment, the chunk is the suffix. Several requests that lack the same chunk share one encoding.
+The prefix is a piece of its own, encoded after nothing, and exact. What every chunk is encoded after is the business of
+an encoding context: by default the prefix, so that the first chunk is exact where it stands. Encoding a chunk after the
+prefix is itself a blend: the prefix is an exact segment, the chunk is the suffix. After anything else it is a plain
+prefill. Several requests that lack the same chunk in the same context share one encoding.
 
 Where the store has tiers below the memory, what is not in memory is asked for there first, in other threads, and
 encoded when it is not there, damaged or late.
@@ -20,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 
 from vllm_blend.blend.controller import LoadingController
+from vllm_blend.blend.encoding_contexts import ContextPieces, EncodingContext
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
@@ -50,10 +52,14 @@ class ChunkComposer:
         bytes_per_token: int,
         controller: LoadingController | None = None,
         rounds: bool = False,
+        *,
+        encoding: EncodingContext,
+        max_model_len: int,
     ) -> None:
         """`rounds`: whether chunks of the store may come back with fewer bits than they were computed with."""
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
         self.rounds = rounds
+        self.encoding, self.max_model_len = encoding, max_model_len
         self.bytes_per_token, self.controller = bytes_per_token, controller
         self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
         self.num_encoded = 0
@@ -221,9 +227,14 @@ class ChunkComposer:
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
+        chunks = tuple(tuple(ids[start:stop]) for start, stop in parsed.chunk_bounds)
+        given = ContextPieces(tuple(prefix), chunks, parsed.continues)
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
-            chunk = ChunkId.of(self.model, prefix, ids[start:stop])
-            pieces.append(Piece(start, chunk, start == first, in_place=index in parsed.in_place_chunks))
+            context = self.encoding.before(given, index, self.max_model_len - (stop - start))
+            chunk = ChunkId.of(self.model, context, ids[start:stop])
+            own = None if list(context) == prefix else context
+            is_exact = list(context) == ids[:start]
+            pieces.append(Piece(start, chunk, is_exact, in_place=index in parsed.in_place_chunks, context=own))
         return pieces
 
     def _advance(self, composition: Composition) -> list[Request]:
@@ -309,8 +320,8 @@ class ChunkComposer:
             self.loader.cancel(key)
 
     def _encode_request(self, piece: Piece, prefix: Piece | None) -> Request:
-        if prefix is None or piece is prefix:
-            ids, plan = [*piece.context, *piece.id.token_ids], None
+        if prefix is None or piece is prefix or piece.context is not None:
+            ids, plan = [*(piece.context or ()), *piece.id.token_ids], None
         else:
             assert prefix.kv is not None
             ids = [*prefix.id.token_ids, *piece.id.token_ids]

@@ -22,7 +22,7 @@ class Piece:
     exact: bool
     kv: ChunkKV | None = None
     in_place: bool = False  # computed where it stands unless it is stored
-    context: tuple[int, ...] = ()  # the tokens it is encoded after, where that is not the prefix
+    context: tuple[int, ...] | None = None  # the tokens it is encoded after, where that is not the prefix
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Composition:
 
     @property
     def prefix(self) -> Piece | None:
-        """What the other pieces are encoded after; None where each has a context of its own."""
+        """What pieces without a context of their own are encoded after; None where each has one."""
         return self.pieces[0] if self.parsed.chunk_bounds[0][0] and not self.parsed.pieces else None
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.metadata import plan_from_old_kvs
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, composition_key
@@ -84,7 +85,16 @@ class LLMEngine:
         self.router = OutputRouter(self)
         sizes = (worker.num_layers, bytes_per_token(worker))
         rounds = config.chunk_store.format != "auto"
-        self.composer = ChunkComposer(self.fingerprint, self.chunk_store, config.blend, *sizes, self.controller, rounds)
+        self.composer = ChunkComposer(
+            self.fingerprint,
+            self.chunk_store,
+            config.blend,
+            *sizes,
+            self.controller,
+            rounds,
+            encoding=make_encoding_context(config.blend.encoding_context, self.tokenizer, config.blend.ordinals),
+            max_model_len=self.max_model_len,
+        )
         self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
@@ -247,20 +257,32 @@ class LLMEngine:
                     self.scheduler.finish(encoding)
 
     def identify_chunks(
-        self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]
+        self,
+        prefix: str | Sequence[int],
+        chunks: Sequence[str | Sequence[int]],
+        continues: Sequence[int | None] | None = None,
     ) -> tuple[ChunkId | None, list[ChunkId]]:
-        """How the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing."""
-        return self.composer.identify(parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size))
+        """How the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing.
+        `continues` as in a `ChunkedPrompt`."""
+        vocab_size = self.hf_config.vocab_size
+        return self.composer.identify(parse_context(prefix, chunks, self.tokenizer, vocab_size, continues))
 
-    def encode_chunks(self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]) -> list[ChunkKV]:
-        """The KV of `chunks`, each encoded after `prefix`, just as a prompt of these pieces would have it done.
+    def encode_chunks(
+        self,
+        prefix: str | Sequence[int],
+        chunks: Sequence[str | Sequence[int]],
+        continues: Sequence[int | None] | None = None,
+    ) -> list[ChunkKV]:
+        """The KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`, unless
+        told otherwise), just as a prompt of these pieces would have it done.
 
         Computes what the chunk store does not have and leaves it there. Raises ValueError or TypeError for bad pieces,
         and RuntimeError while requests are unfinished: their outputs would be lost.
         """
         if self.scheduler.has_requests or self._groups:  # chunks may still arrive that nobody waits for any more
             raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
-        return run_encodings(self, parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size))
+        vocab_size = self.hf_config.vocab_size
+        return run_encodings(self, parse_context(prefix, chunks, self.tokenizer, vocab_size, continues))
 
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""

@@ -112,9 +112,15 @@ class LLM:
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.llm_engine.set_tokenizer(tokenizer)
 
-    def encode_chunks(self, prefix: str | Sequence[int], chunks: Sequence[str | Sequence[int]]) -> list[ChunkKV]:
-        """Compute and store the KV of `chunks` as prompts with this `prefix` need it; returns it, chunk by chunk."""
-        return self.llm_engine.encode_chunks(prefix, chunks)
+    def encode_chunks(
+        self,
+        prefix: str | Sequence[int],
+        chunks: Sequence[str | Sequence[int]],
+        continues: Sequence[int | None] | None = None,
+    ) -> list[ChunkKV]:
+        """Compute and store the KV of `chunks` as prompts with this `prefix` need it; returns it, chunk by chunk.
+        `continues` as in a `ChunkedPrompt`."""
+        return self.llm_engine.encode_chunks(prefix, chunks, continues)
 
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV from elsewhere into the chunk store; `llm_engine.identify_chunks` gives the id."""

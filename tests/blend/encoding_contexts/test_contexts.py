@@ -1,0 +1,108 @@
+"""What each encoding context puts before a chunk, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_blend.blend.encoding_contexts import (
+    ENCODING_CONTEXTS,
+    ContextPieces,
+    check_encoding_context,
+    make_encoding_context,
+)
+from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
+from vllm_blend.blend.encoding_contexts.filler import COUNT, Filler
+from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller, AfterFillerAndNeighbour, AfterFillerAndPage
+from vllm_blend.blend.encoding_contexts.related import AfterNeighbour, AfterPage
+
+pytestmark = pytest.mark.cpu_only
+
+PREFIX = (0, 9)
+CHUNKS = ((1, 1), (2, 2, 2), (3,), (4, 4))
+PIECES = ContextPieces(PREFIX, CHUNKS, (None, 0, None, 1))  # 0, 1 and 3 are a page
+ROOM = 100_000
+FILLER = Filler(lambda text: [1000 + ord(c) for c in text])
+
+
+def filler_before(context: tuple[int, ...]) -> str:
+    """The filler in a context, as text."""
+    return "".join(chr(token - 1000) for token in context if token >= 1000)
+
+
+def test_after_the_prefix_or_bos_alone():
+    assert [AfterPrefix().before(PIECES, i, ROOM) for i in range(4)] == [PREFIX] * 4
+    assert [AfterBos(0).before(PIECES, i, ROOM) for i in range(4)] == [(0,)] * 4
+    assert AfterBos(7).before(PIECES, 1, ROOM) == AfterBos(None).before(PIECES, 1, ROOM) == ()
+    assert AfterBos(0).before(ContextPieces((), CHUNKS), 1, ROOM) == ()
+
+
+def test_after_the_passages_of_the_same_page():
+    expected = [PREFIX, (*PREFIX, 1, 1), PREFIX, (*PREFIX, 1, 1, 2, 2, 2)]
+    assert [AfterPage().before(PIECES, i, ROOM) for i in range(4)] == expected
+    assert AfterPage().before(ContextPieces(PREFIX, CHUNKS), 3, ROOM) == PREFIX
+
+
+def test_after_the_neighbour():
+    expected = [PREFIX, (*PREFIX, 1, 1), (*PREFIX, 2, 2, 2), (*PREFIX, 3)]
+    assert [AfterNeighbour().before(PIECES, i, ROOM) for i in range(4)] == expected
+
+
+def test_passages_far_from_the_chunk_are_left_out_where_there_is_no_room():
+    assert AfterPage().before(PIECES, 3, 7) == (*PREFIX, 1, 1, 2, 2, 2)
+    assert AfterPage().before(PIECES, 3, 6) == (*PREFIX, 2, 2, 2)
+    assert AfterPage().before(PIECES, 3, 4) == PREFIX
+    assert AfterPage().before(PIECES, 3, 1) == PREFIX
+    for room in range(2, 1000, 7):
+        context = AfterFiller(FILLER).before(PIECES, 3, room)
+        assert context[:2] == PREFIX and len(context) <= room
+
+
+def test_as_many_fillers_as_chunks_stand_before():
+    for index in range(4):
+        text = filler_before(AfterFiller(FILLER).before(PIECES, index, ROOM))
+        assert text.count("\n\n") == index
+        neighbour = AfterFillerAndNeighbour(FILLER).before(PIECES, index, ROOM)
+        assert filler_before(neighbour).count("\n\n") == max(0, index - 1)
+        assert neighbour[len(neighbour) - len(CHUNKS[index - 1]) :] == CHUNKS[index - 1] or index == 0
+
+
+def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_page():
+    context = AfterFillerAndPage(FILLER)
+    first, second, other, third = (context.before(PIECES, i, ROOM) for i in range(4))
+    assert second == (*first, *CHUNKS[0]) and third == (*second, *CHUNKS[1])
+    assert filler_before(other).count("\n\n") == 2
+
+
+def test_the_nearest_ordinal_is_taken():
+    context = AfterFiller(FILLER, (0, 3, 8))
+    assert [context.ordinal(i) for i in range(12)] == [0, 0, 3, 3, 3, 3, 8, 8, 8, 8, 8, 8]
+    assert AfterFiller(FILLER, (2,)).ordinal(0) == 2
+    pieces = ContextPieces(PREFIX, tuple((i,) for i in range(12)))
+    assert filler_before(context.before(pieces, 11, ROOM)).count("\n\n") == 8
+
+
+def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk():
+    context = AfterFiller(FILLER, (3,))
+    fillers = [filler_before(context.before(PIECES, i, ROOM)) for i in range(4)]
+    assert len(set(fillers)) == 4
+    elsewhere = ContextPieces(PREFIX, (CHUNKS[2], CHUNKS[0]))
+    assert [filler_before(context.before(elsewhere, i, ROOM)) for i in range(2)] == [fillers[2], fillers[0]]
+    assert len(set(FILLER.passages(COUNT, 5))) == COUNT
+    assert len(FILLER.passages(COUNT + 1, 5)) == COUNT
+
+
+@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5]])
+def test_ordinals_that_cannot_be(ordinals):
+    with pytest.raises(ValueError, match=r"blend_ordinals=.* must be ascending"):
+        check_encoding_context("ordinal", ordinals)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ValueError, match="blend_encoding_context='nonesuch' is unknown: use one of prefix, bos, page"):
+        check_encoding_context("nonesuch", None)
+    with pytest.raises(ValueError, match="which blend_encoding_context='page' has not: leave them out"):
+        check_encoding_context("page", [0, 1])
+    for name in ("ordinal", "ordinal_page", "ordinal_neighbour"):
+        with pytest.raises(ValueError, match=f"{name}.*the engine has no tokenizer"):
+            make_encoding_context(name, None)
+    assert {name: kind.name for name, kind in ENCODING_CONTEXTS.items()} == {n: n for n in ENCODING_CONTEXTS}

@@ -1,0 +1,148 @@
+"""Chunks in the engine, encoded after each of the contexts: what is stored, under which key, and what is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import tolerances
+from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.blend.test_reference import pieces_of, projected
+from tests.engine.compare import assert_identical, assert_logprobs_match, assert_same_logprobs
+from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, new_llm, run, tiny_model
+from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ContextPieces
+
+PARAMS = greedy(6, logprobs=2)
+PASSAGES = 5
+CONTINUES = [None, 0, None, 2, None]
+NAMES = list(ENCODING_CONTEXTS)
+
+
+def prompt(index: int = 3, **options: Any) -> Any:
+    return demo_prompt(index, passages=PASSAGES, **{"continues": CONTINUES, **options})
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_tokens: int) -> None:
+    """Of what stands before the chunk and the chunk."""
+    arguments: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 8}
+    with engine(enable_blending=True, blend_encoding_context=name, **arguments) as llm:
+        inner = llm.llm_engine
+        run(llm, prompt(), greedy(1))
+        prefix, chunks, _ = pieces_of(llm, prompt())
+        pieces = ContextPieces(tuple(prefix), tuple(map(tuple, chunks)), tuple(CONTINUES))
+        _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES)
+        for index, (chunk_id, own) in enumerate(zip(ids, chunks, strict=True)):
+            before = inner.composer.encoding.before(pieces, index, 500)
+            stored = inner.chunk_store.get(chunk_id.key)
+            assert stored is not None and stored.num_tokens == len(own)
+            for layer, (k, v) in enumerate(projected([*before, *own])):
+                tolerances.check_kv(stored.k[layer].flatten(1), k[len(before) :])
+                tolerances.check_kv(stored.v[layer].flatten(1), v[len(before) :])
+
+
+@pytest.mark.parametrize("rule", ["value_deviation", "question_attention", "full"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ratio_1_is_full_prefill(name: str, rule: str) -> None:
+    with engine(enable_blending=True, blend_encoding_context=name) as llm:
+        for _ in range(2):  # the chunks are new, then known
+            [output] = run(llm, prompt(blend_selector=rule, blend_recompute_ratio=1.0), PARAMS)
+            assert_logprobs_match(output, hf_model(DEMO))
+            assert_counts_add_up(output)
+            assert output.blend is not None and output.blend.num_reused_tokens == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratio_1_is_full_prefill_where_there_is_hardly_room_for_a_context(name: str) -> None:
+    tiny = tiny_model("llama")  # of 96 positions, so that no filler fits
+    with engine(tiny, enable_blending=True, blend_encoding_context=name) as llm:
+        [output] = run(llm, tiny_prompt(blend_recompute_ratio=1.0, continues=[None, 0, 1, None]), PARAMS)
+        assert_logprobs_match(output, hf_model(tiny))
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"), [("prefix", [0]), ("page", [0, 1]), ("ordinal_page", [0, 1]), ("neighbour", [0, 1]), ("bos", [])]
+)
+def test_a_chunk_that_stands_where_it_was_encoded_is_exact(name: str, exact: list[int]) -> None:
+    with engine(enable_blending=True, blend_encoding_context=name) as llm:
+        [output] = run(llm, prompt(blend_selector="none"), PARAMS)
+        prefix, chunks, _ = pieces_of(llm, prompt())
+        assert output.blend is not None
+        assert output.blend.num_exact_tokens == len(prefix) + sum(len(chunks[i]) for i in exact)
+
+
+def test_a_page_that_is_the_whole_prompt_is_full_prefill_without_recomputing() -> None:
+    alone = prompt(continues=[None, 0, 1, 2, 3], blend_selector="none")
+    with engine(enable_blending=True, blend_encoding_context="page") as llm:
+        [output] = run(llm, alone, PARAMS)
+        assert output.blend is not None and output.blend.num_reused_tokens == 0
+        assert_logprobs_match(output, hf_model(DEMO))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str) -> None:
+    prompts = [prompt(), prompt(suffix="Question: Who?\nAnswer:"), prompt(7), prompt(3, continues=[None] * PASSAGES)]
+    with engine(enable_blending=True, blend_encoding_context=name) as llm:
+        inner = llm.llm_engine
+        together = run(llm, prompts, PARAMS)
+        known = set(inner.chunk_store._chunks)
+        for each, output in zip(prompts, together, strict=True):
+            inner.chunk_store.clear()
+            [alone] = run(llm, each, PARAMS)
+            assert set(inner.chunk_store._chunks) <= known
+            assert_same_logprobs(output, alone)
+        assert_identical(run(llm, prompts[-1], PARAMS)[0], run(llm, prompts[-1], PARAMS)[0])
+
+
+def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
+    keys: dict[str, list[str]] = {}
+    for name in NAMES:
+        with engine(enable_blending=True, blend_encoding_context=name) as llm:
+            inner = llm.llm_engine
+            encoded = inner.composer.num_encoded
+            for _ in range(2):
+                run(llm, prompt(), greedy(1))
+            assert inner.composer.num_encoded - encoded == 1 + PASSAGES
+            _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES)
+            keys[name] = [chunk.key for chunk in ids]
+    assert len({key for name in ("prefix", "bos", "ordinal", "neighbour") for key in keys[name][2:]}) == 4 * 3
+    assert keys["page"][0] == keys["ordinal"][0] == keys["prefix"][0]  # after the prefix, whoever says so
+    assert keys["page"][1] == keys["neighbour"][1] == keys["ordinal_page"][1]
+    assert keys["page"][3] not in (keys["ordinal"][3], keys["ordinal_page"][3])
+
+
+def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
+    with engine(enable_blending=True, blend_encoding_context="ordinal", blend_ordinals=[0, 3]) as llm:
+        inner = llm.llm_engine
+        pieces = prompt()["chunks"]
+        seen = set()
+        for turn in range(PASSAGES):
+            _, ids = inner.identify_chunks(prompt()["prefix"], pieces[turn:] + pieces[:turn])
+            seen.add(ids[(PASSAGES - turn) % PASSAGES].key)
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("continues", "error", "message"),
+    [
+        ("0", TypeError, "continues must be a list with one chunk number or None per chunk, not str"),
+        ([None], ValueError, "continues has 1 entries for 4 chunks"),
+        ([None, 1, None, None], ValueError, r"continues\[1\] is 1: name a chunk that stands before chunk 1"),
+        ([None, -1, None, None], ValueError, r"continues\[1\] is -1"),
+        ([None, "a", None, None], TypeError, r"continues\[1\] is 'a', which is no number of a chunk"),
+    ],
+)
+def test_pages_that_cannot_be(continues: Any, error: type[Exception], message: str) -> None:
+    with engine(tiny_model("llama"), enable_blending=True) as llm, pytest.raises(error, match=message):
+        run(llm, tiny_prompt(continues=continues), PARAMS)
+
+
+@pytest.mark.cpu_only
+def test_settings_that_cannot_be_are_errors_at_the_start() -> None:
+    tiny = tiny_model("llama")
+    with pytest.raises(ValueError, match="blend_encoding_context='alone' is unknown"):
+        new_llm(tiny, enable_blending=True, blend_encoding_context="alone")
+    with pytest.raises(ValueError, match=r"blend_ordinals=\[3, 1\] must be ascending"):
+        new_llm(tiny, enable_blending=True, blend_encoding_context="ordinal", blend_ordinals=[3, 1])

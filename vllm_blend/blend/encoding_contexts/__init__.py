@@ -1,0 +1,75 @@
+"""What stands before a chunk when it is encoded: one file per idea, one registry of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.blend.encoding_contexts.base import ContextPieces, EncodingContext
+from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
+from vllm_blend.blend.encoding_contexts.filler import Filler
+from vllm_blend.blend.encoding_contexts.ordinal import (
+    ORDINALS,
+    AfterFiller,
+    AfterFillerAndNeighbour,
+    AfterFillerAndPage,
+)
+from vllm_blend.blend.encoding_contexts.related import AfterNeighbour, AfterPage
+
+ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
+    context.name: context
+    for context in (
+        AfterPrefix,
+        AfterBos,
+        AfterPage,
+        AfterNeighbour,
+        AfterFiller,
+        AfterFillerAndPage,
+        AfterFillerAndNeighbour,
+    )
+}
+
+
+def check_encoding_context(name: str, ordinals: Sequence[int] | None) -> None:
+    """Raise ValueError for a name that is unknown, and for ordinals where none are used, or that cannot be."""
+    if name not in ENCODING_CONTEXTS:
+        raise ValueError(f"blend_encoding_context={name!r} is unknown: use one of {', '.join(ENCODING_CONTEXTS)}")
+    if ordinals is None:
+        return
+    if not issubclass(ENCODING_CONTEXTS[name], AfterFiller):
+        raise ValueError(
+            f"blend_ordinals={list(ordinals)} are those of filler, which blend_encoding_context={name!r} has not: "
+            "leave them out, or choose 'ordinal' or 'ordinal_page'"
+        )
+    AfterFiller(Filler(lambda text: []), tuple(ordinals))
+
+
+def make_encoding_context(
+    name: str, tokenizer: PreTrainedTokenizerBase | None, ordinals: Sequence[int] | None = None
+) -> EncodingContext:
+    """The encoding context called `name`. Raises ValueError as `check_encoding_context`, and where it needs a tokenizer
+    and there is none."""
+    check_encoding_context(name, ordinals)
+    kind = ENCODING_CONTEXTS[name]
+    if issubclass(kind, AfterFiller):
+        if tokenizer is None:
+            raise ValueError(
+                f"blend_encoding_context={name!r} encodes chunks after text of ours, but the engine has no tokenizer: "
+                "give one, or use 'prefix', 'bos' or 'page'"
+            )
+        filler = Filler(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
+        return kind(filler, ORDINALS if ordinals is None else tuple(ordinals))
+    if kind is AfterBos:
+        return AfterBos(None if tokenizer is None else tokenizer.bos_token_id)
+    return kind()
+
+
+__all__ = [
+    "ENCODING_CONTEXTS",
+    "ORDINALS",
+    "ContextPieces",
+    "EncodingContext",
+    "check_encoding_context",
+    "make_encoding_context",
+]

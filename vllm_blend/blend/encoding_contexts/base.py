@@ -1,0 +1,55 @@
+"""What an encoding context is: one method that says which passages stand before a chunk when it is encoded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ContextPieces:
+    """A prompt's context as token ids. The question is no part of it, nor is any other prompt: what a chunk is encoded
+    after depends on nothing else."""
+
+    prefix: Tokens
+    chunks: tuple[Tokens, ...]
+    continues: tuple[int | None, ...] = ()  # of each chunk, the earlier one of its page that it goes on from
+
+    def page_before(self, index: int) -> list[int]:
+        """The chunks that chunk `index` goes on from, in the order of their page."""
+        before: list[int] = []
+        previous = self.continues[index] if self.continues else None
+        while previous is not None:
+            before.insert(0, previous)
+            previous = self.continues[previous]
+        return before
+
+
+class EncodingContext(ABC):
+    """Base of all. A subclass is a dataclass (its fields are its settings) with a `name` and `passages`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
+        """What stands between the head and chunk `index` when that is encoded, last the passage right before it."""
+
+    def head(self, pieces: ContextPieces) -> Tokens:
+        """What every chunk is encoded after."""
+        return pieces.prefix
+
+    def before(self, pieces: ContextPieces, index: int, room: int) -> Tokens:
+        """Token ids that stand before chunk `index` when it is encoded: at most `room`, or the head alone. Passages
+        that do not fit are left out, those far from the chunk first."""
+        head = self.head(pieces)
+        room -= len(head)
+        tail: Tokens = ()
+        for passage in reversed(self.passages(pieces, index)):
+            if len(passage) + len(tail) > room:
+                break
+            tail = passage + tail
+        return head + tail
