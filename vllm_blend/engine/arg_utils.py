@@ -68,7 +68,7 @@ _HELP = {
     "protected_window_size": "tokens at the end of a request that are never evicted",
     "num_sinks": "tokens at its beginning that are never evicted",
     "compress_once": "compress a request once, and not again as it grows",
-    "kvc_interval": "steps between two compressions",
+    "kvc_interval": "tokens of a request between two compressions",
     "new_token_limit": "compress earlier when this many tokens have been appended to all requests",
     "max_kv_per_compression": "KVs that are sorted at a time",
     "metric_collection_buffer_size": "a query does not count for this many keys before it",
@@ -136,7 +136,7 @@ class EngineArgs:
     protected_window_size: int = 32
     num_sinks: int = 4
     compress_once: bool = False
-    kvc_interval: int = 16
+    kvc_interval: int = 32
     new_token_limit: int | None = None
     max_kv_per_compression: int = 1 << 24
     metric_collection_buffer_size: int = 0

@@ -75,10 +75,13 @@ class KVCompression:
 
     def may_run_ahead(self, step: SchedulerOutput) -> bool:
         """Whether the step after `step` may be chosen without compressing anything first."""
-        return not self.scheduler.is_due and not any(
-            item.samples and item.request.compression is not None and not item.request.in_head_pages
-            for item in step.scheduled
-        )
+        if self.scheduler.is_full:
+            return False
+        for item in step.scheduled:
+            state = item.request.compression
+            if state is not None and (item.samples if state.index is None else self.scheduler.is_due(state)):
+                return False
+        return True
 
     def launched(self, step: SchedulerOutput) -> None:
         """A step has been queued."""

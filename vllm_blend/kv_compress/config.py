@@ -86,14 +86,14 @@ class KVCompressConfig:
     `prefill_metric_collection_window_size` queries of a prompt are looked at; a query does not count for the keys
     within `metric_collection_buffer_size` positions before it.
 
-    A request is compressed when its prompt has been computed, and again every `kvc_interval` steps, or when
-    `new_token_limit` tokens have been appended to all requests since the last time, or when pages run short. At most
-    `max_kv_per_compression` KVs are sorted at a time, but always those of one request.
+    A request is compressed when its prompt has been computed, and again after every `kvc_interval` tokens of its own.
+    All are when `new_token_limit` tokens have been appended to all requests since the last time, and when pages run
+    short. At most `max_kv_per_compression` KVs are sorted at a time, but always those of one request.
     """
 
     enable_kvc: bool = False
     settings: CompressionSettings = CompressionSettings()
-    kvc_interval: int = 16
+    kvc_interval: int = 32
     new_token_limit: int | None = None
     max_kv_per_compression: int = 1 << 24
     metric_collection_buffer_size: int = 0

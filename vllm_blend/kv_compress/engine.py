@@ -34,7 +34,7 @@ class KVCompressEngine:
         request, state = adoption.request, adoption.state
         device = self.cache.head_keys.device
         n = request.num_computed_tokens
-        state.num_tokens = state.num_prompt_tokens = n
+        state.num_tokens = state.num_prompt_tokens = state.compressed_at = n
         scores = metrics.of_prompt(state, request.block_table, n)
         positions = torch.arange(n, device=device).expand(scores.shape)
         lengths = torch.full(scores.shape[:2], n, device=device)
@@ -58,6 +58,7 @@ class KVCompressEngine:
     def _evict(self, metrics: CompressionMetrics, eviction: Eviction) -> CacheMoves:
         state = eviction.state
         assert state.index is not None
+        state.compressed_at = state.num_tokens
         slots = self.tables.slots_of(state.index)
         stored, positions = self.cache.read(slots)
         scores = stored if metrics.metric.watches else metrics.in_head_pages(slots, positions)

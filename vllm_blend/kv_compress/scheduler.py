@@ -30,69 +30,75 @@ class KVCompressSchedulerOutput:
 
 
 class KVCompressScheduler:
-    """Decides before every step that is chosen with nothing in flight."""
+    """Decides before every step that is chosen with nothing in flight.
+
+    A request is compressed after so many tokens of its own, whoever else runs: what it answers does not depend on its
+    batch, unless `new_token_limit` is given, pages run short, or more is due than `max_kv_per_compression`.
+    """
 
     def __init__(self, config: KVCompressConfig, tables: HeadTables) -> None:
         self.config, self.tables = config, tables
-        self._num_steps = 0  # since requests in head pages were last compressed
-        self._num_new_tokens = 0
-        self._left_over = False  # some were not, as others had taken what may be sorted at a time
+        self._num_new_tokens = 0  # of all requests since everybody was compressed
 
     def step_taken(self, num_new_tokens: int) -> None:
         """A step has been queued that appends so many tokens to requests in head pages."""
-        self._num_steps += 1
         self._num_new_tokens += num_new_tokens
 
     @property
-    def is_due(self) -> bool:
-        """Whether requests that have been compressed are to be looked at again, whatever the pages."""
+    def is_full(self) -> bool:
+        """Whether requests have grown by `new_token_limit`."""
         limit = self.config.new_token_limit
-        full = limit is not None and self._num_new_tokens >= limit
-        return self._left_over or full or self._num_steps >= self.config.kvc_interval
+        return limit is not None and self._num_new_tokens >= limit
+
+    def is_due(self, state: CompressionState) -> bool:
+        """Whether a request in head pages has grown enough, and holds more than it keeps."""
+        return state.num_tokens - state.compressed_at >= self.config.kvc_interval and self._excess(state) > 0
 
     def run(self, running: Sequence[Request]) -> KVCompressSchedulerOutput:
-        """What the next step starts with. Prompts that are complete always leave their blocks; the rest is compressed
-        when it is due, and when the pages do not hold one more token of everybody: a request that gave its pages back
-        would be computed again from the start."""
+        """What the next step starts with. Prompts that are complete always leave their blocks. When the pages do not
+        hold one more token of everybody, all are compressed: a request that gave its pages back would be computed again
+        from the start."""
         output = KVCompressSchedulerOutput()
-        compressed, indices = [], []
+        compressed: list[Eviction] = []
+        indices = []
         for request in running:
             state = request.compression
             if state is None:
                 continue
             if state.index is not None:
-                compressed.append((request, state))
                 indices.append(state.index)
+                compressed.append(Eviction(request, state, self._excess(state)))
             elif is_complete(request):
-                output.adoptions.append(Eviction(request, state, self._excess(state, request.num_computed_tokens)))
-        if self.is_due or not self.tables.can_append(indices, 1):
-            self._evict(compressed, output)
+                output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
+        everybody = self.is_full or not self.tables.can_append(indices, 1)
+        if everybody:
+            self._num_new_tokens = 0
+        self._evict([one for one in compressed if one.num_pages and (everybody or self.is_due(one.state))], output)
         return output
 
-    def _evict(self, compressed: Iterable[tuple[Request, CompressionState]], output: KVCompressSchedulerOutput) -> None:
-        self._num_steps = self._num_new_tokens = 0
-        self._left_over = False
-        sorted_kvs = 0
-        for request, state in compressed:
-            if state.settings.compress_once and state.num_compressions:
-                continue
-            num_pages = self._excess(state, state.num_tokens)
-            if num_pages <= 0:
-                continue
-            sorted_kvs += int(self.tables.lengths[state.index].sum())
-            if output.evictions and sorted_kvs > self.config.max_kv_per_compression:
-                self._left_over = True
+    def _evict(self, due: Iterable[Eviction], output: KVCompressSchedulerOutput) -> None:
+        """As many as are sorted at a time, but at least one; the others are due as long as they are not."""
+        num_kvs = 0
+        for eviction in due:
+            num_kvs += int(self.tables.lengths[eviction.state.index].sum())
+            if output.evictions and num_kvs > self.config.max_kv_per_compression:
                 return
-            output.evictions.append(Eviction(request, state, num_pages))
+            output.evictions.append(eviction)
 
-    def _excess(self, state: CompressionState, num_tokens: int) -> int:
-        """Pages that a request of `num_tokens` tokens holds, or would, beyond those of the tokens it keeps."""
-        size, heads = self.tables.block_size, self.tables.num_heads
-        kept = heads * -(-state.settings.kept_tokens(num_tokens) // size)
-        held = heads * -(-num_tokens // size)
-        if state.index is not None:
-            held = int((-(-self.tables.lengths[state.index] // size)).sum())
-        return max(0, held - kept)
+    def _adopted(self, state: CompressionState, num_tokens: int) -> int:
+        """Pages of a prompt beyond those of the tokens it keeps."""
+        size = self.tables.block_size
+        kept = -(-state.settings.kept_tokens(num_tokens) // size)
+        return self.tables.num_heads * max(0, -(-num_tokens // size) - kept)
+
+    def _excess(self, state: CompressionState) -> int:
+        """Pages that a request in head pages holds beyond those of the tokens it keeps; 0 where it is not compressed
+        again."""
+        if state.settings.compress_once and state.num_compressions:
+            return 0
+        size = self.tables.block_size
+        kept = self.tables.num_heads * -(-state.settings.kept_tokens(state.num_tokens) // size)
+        return max(0, int((-(-self.tables.lengths[state.index] // size)).sum()) - kept)
 
 
 def is_complete(request: Request) -> bool:

@@ -24,6 +24,7 @@ class CompressionState:
     index: int | None = None  # None: in ordinary blocks
     num_tokens: int = 0  # that the head pages hold, the evicted ones counted
     num_prompt_tokens: int = 0  # that were in the cache when it came into head pages
+    compressed_at: int = 0  # tokens that it had when it was last compressed, or came into head pages
     num_compressions: int = 0  # that have evicted something
 
     def reset(self) -> None:
@@ -31,4 +32,4 @@ class CompressionState:
         self.queries.clear()
         self.scores.clear()
         self.window_positions = self.index = None
-        self.num_tokens = self.num_prompt_tokens = self.num_compressions = 0
+        self.num_tokens = self.num_prompt_tokens = self.compressed_at = self.num_compressions = 0

@@ -17,6 +17,7 @@ from vllm_blend.config import EngineConfig, require
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
 from vllm_blend.offload.attention import tapped_layers
+from vllm_blend.worker.cache_engine import CacheEngine
 from vllm_blend.worker.cascade import CascadePlanner, min_saved_tokens
 from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
@@ -99,7 +100,10 @@ class Worker:
     @property
     def _block_bytes(self) -> int:
         size = self.config.cache.block_size
-        return bytes_per_block(self.num_layers, size, self.num_kv_heads, self.head_dim, self.dtype)
+        own = bytes_per_block(self.num_layers, size, self.num_kv_heads, self.head_dim, self.dtype)
+        if not self.config.kv_compress.enable_kvc:
+            return own
+        return own + CacheEngine.bytes_per_block(self.num_layers, size, self.num_kv_heads)
 
     def _allocate(self, num_blocks: int) -> KVCache:
         size = self.config.cache.block_size
