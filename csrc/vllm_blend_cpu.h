@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define VB_ABI_VERSION 2
+#define VB_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define VB_EXPORT extern "C" __declspec(dllexport)
@@ -100,6 +100,26 @@ VB_EXPORT int VB_FN(attention_mass)(float* mass, const void* q, const void* key_
                                     int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
                                     int32_t dtype, int32_t threads);
+
+// sums[h * keys + k] = sum over Q queries of p ^ power (1 or 2), p the probability that head h of the query gives key k of
+// one request: q [Q, H, D] at `positions` [Q], a softmax over the keys at most there; keys with k > position - buffer
+// get nothing. block_table [blocks] names the blocks of keys 0 .. keys - 1. Every element of sums [H, keys] is written.
+VB_EXPORT int VB_FN(window_sums)(float* sums, const void* q, const void* key_cache, const int64_t* positions,
+                                 const int32_t* block_table, int64_t queries, int64_t keys, int64_t blocks,
+                                 int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
+                                 int64_t head_dim, int64_t q_stride, int64_t buffer, float scale, int32_t power,
+                                 int32_t dtype, int32_t threads);
+
+// For each of R rows, one KV head of one request: metric[slot] += sum over G query heads of p ^ power (1 or 2), p the
+// softmax over the row's keys, for those with key_positions[slot] <= query_positions[row] - buffer. q [R, G, D]; row r
+// has lengths[r] keys in the pages tables[r] ([R, table_stride]) of head_keys [pages, block_size, D]; slot = page *
+// block_size + offset. Rows of length 0 are skipped, and no two others may share a page.
+VB_EXPORT int VB_FN(accumulate_sums)(float* metric, const void* q, const void* head_keys, const int32_t* tables,
+                                     const int64_t* lengths, const int32_t* key_positions,
+                                     const int64_t* query_positions, int64_t rows, int64_t table_width,
+                                     int64_t table_stride, int64_t pages, int64_t block_size, int64_t group,
+                                     int64_t head_dim, int64_t q_stride, int64_t buffer, float scale, int32_t power,
+                                     int32_t dtype, int32_t threads);
 
 // out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null), for few rows. float32 in
 // every set, bf16 in the "amx" set only; in a multiple of 32, features a multiple of 16.

@@ -2,11 +2,10 @@
 // before the next block is touched, so that memory sees one sequential stream per block.
 #include <cmath>
 
-#include "attention.h"
+#include "dots.h"
 
 namespace VB_NAMESPACE {
 
-constexpr int64_t KEY_STRIDE = MAX_HEAD_DIM + 16;  // not a power of two: rows must not share cache sets
 constexpr int64_t SCORE_STRIDE = DECODE_CHUNK + VL;
 constexpr int OUTPUT_VECTORS = VL == 16 ? 4 : 2;  // times 4 heads: accumulators that fit the registers
 constexpr int64_t VALUE_KEYS = 16;                // keys of the value pass served before accumulators go back to memory
@@ -17,56 +16,16 @@ struct DecodeScratch {
   float *q, *scores;  // [heads, head_dim] scaled to log2 units, [heads, SCORE_STRIDE]
 };
 
-// Scores of VL keys for one head: lane i = q . k[i].
-template <typename T>
-VB_INLINE vf dot_keys(const float* q, const T* const* k, int64_t head_dim) {
-  vf sums[VL] = {};
-  for (int64_t d = 0; d < head_dim; d += VL) {
-    const vf x = load(q + d);
-    for (int i = 0; i < VL; ++i) sums[i] += x * load(k[i] + d);
-  }
-  return sum_each(sums);
-}
-VB_INLINE vf dot_keys(const float* q, const float (*k)[KEY_STRIDE], int64_t head_dim) {
-  vf sums[VL] = {};
-  for (int64_t d = 0; d < head_dim; d += VL) {
-    const vf x = load(q + d);
-    for (int i = 0; i < VL; ++i) sums[i] += x * load(&k[i][d]);
-  }
-  return sum_each(sums);
-}
-
 // Scores of the keys i:i + VL of a chunk, every head.
 template <typename T>
 VB_INLINE void score_keys(const Paged& a, DecodeScratch& s, int64_t i) {
-  const int64_t head_dim = a.head_dim, group = a.group();
-  const bool convert = sizeof(T) == 2 && group > 1;  // once per key, not once per head
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
     const T* k[VL];
-    for (int j = 0; j < VL; ++j) k[j] = (const T*)a.keys + s.offsets[i + j] + kv_head * head_dim;
-    if (convert)
-      for (int j = 0; j < VL; ++j)
-        for (int64_t d = 0; d < head_dim; d += VL) store(&s.keys[j][d], load(k[j] + d));
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      const float* q = s.q + head * head_dim;
-      store(s.scores + head * SCORE_STRIDE + i, convert ? dot_keys(q, s.keys, head_dim) : dot_keys<T>(q, k, head_dim));
-    }
+    for (int j = 0; j < VL; ++j) k[j] = (const T*)a.keys + s.offsets[i + j] + kv_head * a.head_dim;
+    const int64_t head = kv_head * a.group();
+    score_heads<T>(s.scores + head * SCORE_STRIDE + i, SCORE_STRIDE, s.q + head * a.head_dim, k, s.keys, a.group(),
+                   a.head_dim);
   }
-}
-
-// Scores -> weights in place; returns their maximum and sum.
-VB_INLINE void weigh(float* scores, int64_t count, float* maximum, float* sum) {
-  for (int64_t i = count; i % VL; ++i) scores[i] = -kInfinity;
-  vf top = splat(-kInfinity);
-  for (int64_t i = 0; i < count; i += VL) top = vmax(top, load(scores + i));
-  *maximum = max_lanes(top);
-  vf total = {};
-  for (int64_t i = 0; i < count; i += VL) {
-    const vf weight = exp2_(load(scores + i) - *maximum);
-    store(scores + i, weight);
-    total += weight;
-  }
-  *sum = sum_lanes(total);
 }
 
 // out[g][0:V*VL] += sum over keys of weight * value, for G heads of one KV head.

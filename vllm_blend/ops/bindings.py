@@ -19,7 +19,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 2  # VB_ABI_VERSION of the header that the signatures below were written from
+ABI_VERSION = 3  # VB_ABI_VERSION of the header that the signatures below were written from
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
@@ -38,6 +38,8 @@ _SIGNATURES = {
     "paged_attention": "pppppppp qqqqqqqqqq f ii",
     "attention_states": "ppppppppp qqqqqqqq f ii",
     "attention_mass": "ppppppppp qqqqqqqqq f ii",
+    "window_sums": "ppppp qqqqqqqqqq f iii",
+    "accumulate_sums": "ppppppp qqqqqqqqq f iii",
     "linear": "pppp qqqq ii",
 }
 
@@ -66,6 +68,8 @@ class CPUKernels:
     paged_attention: Callable[..., int]
     attention_states: Callable[..., int]
     attention_mass: Callable[..., int]
+    window_sums: Callable[..., int]
+    accumulate_sums: Callable[..., int]
     linear: Callable[..., int]
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:

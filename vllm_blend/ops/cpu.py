@@ -276,6 +276,56 @@ def attention_mass(
     return list(mass.split(seq_lens))
 
 
+def window_sums(
+    kernels: CPUKernels,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    n: int,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> torch.Tensor:
+    q, q_stride = _token_rows(q)
+    queries, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    sums = torch.empty(heads, n, dtype=torch.float32)
+    status = kernels.window_sums(
+        sums.data_ptr(), q.data_ptr(), key_cache.data_ptr(), query_positions.data_ptr(), block_table.data_ptr(),
+        queries, n, len(block_table), num_blocks, block_size, heads, kv_heads, head_dim, q_stride, buffer, scale, power,
+        DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "window_sums")
+    return sums
+
+
+def accumulate_sums(
+    kernels: CPUKernels,
+    metric: torch.Tensor,
+    q: torch.Tensor,
+    head_keys: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    key_positions: torch.Tensor,
+    query_positions: torch.Tensor,
+    scale: float,
+    power: int,
+    buffer: int,
+) -> None:
+    q, q_stride = _token_rows(q)
+    rows, group, head_dim = q.shape
+    pages, block_size = metric.shape
+    status = kernels.accumulate_sums(
+        metric.data_ptr(), q.data_ptr(), head_keys.data_ptr(), tables.data_ptr(), lengths.data_ptr(),
+        key_positions.data_ptr(), query_positions.data_ptr(), rows, tables.shape[1], tables.stride(0), pages,
+        block_size, group, head_dim, q_stride, buffer, scale, power, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "accumulate_sums")
+
+
 def takes_linear(kernels: CPUKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether the linear kernel can multiply x [rows, in] with this weight [out, in]."""
     features, size = weight.shape

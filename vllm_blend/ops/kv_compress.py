@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_blend.ops import cpu
+from vllm_blend.ops.bindings import kernels_for
+
 TILE_ELEMENTS = 1 << 24  # probabilities that the twin of `window_sums` holds at a time: 64 MiB in float32
 
 
@@ -37,6 +40,9 @@ def window_sums(
         raise IndexError(
             f"block_table has {block_table.numel()} blocks of {key_cache.shape[1]}, too few for n={n} keys"
         )
+    kernels = kernels_for(q)
+    if kernels is not None and cpu.takes_attention(q, key_cache, key_cache):
+        return cpu.window_sums(kernels, q, key_cache, block_table, n, query_positions, scale, power, buffer)
     return window_sums_reference(q, key_cache, block_table, n, query_positions, scale, power, buffer)
 
 
@@ -76,9 +82,11 @@ def accumulate_sums(
         raise ValueError("metric must be contiguous: it is added to in place")
     if tables.dtype != torch.int32 or tables.dim() != 2 or len(tables) != rows or tables.stride(1) != 1:
         raise ValueError(f"tables must be int32 [{rows}, W] with rows in one piece, not {tables.dtype} {tables.shape}")
-    accumulate_sums_reference(
-        metric, q, head_keys, tables, lengths, key_positions, query_positions, scale, power, buffer
-    )
+    rule = (tables, lengths, key_positions, query_positions, scale, power, buffer)
+    kernels = kernels_for(q)
+    if kernels is not None and metric.dtype == torch.float32 and cpu.takes_attention(q, head_keys, head_keys):
+        return cpu.accumulate_sums(kernels, metric, q, head_keys, *rule)
+    return accumulate_sums_reference(metric, q, head_keys, *rule)
 
 
 def window_sums_reference(

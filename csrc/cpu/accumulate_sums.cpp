@@ -1,0 +1,134 @@
+// What the keys of compressed requests receive from the query of a decode step, added to their metric in place. A row is
+// one KV head of one request and belongs to one thread: sums do not depend on the batch or on the number of threads.
+#include "dots.h"
+
+namespace VB_NAMESPACE {
+
+struct Accumulation {
+  float* metric;
+  const void *q, *keys;
+  const int32_t* tables;
+  const int64_t* lengths;
+  const int32_t* key_positions;
+  const int64_t* query_positions;
+  int64_t rows, table_width, table_stride, pages, block_size, group, head_dim, q_stride, buffer;
+  float scale;
+  int32_t power;
+
+  int check() const {
+    if (head_dim % 16 || head_dim > MAX_HEAD_DIM) return VB_BAD_DTYPE;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t used = (lengths[r] + block_size - 1) / block_size;
+      if (lengths[r] < 0 || used > table_width) return VB_BAD_BLOCK;
+      bool ok = true;
+      for (int64_t b = 0; b < used; ++b) ok &= uint32_t(tables[r * table_stride + b]) < uint64_t(pages);
+      if (!ok) return VB_BAD_BLOCK;
+    }
+    return VB_OK;
+  }
+};
+
+// Followed by q [group, head_dim] in log2 units and scores [group, stride].
+struct AccumulateScratch {
+  alignas(64) float keys[VL][KEY_STRIDE];
+
+  static int64_t stride(int64_t longest) { return (longest + VL - 1) / VL * VL; }
+  static size_t bytes(const Accumulation& a, int64_t longest) {
+    return sizeof(AccumulateScratch) + size_t(a.group * (a.head_dim + stride(longest))) * sizeof(float);
+  }
+};
+
+template <typename T>
+static void accumulate_row(const Accumulation& a, int64_t row, AccumulateScratch& s) {
+  const int64_t count = a.lengths[row], stride = AccumulateScratch::stride(count);
+  const int32_t* table = a.tables + row * a.table_stride;
+  const T* q = (const T*)a.q + row * a.q_stride;
+  float *scaled = (float*)(&s + 1), *scores = scaled + a.group * a.head_dim;
+  for (int64_t i = 0; i < a.group * a.head_dim; i += VL) store(scaled + i, load(q + i) * (a.scale * kLog2e));
+
+  int64_t block = 0, slot = 0;
+  const T* k[VL] = {};
+  for (int64_t i = 0; i < count; i += VL) {
+    for (int64_t j = 0; j < VL; ++j) {
+      if (i + j >= count) {
+        k[j] = k[j - 1];
+        continue;
+      }
+      k[j] = (const T*)a.keys + (int64_t(table[block]) * a.block_size + slot) * a.head_dim;
+      if (++slot == a.block_size) {
+        slot = 0;
+        ++block;
+      }
+    }
+    score_heads<T>(scores + i, stride, scaled, k, s.keys, a.group, a.head_dim);
+  }
+
+  // The sums over heads, into the scores of the first.
+  for (int64_t g = 0; g < a.group; ++g) {
+    float *weights = scores + g * stride, maximum, sum;
+    weigh(weights, count, &maximum, &sum);
+    const float inverse = 1.0f / sum;
+    for (int64_t i = 0; i < stride; i += VL) {
+      vf p = load(weights + i) * inverse;
+      if (a.power == 2) p *= p;
+      store(scores + i, g ? load(scores + i) + p : p);
+    }
+  }
+
+  const int32_t last = int32_t(max64(INT32_MIN, min64(a.query_positions[row] - a.buffer, INT32_MAX)));
+  for (int64_t first = 0; first < count; first += a.block_size) {
+    const int64_t page = int64_t(table[first / a.block_size]) * a.block_size;
+    const int64_t held = min64(a.block_size, count - first);
+    for (int64_t i = 0; i < held; ++i)
+      a.metric[page + i] += a.key_positions[page + i] <= last ? scores[first + i] : 0.0f;
+  }
+}
+
+template <typename T>
+static int accumulate(const Accumulation& a, int32_t threads) {
+  int64_t longest = 0, total = 0;
+  for (int64_t r = 0; r < a.rows; ++r) {
+    longest = max64(longest, a.lengths[r]);
+    total += a.lengths[r];
+  }
+  int status = VB_OK;
+  const int team = a.rows > 1 && total * a.head_dim > VB_SERIAL_ELEMENTS ? threads : 1;
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    AccumulateScratch* s =
+        (AccumulateScratch*)vb_scratch(VB_SCRATCH_PRIVATE, AccumulateScratch::bytes(a, longest));
+    if (!s) {
+#pragma omp atomic write
+      status = VB_NO_MEMORY;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t r = 0; r < a.rows; ++r)
+      if (s && a.lengths[r]) accumulate_row<T>(a, r, *s);
+  }
+  return status;
+}
+
+}  // namespace VB_NAMESPACE
+
+using namespace VB_NAMESPACE;
+
+int VB_FN(accumulate_sums)(float* metric, const void* q, const void* head_keys, const int32_t* tables,
+                           const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions,
+                           int64_t rows, int64_t table_width, int64_t table_stride, int64_t pages, int64_t block_size,
+                           int64_t group, int64_t head_dim, int64_t q_stride, int64_t buffer, float scale,
+                           int32_t power, int32_t dtype, int32_t threads) {
+  const Accumulation a = {metric,      q,            head_keys, tables,     lengths, key_positions, query_positions,
+                          rows,        table_width,  table_stride, pages,   block_size, group,      head_dim,
+                          q_stride,    buffer,       scale,     power};
+  const int status = a.check();
+  if (status != VB_OK) return status;
+  switch (dtype) {
+    case VB_F32:
+      return accumulate<float>(a, threads);
+    case VB_BF16:
+      return accumulate<bf16>(a, threads);
+    case VB_F16:
+      return accumulate<f16>(a, threads);
+  }
+  return VB_BAD_DTYPE;
+}
