@@ -73,15 +73,12 @@ class KVCompression:
             if settings.evicts and (longest is None or settings.kept_tokens(longest) < longest):
                 request.compression = CompressionState(settings, self.window)
 
-    def may_run_ahead(self, step: SchedulerOutput) -> bool:
-        """Whether the step after `step` may be chosen without compressing anything first."""
+    def may_run_ahead(self, sampled: Sequence[Request]) -> bool:
+        """Whether the step after one in which these requests draw may be chosen without compressing anything first."""
         if self.scheduler.is_full:
             return False
-        for item in step.scheduled:
-            state = item.request.compression
-            if state is not None and (item.samples if state.index is None else self.scheduler.is_due(state)):
-                return False
-        return True
+        states = [request.compression for request in sampled if request.compression is not None]
+        return not any(state.index is None or self.scheduler.is_due(state) for state in states)
 
     def launched(self, step: SchedulerOutput) -> None:
         """A step has been queued."""

@@ -365,7 +365,7 @@ class LLMEngine:
             return False
         if self.speculation is not None and not self.speculation.may_run_ahead(step.scheduled, self.scheduler.running):
             return False
-        if self.kv_compression is not None and not self.kv_compression.may_run_ahead(step.scheduled):
+        if self.kv_compression is not None and not self.kv_compression.may_run_ahead(step.result.sampled):
             return False
         return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
 
