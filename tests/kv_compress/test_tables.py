@@ -18,61 +18,69 @@ MAX_LEN = 40
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that come with heads of any lengths, grow, shrink and leave; `lengths` is what they should have."""
+    """Requests that come with heads of any lengths, grow, shrink and leave. `lengths` is what they should have, `pages`
+    how many pages each head should hold."""
 
     @initialize(
         num_blocks=st.integers(2, 30),
         layers=st.integers(1, 2),
         heads=st.integers(1, 3),
         block_size=st.integers(1, 4),
+        num_requests=st.integers(1, 4),
     )
-    def start(self, num_blocks: int, layers: int, heads: int, block_size: int) -> None:
+    def start(self, num_blocks: int, layers: int, heads: int, block_size: int, num_requests: int) -> None:
         self.blocks = BlockManager(num_blocks, block_size)
         self.pool = HeadPagePool(self.blocks, layers, heads)
-        self.tables = HeadTables(self.pool, layers, heads, block_size, MAX_LEN, CPU)
+        self.tables = HeadTables(self.pool, layers, heads, block_size, MAX_LEN, CPU, num_requests)
         self.shape, self.size = (layers, heads), block_size
         self.lengths: dict[int, np.ndarray] = {}
+        self.pages: dict[int, np.ndarray] = {}
 
-    def pages_of(self, lengths: np.ndarray) -> int:
-        return int(sum(-(-length // self.size) for length in lengths.reshape(-1).tolist()))
+    def pages_for(self, lengths: np.ndarray) -> np.ndarray:
+        return np.array([-(-length // self.size) for length in lengths.reshape(-1).tolist()]).reshape(lengths.shape)
 
     def draw_lengths(self, data: st.DataObject, most: np.ndarray) -> np.ndarray:
-        return np.array([data.draw(st.integers(0, int(m))) for m in most.reshape(-1)], np.int64).reshape(self.shape)
+        return np.array([data.draw(st.integers(0, int(m))) for m in most.reshape(-1)], np.int64).reshape(most.shape)
+
+    def draw_indices(self, data: st.DataObject, *others: int) -> list[int]:
+        return data.draw(st.lists(st.sampled_from([*others, *sorted(self.lengths)]), unique=True, min_size=1))
 
     @rule(data=st.data(), most=st.integers(0, MAX_LEN))
     def open(self, data: st.DataObject, most: int) -> None:
         lengths = self.draw_lengths(data, np.full(self.shape, most))
-        free = self.pool.num_free_pages
-        if self.pages_of(lengths) > free:
+        pages, free = self.pages_for(lengths), self.pool.num_free_pages
+        if pages.sum() > free:
             with pytest.raises(OutOfBlocks):
                 self.tables.open(lengths)
             assert self.pool.num_free_pages == free
             return
         index = self.tables.open(lengths)
         assert index not in self.lengths and index != PADDING
-        self.lengths[index] = lengths
-        assert self.pool.num_free_pages == free - self.pages_of(lengths)
+        self.lengths[index], self.pages[index] = lengths, pages
+        assert self.pool.num_free_pages == free - pages.sum()
 
     @precondition(lambda self: self.lengths)
-    @rule(data=st.data(), each=st.booleans())
-    def append(self, data: st.DataObject, each: bool) -> None:
-        indices = data.draw(st.lists(st.sampled_from(sorted(self.lengths)), unique=True, min_size=1))
+    @rule(data=st.data(), each=st.booleans(), append=st.booleans())
+    def grow(self, data: st.DataObject, each: bool, append: bool) -> None:
+        """Append KVs, or only get the pages for them."""
+        indices = self.draw_indices(data)
         counts = [data.draw(st.integers(0, 6)) for _ in indices] if each else [data.draw(st.integers(0, 6))]
+        at = indices if len(indices) > 1 or data.draw(st.booleans()) else indices[0]
+        n = counts if each and at is indices else counts[0]
         counts = counts if each else counts * len(indices)
         grown = {index: self.lengths[index] + n for index, n in zip(indices, counts, strict=True)}
-        n = counts if each else counts[0]
-        if max(int(lengths.max()) for lengths in grown.values()) > MAX_LEN:
+        if append and max(int(lengths.max()) for lengths in grown.values()) > MAX_LEN:
             with pytest.raises(ValueError, match="max_len"):
-                self.tables.append(indices, n)
+                self.tables.append(at, n)
             return
-        needed = sum(self.pages_of(grown[index]) - self.pages_of(self.lengths[index]) for index in indices)
-        free = self.pool.num_free_pages
+        pages = {index: np.maximum(self.pages_for(grown[index]), self.pages[index]) for index in indices}
+        needed, free = sum(int((pages[index] - self.pages[index]).sum()) for index in indices), self.pool.num_free_pages
         fits = needed <= free
-        assert self.tables.can_append(indices, n) == fits
-        at = indices[0] if len(indices) == 1 else indices
-        assert self.tables.append(at, n if not each or len(indices) > 1 else n[0]) == fits
+        assert self.tables.can_append(at, n) == fits
+        assert (self.tables.append if append else self.tables.reserve)(at, n) == fits
         assert self.pool.num_free_pages == free - needed * fits
-        self.lengths |= grown if fits else {}
+        self.pages |= pages if fits else {}
+        self.lengths |= grown if fits and append else {}
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
@@ -85,32 +93,37 @@ class Requests(RuleBasedStateMachine):
         before = self.tables.tables[index].copy()
         self.tables.unappend(index, n)
         self.lengths[index] = self.lengths[index] - n
-        self.prefixes_stay(index, before)
+        self.only_prefixes_stay(index, before)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(self.lengths)))
-        lengths = self.draw_lengths(data, self.lengths[index])
-        with pytest.raises(ValueError, match=f"index {index}"):
-            self.tables.shrink(index, self.lengths[index] + 1)
-        free, before = self.pool.num_free_pages, self.tables.tables[index].copy()
-        freed = self.tables.shrink(index, lengths)
-        assert freed == self.pages_of(self.lengths[index]) - self.pages_of(lengths)
+        indices = self.draw_indices(data)
+        at = indices if len(indices) > 1 else indices[0]
+        lengths = np.stack([self.lengths[index] for index in indices])
+        with pytest.raises(ValueError, match="must be between 0 and its lengths"):
+            self.tables.shrink(at, lengths + 1)
+        new_lengths, free = self.draw_lengths(data, lengths), self.pool.num_free_pages
+        before = {index: self.tables.tables[index].copy() for index in indices}
+        freed = self.tables.shrink(at, new_lengths if len(indices) > 1 else new_lengths[0])
+        assert freed == sum(int(self.pages[index].sum()) for index in indices) - self.pages_for(new_lengths).sum()
         assert self.pool.num_free_pages == free + freed
-        self.lengths[index] = lengths
-        self.prefixes_stay(index, before)
+        for index, new in zip(indices, new_lengths, strict=True):
+            self.lengths[index] = new
+            self.only_prefixes_stay(index, before[index])
 
-    def prefixes_stay(self, index: int, before: np.ndarray) -> None:
-        counts = -(-self.lengths[index] // self.size)
-        kept = np.arange(before.shape[-1]) < counts[..., None]
+    def only_prefixes_stay(self, index: int, before: np.ndarray) -> None:
+        """Of tables as they were before; nothing is left of what had been reserved."""
+        self.pages[index] = self.pages_for(self.lengths[index])
+        kept = np.arange(before.shape[-1]) < self.pages[index][..., None]
         assert (self.tables.tables[index] == np.where(kept, before, 0)).all()
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         index = data.draw(st.sampled_from(sorted(self.lengths)))
-        assert self.tables.close(index) == self.pages_of(self.lengths.pop(index))
+        assert self.tables.close(index) == self.pages.pop(index).sum()
+        del self.lengths[index]
         with pytest.raises(RuntimeError, match=f"index {index} is not open"):
             self.tables.close(index)
 
@@ -118,7 +131,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def decode(self, data: st.DataObject) -> None:
         """What the device is given: one row for each head of each request, and padding."""
-        indices = data.draw(st.lists(st.sampled_from([PADDING, *sorted(self.lengths)]), min_size=1))
+        indices = [*self.draw_indices(data, PADDING), *data.draw(st.lists(st.just(PADDING), max_size=2))]
         batch = self.tables.decode_batch(indices)
         lengths = np.stack([self.lengths.get(index, np.ones(self.shape, np.int64)) for index in indices], 1)
         width = max(1, -(-int(lengths.max()) // self.size))
@@ -131,22 +144,25 @@ class Requests(RuleBasedStateMachine):
             for row, (table, length) in enumerate(
                 zip(batch.block_tables[layer].tolist(), lengths[layer].reshape(-1).tolist(), strict=True)
             ):
-                newest = length - 1
-                slot = table[newest // self.size] * self.size + newest % self.size if length else 0
+                newest = max(length - 1, 0)  # of a head without any KV, the slot of the first to come
+                slot = table[newest // self.size] * self.size + newest % self.size
                 assert batch.slots[layer, row].item() == slot
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
     def slots(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(self.lengths)))
-        slots, lengths = self.tables.slots_of(index), self.lengths[index]
-        assert slots.shape == (*self.shape, int(lengths.max())) and slots.dtype == torch.int64
-        for layer in range(self.shape[0]):
-            for head in range(self.shape[1]):
-                table = self.tables.tables[index, layer, head].tolist()
-                length = int(lengths[layer, head])
-                wanted = [table[k // self.size] * self.size + k % self.size for k in range(length)]
-                assert slots[layer, head].tolist() == wanted + [-1] * (slots.shape[2] - length)
+        indices = self.draw_indices(data)
+        at = indices if len(indices) > 1 else indices[0]
+        slots, lengths = self.tables.slots_of(at), np.stack([self.lengths[index] for index in indices])
+        batched = slots.view(len(indices), *slots.shape[-3:])
+        assert slots.shape[-1] == lengths.max() and slots.dtype == torch.int64
+        assert slots.dim() == (4 if len(indices) > 1 else 3)
+        assert np.array_equal(self.tables.lengths_of(at).numpy().reshape(lengths.shape), lengths)
+        for where in np.ndindex(lengths.shape):
+            table = self.tables.tables[(indices[where[0]], *where[1:])].tolist()
+            length = int(lengths[where])
+            wanted = [table[k // self.size] * self.size + k % self.size for k in range(length)]
+            assert batched[where].tolist() == wanted + [-1] * (slots.shape[-1] - length)
 
     @rule()
     def flush(self) -> None:
@@ -157,9 +173,9 @@ class Requests(RuleBasedStateMachine):
         pages: list[int] = []
         for index, lengths in self.lengths.items():
             assert np.array_equal(self.tables.lengths[index], lengths)
-            counts = -(-lengths // self.size)
-            held = np.arange(self.tables.tables.shape[-1]) < counts[..., None]
+            held = np.arange(self.tables.tables.shape[-1]) < self.pages[index][..., None]
             assert (self.tables.tables[index][~held] == 0).all()
+            assert self.tables.num_pages(index) == held.sum()
             pages += self.tables.tables[index][held].tolist()
         assert len(set(pages)) == len(pages) == self.pool.num_used_pages
 

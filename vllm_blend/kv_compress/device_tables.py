@@ -16,63 +16,70 @@ class DeviceTables:
         self.device = device
         self.tables = torch.zeros((num_layers, 0, num_kv_heads, 0), dtype=torch.int32, device=device)
         self.lengths = torch.zeros((num_layers, 0, num_kv_heads), dtype=torch.int64, device=device)
-        self._whole: dict[int, int] = {}  # index -> how many columns of its tables are to be sent
+        self._opened: dict[int, int] = {}  # index -> how many columns of its tables are to be sent
+        self._shrunk: dict[int, None] = {}  # indices
         self._added: dict[int, int] = {}  # index -> what all its lengths have grown by
         self._entries: list[tuple[np.ndarray, np.ndarray]] = []  # rows (index * L * H + head) and columns of tables
 
-    def replaced(self, index: int, width: int) -> None:
-        """All lengths of an index, and the first `width` columns of its tables, may be others now."""
-        self._whole[index] = max(width, self._whole.get(index, 1))
-        self._added.pop(index, None)
+    def opened(self, index: int, width: int) -> None:
+        """Everything about an index may be different now: all lengths, and the first `width` columns of its tables."""
+        self._opened[index] = max(width, self._opened.get(index, 1))
+
+    def shrunk(self, indices: list[int]) -> None:
+        """All lengths of these may be different now."""
+        self._shrunk.update(dict.fromkeys(indices))
 
     def added(self, indices: list[int], counts: list[int]) -> None:
-        """Every head of indices[i] has counts[i] KVs more (or fewer, where that is negative)."""
+        """Every head of indices[i] has counts[i] KVs more."""
         for index, count in zip(indices, counts, strict=True):
-            if index not in self._whole:
-                self._added[index] = self._added.get(index, 0) + count
+            self._added[index] = self._added.get(index, 0) + count
 
     def changed(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Single entries of tables are others now: rows = index * L * H + layer * H + head."""
+        """Single entries of tables are different now: rows = index * L * H + layer * H + head."""
         if len(rows):
             self._entries.append((rows, columns))
 
     def flush(self, tables: np.ndarray, lengths: np.ndarray) -> None:
         """Become what the host's `tables` [indices, L, H, W] and `lengths` [indices, L, H] are. Nothing waits."""
         self._grow(tables.shape[0], tables.shape[3])
-        if not (self._whole or self._added or self._entries):
-            return
-        whole, added = list(self._whole), list(self._added)
-        flat, pages = self._sparse(tables)
-        parts = [np.array(whole, np.int64), np.array(added, np.int64), np.array([*self._added.values()], np.int64)]
-        packed = to_device(torch.from_numpy(np.concatenate([*parts, flat, pages])), self.device)
-        sizes = [len(whole), len(added), len(added), len(flat), len(flat)]
-        whole_at, added_at, counts, flat_at, values = packed.split(sizes)
-        if added:
-            self.lengths.index_add_(1, added_at, counts[None, :, None].expand(len(self.lengths), -1, self._kv_heads))
-        if len(flat):
-            self.tables.view(-1)[flat_at] = values.to(torch.int32)
-        if whole:
-            width = max(self._whole.values())
-            rows = np.concatenate([tables[whole, ..., :width], lengths[whole, ..., None].astype(np.int32)], -1)
-            sent = to_device(torch.from_numpy(rows), self.device).transpose(0, 1)
-            self.tables[:, whole_at, :, :width] = sent[..., :width]
-            self.lengths[:, whole_at] = sent[..., width].long()
-        self._whole, self._added, self._entries = {}, {}, []
+        if self._opened or self._shrunk or self._added or self._entries:
+            self._send_numbers(tables, lengths)
+        if self._opened:  # last: whatever else was said about these is older
+            self._send_rows(tables, lengths)
+        self._opened, self._shrunk, self._added, self._entries = {}, {}, {}, []
 
-    @property
-    def _kv_heads(self) -> int:
-        return self.tables.shape[2]
+    def _send_numbers(self, tables: np.ndarray, lengths: np.ndarray) -> None:
+        added, shrunk = np.array([*self._added], np.int64), np.array([*self._shrunk], np.int64)
+        flat, pages = self._sparse(tables)
+        parts = [added, np.array([*self._added.values()], np.int64), shrunk, lengths[shrunk].reshape(-1), flat, pages]
+        packed = to_device(torch.from_numpy(np.concatenate(parts)), self.device)
+        added_at, counts, shrunk_at, shrunk_to, at, values = packed.split([len(part) for part in parts])
+        num_layers, _, kv_heads = self.lengths.shape
+        if len(added):
+            self.lengths.index_add_(1, added_at, counts[:, None].expand(num_layers, -1, kv_heads))
+        if len(shrunk):
+            self.lengths[:, shrunk_at] = shrunk_to.view(-1, num_layers, kv_heads).transpose(0, 1)
+        if len(flat):
+            self.tables.view(-1)[at] = values.to(torch.int32)
+
+    def _send_rows(self, tables: np.ndarray, lengths: np.ndarray) -> None:
+        at, width = np.array([*self._opened]), max(self._opened.values())
+        rows = np.concatenate([tables[at, ..., :width], lengths[at, ..., None].astype(np.int32)], -1)
+        sent = to_device(torch.from_numpy(rows), self.device).transpose(0, 1)
+        on_device = to_device(torch.from_numpy(at), self.device)
+        self.tables[:, on_device, :, :width] = sent[..., :width]
+        self.lengths[:, on_device] = sent[..., width].long()
 
     def _sparse(self, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where changed entries are in the device's tables, and their values now: a place named twice has one value."""
         if not self._entries:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         rows, columns = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        num_layers, num_indices, _, width = self.tables.shape
+        num_layers, num_indices, kv_heads, width = self.tables.shape
         pages = tables.reshape(-1, width)[rows, columns].astype(np.int64)
-        index, row = np.divmod(rows, num_layers * self._kv_heads)
-        layer, head = np.divmod(row, self._kv_heads)
-        return ((layer * num_indices + index) * self._kv_heads + head) * width + columns, pages
+        index, head = np.divmod(rows, num_layers * kv_heads)
+        layer, head = np.divmod(head, kv_heads)
+        return ((layer * num_indices + index) * kv_heads + head) * width + columns, pages
 
     def _grow(self, num_indices: int, width: int) -> None:
         num_layers, had, kv_heads, had_width = self.tables.shape

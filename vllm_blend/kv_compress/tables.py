@@ -20,12 +20,15 @@ from vllm_blend.ops.host_copy import to_device
 
 PADDING = 0  # the index of a request of one KV, in slot 0, which nobody reads: rows that fill a batch up
 
+Indices = int | Sequence[int] | np.ndarray
+Counts = int | Sequence[int] | np.ndarray
+
 
 @dataclass(frozen=True)
 class DecodeTables:
     """Where every (request, head) of a batch has its KVs: row = place in the batch * H + head."""
 
-    block_tables: torch.Tensor  # [L, rows, W] int32 head pages, padded with 0
+    block_tables: torch.Tensor  # [L, rows, W] int32 head pages; 0, or reserved ones, beyond the length
     positions: torch.Tensor  # [L, rows] int64, length - 1: attention sees every KV
     slots: torch.Tensor  # [L, rows] int64, page * block_size + offset of the newest KV
 
@@ -33,8 +36,9 @@ class DecodeTables:
 class HeadTables:
     """Head pages of requests. A request is an `index` from `open` to `close`; 0 is never one, but `PADDING`.
 
-    `lengths` [indices, L, H] int64 and `tables` [indices, L, H, W] int32 are on the host and to be read only. They grow
-    by doubling; the device's copy follows with the next `flush`, `decode_batch` or `slots_of`.
+    `lengths` [indices, L, H] int64 and `tables` [indices, L, H, W] int32 are on the host and to be read only. Both grow
+    by doubling, from `num_requests` requests; the device's copy follows with the next `flush`, `decode_batch` or
+    `slots_of`. A batch of distinct indices may stand wherever an index may, and takes little longer than one.
     """
 
     def __init__(
@@ -45,24 +49,35 @@ class HeadTables:
         block_size: int,
         max_len: int,
         device: torch.device,
+        num_requests: int = 1,
     ) -> None:
         self.pool, self.block_size, self.max_len, self.device = pool, block_size, max_len, device
-        shape = (2, num_layers, num_kv_heads)
+        shape = (1 + num_requests, num_layers, num_kv_heads)
         self.lengths = np.zeros(shape, np.int64)
         self.tables = np.zeros((*shape, 1), np.int32)
         self._room = np.zeros(shape, np.int64)  # KVs that the pages of a head hold
-        self._longest = np.zeros(2, np.int64)  # the length of a request's longest head
-        self.lengths[PADDING] = self._longest[PADDING] = 1
-        self._free = [1]
-        self._open = np.zeros(2, np.bool_)
+        self._spare = np.zeros(shape[0], np.int64)  # how many more KVs every head of a request has room for
+        self._longest = np.zeros(shape[0], np.int64)  # the length of a request's longest head
+        self._pages = np.zeros(shape[0], np.int64)  # of a request
+        self._open = np.zeros(shape[0], np.bool_)
+        self._free = list(range(num_requests, PADDING, -1))
         self._on_device = DeviceTables(num_layers, num_kv_heads, device)
-        self._on_device.replaced(PADDING, 1)
+        self.lengths[PADDING] = self._longest[PADDING] = 1
+        self._on_device.opened(PADDING, 1)
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of all layers."""
+        return self.lengths[0].size
+
+    def num_pages(self, index: int) -> int:
+        """Pages that a request holds: those of its KVs, and what `reserve` took for it."""
+        return int(self._pages[index])
 
     def open(self, lengths: np.ndarray) -> int:
         """The index of a new request whose heads have `lengths` [L, H] KVs, with pages for them. Raises OutOfBlocks,
         having taken nothing."""
-        longest = int(lengths.max())
-        self._check(longest, int(lengths.min()))
+        self._check(int(lengths.max()), int(lengths.min()))
         counts = self._pages_for(lengths)
         index = self._free[-1] if self._free else len(self._open)
         pages = self.pool.allocate(int(counts.sum()), owner=index)
@@ -71,50 +86,57 @@ class HeadTables:
         self._free.pop()
         self._open[index] = True
         self._widen(int(counts.max()))
-        columns = np.arange(self.tables.shape[3])
-        self.tables[index][columns < counts[..., None]] = pages
-        self.lengths[index], self._longest[index] = lengths, longest
+        self.tables[index][np.arange(self.tables.shape[3]) < counts[..., None]] = pages
         self._room[index] = counts * self.block_size
-        self._on_device.replaced(index, int(counts.max()))
+        self._pages[index] = len(pages)
+        self._set_lengths(np.array([index]), lengths[None])
+        self._on_device.opened(index, int(counts.max()))
         return index
 
-    def can_append(self, indices: Sequence[int], n: int | Sequence[int] = 1) -> bool:
+    def can_append(self, indices: Indices, n: Counts = 1) -> bool:
         """Whether `append` would find the pages."""
-        at, counts = self._batch(indices, n)
-        over = self._overflow(at, counts)
+        over = self._overflow(*self._short(indices, n))
         return int(self._pages_for(over[over > 0]).sum()) <= self.pool.num_free_pages
 
-    def append(self, indices: int | Sequence[int], n: int | Sequence[int] = 1) -> bool:
-        """Room for n more KVs in every head of every request (n is one number, or one for each), and lengths that
-        count them. False, with nothing taken from the pool, when there are too few pages: all or nothing.
+    def reserve(self, indices: Indices, n: Counts = 1) -> bool:
+        """Pages for n more KVs in every head of every request (n is one number, or one for each). False, with nothing
+        taken from the pool, when there are too few: all or nothing.
 
-        One call for a whole batch takes little more time than one for a request.
+        For a batch that is appended to one by one: `append` is cheap where the pages are there already. What is not
+        appended in the end is there for the next time, or goes back with `shrink`, `unappend` or `close`.
         """
-        at, counts = self._batch(indices, n)
-        if not len(at):
-            return True
-        self._check(int((self._longest[at] + counts).max()), int(counts.min()))
-        over = self._overflow(at, counts).reshape(-1)  # [requests * L * H]
-        rows = np.flatnonzero(over > 0)
-        if len(rows):
-            per_head = self._pages_for(over[rows])
-            request = rows // self.num_heads
+        at, counts = self._short(indices, n)
+        over = self._overflow(at, counts).reshape(len(at), self.num_heads)
+        request, head = np.nonzero(over > 0)
+        if len(request):
+            pages_each = self._pages_for(over[request, head])
+            per_request = np.bincount(request, pages_each, len(at)).astype(np.int64)
             try:
-                per_request = np.bincount(request, per_head, len(at)).astype(np.int64)
                 pages = self.pool.allocate_each(per_request, at)
             except OutOfBlocks:
                 return False
-            heads = at[request] * self.num_heads + rows % self.num_heads
-            room = self._room.reshape(-1)
-            first = room[heads] // self.block_size
-            room[heads] += per_head * self.block_size
-            self._widen(int((first + per_head).max()))
-            into = np.repeat(heads, per_head)
-            columns = np.repeat(first - (np.cumsum(per_head) - per_head), per_head) + np.arange(len(into))
-            self.tables.reshape(-1, self.tables.shape[3])[into, columns] = pages
-            self._on_device.changed(into, columns)
+            self._extend(at[request] * self.num_heads + head, pages_each, pages)
+            self._pages[at] += per_request
+            over[request, head] -= pages_each * self.block_size
+            self._spare[at] = counts - over.max(1)
+        return True
+
+    def append(self, indices: Indices, n: Counts = 1) -> bool:
+        """Room for n more KVs in every head of every request, and lengths that count them. False as `reserve`."""
+        if isinstance(indices, int) and isinstance(n, int) and self._spare[indices] >= n:
+            self._check(int(self._longest[indices]) + n, n)
+            self.lengths[indices] += n
+            self._longest[indices] += n
+            self._spare[indices] -= n
+            self._on_device.added([indices], [n])
+            return True
+        at, counts = self._batch(indices, n)
+        self._check(int((self._longest[at] + counts).max(initial=0)), int(counts.min(initial=0)))
+        if not self.reserve(at, counts):
+            return False
         self.lengths[at] += counts[:, None, None]
         self._longest[at] += counts
+        self._spare[at] -= counts
         self._on_device.added(at.tolist(), counts.tolist())
         return True
 
@@ -123,22 +145,44 @@ class HeadTables:
         were appended. Pages without any KV left are released."""
         if n < 0 or n > self.lengths[index].min():
             raise ValueError(f"n={n} KVs cannot be dropped where a head has {self.lengths[index].min()}")
-        self._resize(index, self.lengths[index] - n)
+        self.shrink(index, self.lengths[index] - n)
 
-    def shrink(self, index: int, new_lengths: np.ndarray) -> int:
-        """Heads keep their first `new_lengths` [L, H] slots; the number of pages that are released."""
-        if (new_lengths < 0).any() or (new_lengths > self.lengths[index]).any():
-            raise ValueError(f"new_lengths of index {index} must be between 0 and its lengths")
-        return self._resize(index, new_lengths)
+    def shrink(self, indices: Indices, new_lengths: np.ndarray) -> int:
+        """Heads keep their first `new_lengths` [L, H] slots ([indices, L, H] where indices are several); the number of
+        pages that are released."""
+        at = self._at(indices)
+        new_lengths = new_lengths.reshape(self.lengths[at].shape)
+        if (new_lengths < 0).any() or (new_lengths > self.lengths[at]).any():
+            raise ValueError(f"new_lengths of index {indices} must be between 0 and its lengths")
+        freed = (self._room[at] // self.block_size - self._pages_for(new_lengths)).reshape(len(at), -1)
+        request, head = np.nonzero(freed)
+        rows, counts = at[request] * self.num_heads + head, freed[request, head]
+        into, columns = self._places(rows, self._room.reshape(-1)[rows] // self.block_size - counts, counts)
+        tables = self.tables.reshape(-1, self.tables.shape[3])
+        self.pool.release(tables[into, columns])
+        tables[into, columns] = 0
+        self._room.reshape(-1)[rows] -= counts * self.block_size
+        self._pages[at] -= freed.sum(1)
+        self._set_lengths(at, new_lengths)
+        self._on_device.changed(into, columns)
+        self._on_device.shrunk(at.tolist())
+        return len(into)
 
     def close(self, index: int) -> int:
         """Release all pages of a request, and how many they are; its index may be another's from now on."""
         if index == PADDING or not self._open[index]:
             raise RuntimeError(f"index {index} is not open")
-        freed = self._resize(index, np.zeros_like(self.lengths[index]))
+        width = int(self._room[index].max()) // self.block_size
+        table = self.tables[index, ..., :width]
+        pages = table[table > 0]
+        self.pool.release(pages)
+        table[:] = 0
+        self._room[index] = self._pages[index] = 0
+        self._set_lengths(np.array([index]), np.zeros_like(self.lengths[[index]]))
+        self._on_device.opened(index, width)  # zeros, for whoever has this index next
         self._open[index] = False
         self._free.append(index)
-        return freed
+        return len(pages)
 
     def flush(self) -> None:
         """Bring the device up to date, by one small transfer of what has changed; nothing waits for it."""
@@ -146,26 +190,38 @@ class HeadTables:
 
     def decode_batch(self, indices: Sequence[int] | np.ndarray) -> DecodeTables:
         """Tables as wide as the longest of the batch needs, and where the newest KV of every head is. `PADDING` may be
-        among the indices. Nothing waits for the device; what changes later changes nothing in the tensors returned."""
+        among the indices, more than once. Nothing waits for the device; what changes later changes nothing in the
+        tensors returned."""
         self.flush()
-        at = np.asarray(indices, np.int64)
+        at = self._at(indices)
         width = max(1, int(self._pages_for(self._longest[at].max(initial=0))))
-        on_device = to_device(torch.from_numpy(at.copy()), self.device)
+        on_device = to_device(torch.from_numpy(at), self.device)
         tables = self._on_device.tables[..., :width].index_select(1, on_device).flatten(1, 2)
         positions = self._on_device.lengths.index_select(1, on_device).flatten(1, 2) - 1
         return DecodeTables(tables, positions, self._slots(tables, positions[..., None]).squeeze(-1))
 
-    def slots_of(self, index: int) -> torch.Tensor:
-        """The slots of all KVs of a request, [L, H, longest head] int64, with -1 beyond the length of a head."""
+    def slots_of(self, indices: Indices) -> torch.Tensor:
+        """The slots of all KVs of a request, [L, H, longest head] int64, with -1 beyond the length of a head; of
+        several, [requests, L, H, longest head]. Nothing waits for the device."""
         self.flush()
-        at = torch.arange(int(self._longest[index]), device=self.device).expand(*self.lengths.shape[1:], -1)
-        slots = self._slots(self._on_device.tables[:, index], at)
-        return slots.masked_fill_(at >= self._on_device.lengths[:, index, :, None], -1)
+        at = self._at(indices)
+        n = int(self._longest[at].max(initial=0))
+        on_device = to_device(torch.from_numpy(at), self.device)
+        width = max(1, int(self._pages_for(np.int64(n))))
+        tables, lengths = (
+            self._on_device.tables[..., :width].index_select(1, on_device),
+            self._on_device.lengths.index_select(1, on_device),
+        )
+        rank = torch.arange(n, device=self.device).expand(*lengths.shape, n)
+        slots = self._slots(tables, rank).masked_fill_(rank >= lengths[..., None], -1).transpose(0, 1)
+        return slots[0] if np.ndim(indices) == 0 else slots
 
-    @property
-    def num_heads(self) -> int:
-        """KV heads of all layers."""
-        return self.lengths[0].size
+    def lengths_of(self, indices: Indices) -> torch.Tensor:
+        """The lengths of a request's heads on the device, [L, H] int64; of several, [requests, L, H]."""
+        self.flush()
+        on_device = to_device(torch.from_numpy(self._at(indices)), self.device)
+        lengths = self._on_device.lengths.index_select(1, on_device).transpose(0, 1)
+        return lengths[0] if np.ndim(indices) == 0 else lengths
 
     def _pages_for(self, lengths: np.ndarray) -> np.ndarray:
         return -(-lengths // self.block_size)
@@ -174,44 +230,59 @@ class HeadTables:
         if shortest < 0 or longest > self.max_len:
             raise ValueError(f"heads cannot have {shortest} to {longest} KVs: max_len={self.max_len}")
 
-    def _batch(self, indices: int | Sequence[int], n: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        at = np.atleast_1d(np.asarray(indices, np.int64))
+    def _at(self, indices: Indices) -> np.ndarray:
+        return np.array(indices, np.int64, ndmin=1)
+
+    def _batch(self, indices: Indices, n: Counts) -> tuple[np.ndarray, np.ndarray]:
+        at = self._at(indices)
         return at, np.broadcast_to(np.asarray(n, np.int64), at.shape)
+
+    def _short(self, indices: Indices, n: Counts) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the indices that have no room for n more in every head, and n for each."""
+        at, counts = self._batch(indices, n)
+        short = self._spare[at] < counts
+        return at[short], counts[short]
 
     def _overflow(self, at: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """By how many KVs the pages of the requests at `at` are too few for `counts` more: [requests, L, H]."""
         return self.lengths[at] - self._room[at] + counts[:, None, None]
 
-    def _slots(self, tables: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Slots of the KVs number `at` [..., n] of heads with `tables` [..., W]; of a head without any, slot 0."""
-        at = at.clamp(min=0)
-        return tables.gather(-1, at // self.block_size).long() * self.block_size + at % self.block_size
+    def _places(self, rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and columns of counts[i] entries of the table of head rows[i], from column first[i] on."""
+        columns = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return np.repeat(rows, counts), columns
 
-    def _resize(self, index: int, lengths: np.ndarray) -> int:
-        width = int(self._room[index].max()) // self.block_size
-        counts = self._pages_for(lengths)
-        columns = np.arange(width)
-        table = self.tables[index, ..., :width]
-        dropped = (columns >= counts[..., None]) & (columns < (self._room[index] // self.block_size)[..., None])
-        pages = table[dropped]
-        self.pool.release(pages)
-        table[dropped] = 0
-        self.lengths[index], self._longest[index] = lengths, lengths.max()
-        self._room[index] = counts * self.block_size
-        self._on_device.replaced(index, width)
-        return len(pages)
+    def _extend(self, rows: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> None:
+        """counts[i] more of the pages, one after another, for head rows[i] = index * num_heads + head."""
+        room = self._room.reshape(-1)
+        into, columns = self._places(rows, room[rows] // self.block_size, counts)
+        room[rows] += counts * self.block_size
+        self._widen(int(columns.max()) + 1)
+        self.tables.reshape(-1, self.tables.shape[3])[into, columns] = pages
+        self._on_device.changed(into, columns)
+
+    def _set_lengths(self, at: np.ndarray, lengths: np.ndarray) -> None:
+        self.lengths[at] = lengths
+        self._longest[at] = lengths.reshape(len(at), -1).max(1)
+        self._spare[at] = (self._room[at] - lengths).reshape(len(at), -1).min(1)
+
+    def _slots(self, tables: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+        """Slots of the KVs number `rank` [..., n] of heads with `tables` [..., W]; of one without any, the first."""
+        rank = rank.clamp(min=0)
+        return tables.gather(-1, rank // self.block_size).long() * self.block_size + rank % self.block_size
 
     def _grow(self, num_indices: int) -> None:
         had = len(self._open)
-        more = num_indices - had
-        for name in ("lengths", "tables", "_room", "_longest", "_open"):
+        for name in ("lengths", "tables", "_room", "_spare", "_longest", "_pages", "_open"):
             array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
-        self._free.extend(reversed(range(had, num_indices)))
+            more = np.zeros((num_indices - had, *array.shape[1:]), array.dtype)
+            setattr(self, name, np.concatenate([array, more]))
+        self._free.extend(range(num_indices - 1, had - 1, -1))
 
     def _widen(self, width: int) -> None:
         had = self.tables.shape[3]
         if width > had:
-            wide = np.zeros((*self.tables.shape[:3], max(width, 2 * had)), np.int32)
+            widest = int(self._pages_for(np.int64(self.max_len)))
+            wide = np.zeros((*self.tables.shape[:3], max(width, min(2 * had, widest))), np.int32)
             wide[..., :had] = self.tables
             self.tables = wide
