@@ -101,9 +101,9 @@ VB_EXPORT int VB_FN(attention_mass)(float* mass, const void* q, const void* key_
                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
                                     int32_t dtype, int32_t threads);
 
-// sums[h * keys + k] = sum over Q queries of p ^ power (1 or 2), p the probability that head h of the query gives key k of
-// one request: q [Q, H, D] at `positions` [Q], a softmax over the keys at most there; keys with k > position - buffer
-// get nothing. block_table [blocks] names the blocks of keys 0 .. keys - 1. Every element of sums [H, keys] is written.
+// sums[h * keys + k] = sum over Q queries of p ^ power (1 or 2), p the probability that head h of the query gives key k
+// of one request: q [Q, H, D] at `positions` [Q], a softmax over the keys at most there; keys with k > position -
+// buffer get nothing. block_table [blocks] names the blocks of keys 0 .. keys - 1. Every element of sums [H, keys] is written.
 VB_EXPORT int VB_FN(window_sums)(float* sums, const void* q, const void* key_cache, const int64_t* positions,
                                  const int32_t* block_table, int64_t queries, int64_t keys, int64_t blocks,
                                  int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,

@@ -1,5 +1,5 @@
-// What the keys of compressed requests receive from the query of a decode step, added to their metric in place. A row is
-// one KV head of one request and belongs to one thread: sums do not depend on the batch or on the number of threads.
+// What the keys of compressed requests receive from the query of a decode step, added to their metric in place. A row
+// is one KV head of one request and belongs to one thread: sums do not depend on the batch or on the number of threads.
 #include "dots.h"
 
 namespace VB_NAMESPACE {
@@ -15,6 +15,13 @@ struct Accumulation {
   float scale;
   int32_t power;
 
+  template <typename T>
+  void prefetch(const int32_t* table, int64_t first) const {
+    const char* page = (const char*)((const T*)keys + int64_t(table[first / block_size]) * block_size * head_dim);
+    for (int64_t byte = 0; byte < block_size * head_dim * int64_t(sizeof(T)); byte += 64)
+      __builtin_prefetch(page + byte, 0, 2);
+  }
+
   int check() const {
     if (head_dim % 16 || head_dim > MAX_HEAD_DIM) return VB_BAD_DTYPE;
     for (int64_t r = 0; r < rows; ++r) {
@@ -27,6 +34,10 @@ struct Accumulation {
     return VB_OK;
   }
 };
+
+// Pages that are asked for before they are read: the hardware's prefetchers stop at their ends. 4 requests of 4096
+// keys, 67 MB of float32 in pages of 16 x 128, one thread: 6.1 ms against 11.3.
+constexpr int64_t AHEAD = 4;
 
 // Followed by q [group, head_dim] in log2 units and scores [group, stride].
 struct AccumulateScratch {
@@ -46,9 +57,10 @@ static void accumulate_row(const Accumulation& a, int64_t row, AccumulateScratch
   float *scaled = (float*)(&s + 1), *scores = scaled + a.group * a.head_dim;
   for (int64_t i = 0; i < a.group * a.head_dim; i += VL) store(scaled + i, load(q + i) * (a.scale * kLog2e));
 
-  int64_t block = 0, slot = 0;
+  int64_t block = 0, slot = 0, ahead = 0;
   const T* k[VL] = {};
   for (int64_t i = 0; i < count; i += VL) {
+    for (; ahead < count && ahead < i + AHEAD * a.block_size; ahead += a.block_size) a.prefetch<T>(table, ahead);
     for (int64_t j = 0; j < VL; ++j) {
       if (i + j >= count) {
         k[j] = k[j - 1];

@@ -83,8 +83,8 @@ static void window_statistics(const Paged& a, const WindowJob& job, int64_t chun
   }
 }
 
-// Statistics over all chunks, into chunk 0: the maximum, and 1 / sum for real rows, 0 for those that pad. Every row sees
-// key 0, so no maximum of all chunks is -infinity.
+// Statistics over all chunks, into chunk 0: the maximum, and 1 / sum for real rows, 0 for those that pad. Every row
+// sees key 0, so no maximum of all chunks is -infinity.
 static void merge_window(const Paged& a, const WindowJob& job) {
   const int64_t size = a.kv_heads * job.rows;
   for (int64_t i = 0; i < size; i += VL) {
