@@ -78,6 +78,33 @@ def test_a_global_order_of_groups(world: World) -> None:
     assert freed.sum() == min(world.num_blocks, total)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(worlds(), min_size=1, max_size=4))
+def test_requests_together_are_as_each_alone(drawn: list[World]) -> None:
+    """Of as many layers and heads; beyond the lengths of the shorter ones there is anything."""
+    layers, heads = (min(world.lengths.shape[dim] for world in drawn) for dim in (0, 1))
+    n = max(world.metric.shape[2] for world in drawn)
+    each = []
+    for world in drawn:
+        of_all = {"block_size": drawn[0].block_size, "allocation": drawn[0].allocation}
+        metric, positions = world.metric[:layers, :heads], world.positions[:layers, :heads]
+        gap = n - metric.shape[2]
+        metric, positions = (torch.nn.functional.pad(x, (0, gap), value=3) for x in (metric, positions))
+        each.append(
+            replace(world, metric=metric, positions=positions, lengths=world.lengths[:layers, :heads], **of_all)
+        )
+    tensors = [torch.stack([getattr(world, name) for world in each]) for name in ("metric", "positions", "lengths")]
+    numbers = [
+        torch.tensor([getattr(world, name) for world in each]) for name in ("num_blocks", "num_sinks", "protected_from")
+    ]
+    together = schedule_evictions(*tensors, *numbers, each[0].block_size, each[0].allocation)  # type: ignore[call-arg]
+    for request, world in enumerate(each):
+        alone = schedule(world)
+        assert torch.equal(together.evicted[request], alone.evicted)
+        assert torch.equal(together.num_blocks[request], alone.num_blocks)
+        assert torch.equal(together.new_lengths(tensors[2])[request], alone.new_lengths(world.lengths))
+
+
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_whose_metric_is_low_gives_most(allocation: str) -> None:
     """Two layers of two heads of 12 KVs, in pages of 4; the first head of a layer is worth less, and layer 0 less than

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 DIM = 2
 KV = tuple[float, ...]  # metric, position, K and V
 Content = list[list[KV]]
+Number = int | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -83,27 +84,21 @@ class Store:
         self.engine.metric.view(-1)[batch.slots] += self.noise(*batch.slots.shape)
         return True
 
-    def compress(self, index: int, num_blocks: int, sinks: int, protected_from: int, allocation: str) -> Evictions:
-        """Evict from a request in head pages; the pages that become free are those that were promised."""
-        slots, lengths = self.tables.slots_of(index), torch.from_numpy(self.tables.lengths[index].copy())
+    def compress(
+        self, at: int | list[int], num_blocks: Number, sinks: int, protected_from: Number, allocation: str
+    ) -> Evictions:
+        """Evict from one request in head pages, or several at once; what becomes free is what was promised."""
+        slots, lengths = self.tables.slots_of(at), self.tables.lengths_of(at)
         metric, positions = self.engine.read(slots)
-        evictions = schedule_evictions(
-            metric,
-            positions,
-            lengths,
-            num_blocks,
-            sinks,
-            protected_from,
-            self.shape.block_size,
-            allocation,  # type: ignore[arg-type]
-        )
+        limits = (num_blocks, sinks, protected_from, self.shape.block_size, allocation)
+        evictions = schedule_evictions(metric, positions, lengths, *limits)  # type: ignore[arg-type]
         moves, new_lengths = schedule_moves(evictions, lengths, slots)
         assert len(moves) == len(moves.source) == len(moves.target)
         assert len(set(moves.target.tolist())) == len(moves)  # unique
         assert not set(moves.target.tolist()) & set(moves.source.tolist())
         self.engine.execute_cache_moves(moves)
         free = self.pool.num_free_pages
-        assert self.tables.shrink(index, new_lengths.numpy()) == evictions.num_blocks.sum()
+        assert self.tables.shrink(at, new_lengths.numpy()) == evictions.num_blocks.sum()
         assert self.pool.num_free_pages == free + evictions.num_blocks.sum()
         return evictions
 
@@ -230,19 +225,19 @@ def test_two_requests_together_equal_each_alone(allocation: str, order: tuple[in
             indices[request] = index
         return indices
 
-    def compress(store: Store, index: int, request: int) -> Content:
-        store.compress(index, budgets[request], 1, prompts[request] - windows[request], allocation)
-        return store.content(index)
-
     alone = {}
     for request in (0, 1):
         store = Store(shape, seed=request)
-        alone[request] = compress(store, start(store, (request,))[request], request)
+        index = start(store, (request,))[request]
+        store.compress(index, budgets[request], 1, prompts[request] - windows[request], allocation)
+        alone[request] = store.content(index)
         assert sum(map(len, alone[request])) < prompts[request] * shape.layers * shape.heads
     store = Store(shape, seed=9)
     indices = start(store, order)
-    for request in order:
-        compress(store, indices[request], request)
+    at = [indices[request] for request in order]
+    num_blocks = torch.tensor([budgets[request] for request in order])
+    protected_from = torch.tensor([prompts[request] - windows[request] for request in order])
+    store.compress(at, num_blocks, 1, protected_from, allocation)
     for request in order:
         assert store.content(indices[request]) == alone[request]
 

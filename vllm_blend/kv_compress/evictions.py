@@ -20,7 +20,7 @@ _LAST = torch.iinfo(torch.int64).max  # sorts behind everything
 
 @dataclass(frozen=True)
 class Evictions:
-    """What goes, by layer and KV head."""
+    """What goes, by layer and KV head; of one request, or of several with a leading dimension."""
 
     evicted: torch.Tensor  # [L, H, n] bool
     num_blocks: torch.Tensor  # [L, H] int64, the pages that become free
@@ -34,9 +34,9 @@ def schedule_evictions(
     metric: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
-    num_blocks: int,
-    num_sinks: int,
-    protected_from: int,
+    num_blocks: int | torch.Tensor,
+    num_sinks: int | torch.Tensor,
+    protected_from: int | torch.Tensor,
     block_size: int,
     allocation: Allocation,
 ) -> Evictions:
@@ -47,27 +47,34 @@ def schedule_evictions(
     `allocation`: "global", where all heads of all layers compete; "layer", where the heads of a layer do and every
     layer frees the same number (Ada-KV, Feng et al. 2024); "head", where every head frees the same number.
 
+    All of these may have a leading dimension of requests, and each number may be a tensor [requests] int64 then. No
+    request has a say in what another evicts: the result is what each would get alone.
+
     A metric that is NaN counts as the lowest, -0.0 as 0.0. No host is waited for on a GPU, and ties never depend on the
     device. Raises ValueError for a negative number, an unknown allocation or tensors that do not fit together.
     """
-    if num_blocks < 0:
+    if isinstance(num_blocks, int) and num_blocks < 0:
         raise ValueError(f"num_blocks={num_blocks} must be at least 0")
-    if metric.dtype != torch.float32 or positions.shape != metric.shape or lengths.shape != metric.shape[:2]:
+    if metric.dtype != torch.float32 or positions.shape != metric.shape or lengths.shape != metric.shape[:-1]:
         raise ValueError(
             f"metric {tuple(metric.shape)} {metric.dtype}, positions {tuple(positions.shape)} and lengths "
             f"{tuple(lengths.shape)} must be [L, H, n] float32, [L, H, n] and [L, H]"
         )
-    n = metric.shape[2]
-    there = torch.arange(n, device=metric.device) < lengths[..., None]
-    evictable = there & (positions >= num_sinks) & (positions < protected_from)
+    rank = torch.arange(metric.shape[-1], device=metric.device)
+    evictable = (rank < lengths[..., None]) & (positions >= _each(num_sinks)) & (positions < _each(protected_from))
     order_key = torch.where(evictable, (_ordered(metric) << 32) | positions, _LAST)
     order_key, order = order_key.sort(dim=-1, stable=True)
     hanging = lengths - ((lengths - 1).clamp(min=0) // block_size) * block_size  # KVs in the last page
     worth, num_groups = _groups(order_key, evictable.sum(-1), hanging, block_size)
     freed = _cheapest(worth, num_groups, num_blocks, allocation)
     count = torch.where(freed > 0, hanging + (freed - 1) * block_size, 0)
-    lowest = torch.arange(n, device=metric.device) < count[..., None]
+    lowest = rank < count[..., None]
     return Evictions(torch.zeros_like(lowest).scatter_(-1, order, lowest), freed)
+
+
+def _each(number: int | torch.Tensor) -> int | torch.Tensor:
+    """A number for each request beside [requests, L, H, n]."""
+    return number if isinstance(number, int) else number[:, None, None, None]
 
 
 def _ordered(metric: torch.Tensor) -> torch.Tensor:
@@ -80,7 +87,7 @@ def _ordered(metric: torch.Tensor) -> torch.Tensor:
 def _groups(
     order_key: torch.Tensor, count: torch.Tensor, hanging: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The worth of every group, [L, H, G] int64 (`_LAST`: there is none), and how many groups a head has, [L, H]."""
+    """The worth of every group, [..., L, H, G] int64 (`_LAST`: there is none), and how many groups a head has."""
     n = order_key.shape[-1]
     num_groups = torch.where((count >= hanging) & (hanging > 0), 1 + (count - hanging) // block_size, 0)
     group = torch.arange(-(-n // block_size), device=order_key.device)
@@ -89,15 +96,19 @@ def _groups(
     return torch.where(group < num_groups[..., None], worth, _LAST), num_groups
 
 
-def _cheapest(worth: torch.Tensor, num_groups: torch.Tensor, num_blocks: int, allocation: Allocation) -> torch.Tensor:
-    """How many groups each head gives up, [L, H] int64."""
-    num_layers, num_heads, _ = worth.shape
+def _cheapest(
+    worth: torch.Tensor, num_groups: torch.Tensor, num_blocks: int | torch.Tensor, allocation: Allocation
+) -> torch.Tensor:
+    """How many groups each head gives up, [..., L, H] int64."""
+    num_layers, num_heads, _ = worth.shape[-3:]
     if allocation == "head":
-        return num_groups.min().clamp(max=num_blocks // (num_layers * num_heads)).expand_as(num_groups)
+        each = num_groups.flatten(-2).amin(-1).clamp(max=num_blocks // (num_layers * num_heads))
+        return each[..., None, None].expand_as(num_groups)
     if allocation == "global":
-        pools, quota = worth.reshape(1, -1), num_groups.sum().clamp(max=num_blocks)
+        pools, quota = worth.flatten(-3), num_groups.flatten(-2).sum(-1).clamp(max=num_blocks)[..., None]
     elif allocation == "layer":
-        pools, quota = worth.flatten(1), num_groups.sum(-1).min().clamp(max=num_blocks // num_layers)
+        each = num_groups.sum(-1).amin(-1).clamp(max=num_blocks // num_layers)
+        pools, quota = worth.flatten(-2), each[..., None, None]
     else:
         raise ValueError(f"allocation={allocation!r} is unknown: use 'global', 'layer' or 'head'")
     order = pools.sort(dim=-1, stable=True).indices

@@ -25,9 +25,9 @@ def schedule_moves(evictions: Evictions, lengths: torch.Tensor, slots: torch.Ten
     """Moves after which the first `new lengths` slots of every head hold the KVs that stay; and these lengths, [L, H]
     int64.
 
-    `lengths` [L, H] int64 are those before, `slots` [L, H, n] int64 where each KV is. KVs of a head that lie beyond its
-    new length go, in their order, to where an evicted one was before it: as few as possible move, and no target is a
-    source.
+    `lengths` [L, H] int64 are those before, `slots` [L, H, n] int64 where each KV is; all with a leading dimension
+    where the evictions are of several requests. KVs of a head that lie beyond its new length go, in their order, to
+    where an evicted one was before it: as few as possible move, and no target is a source.
     """
     new_lengths = evictions.new_lengths(lengths)
     at = torch.arange(slots.shape[-1], device=slots.device)
