@@ -20,22 +20,24 @@ from vllm_blend.kv_store import segment
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 
-DEADLINE = 60.0  # seconds for anything that a test waits for
+DEADLINE = 120.0  # seconds for anything that a test waits for: no machine is so slow
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
 
 
 def open_store(folder: Path, budget_pages: int, **settings: object) -> DiskChunkStore:
-    return DiskChunkStore(DiskStoreConfig(folder, budget_pages * PAGE, MODEL, **settings))
+    """With a deadline that no machine is too slow for, unless `settings` have another one."""
+    return DiskChunkStore(DiskStoreConfig(folder, budget_pages * PAGE, MODEL, **({"timeout": DEADLINE} | settings)))
 
 
 class Child:
     """A process that runs `function(connection, *arguments)`; in the end it is gone, whatever it does."""
 
-    def __init__(self, function: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: object, **named: object) -> None:
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        whole = {"target": function, "args": (theirs, *arguments), "kwargs": named}
+        self.process: BaseProcess = context.Process(**whole, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -60,11 +62,21 @@ class Child:
         return self.process.exitcode
 
 
-def churn(connection: Connection, folder: Path, budget_pages: int, seed: int, mistakes: int | None = None) -> None:
+def churn(
+    connection: Connection,
+    folder: Path,
+    budget_pages: int,
+    seed: int,
+    mistakes: int | None = None,
+    says: int | None = None,
+) -> None:
     """Put, get, pin and remove chunks until somebody kills this process, or `mistakes` rounds have gone by. Sends what
-    was wrong."""
+    was wrong; and before that how many rounds it has done, once, when these are `says` (0: before it opens the
+    store)."""
+    if says == 0:
+        connection.send(says)
     choose, pinned = random.Random(seed), []
-    store = open_store(folder, budget_pages, segment_bytes=budget_pages * PAGE // 2, num_threads=2, timeout=20.0)
+    store = open_store(folder, budget_pages, segment_bytes=budget_pages * PAGE // 2, num_threads=2)
     wrong: list[str] = []
     rounds = 0
     while mistakes is None or rounds < mistakes:
@@ -89,6 +101,8 @@ def churn(connection: Connection, folder: Path, budget_pages: int, seed: int, mi
                 store.unpin(pinned.pop(0))
         if store.num_bytes > store.config.budget_bytes:
             wrong.append("the budget is exceeded")
+        if rounds == says:
+            connection.send(rounds)
     wrong += [f"{kind}: {count}" for kind, count in store.tally.misses.items() if kind != "absent"]
     refused = store.tally.refused.keys() - {"present", "no_room"}
     connection.send((wrong + sorted(refused), store.num_hits))
@@ -134,7 +148,7 @@ def die_at_step(connection: Connection, folder: Path, step: int | None) -> None:
 def check_after_a_crash(folder: Path, budget_pages: int, expected: Callable[[str], Any]) -> int:
     """Open the store as the next process does: it has right chunks only, nothing lies about, and every byte is counted.
     Returns how many chunks there are."""
-    with open_store(folder, budget_pages, num_threads=2, timeout=20.0) as store:
+    with open_store(folder, budget_pages, num_threads=2) as store:
         live = store.space.index.live()
         for entry in live:
             assert any(same(store.get(entry.key), kv) for kv in expected(entry.key))
@@ -148,25 +162,28 @@ def check_after_a_crash(folder: Path, budget_pages: int, expected: Callable[[str
         return len(live)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], every: float = 0.01) -> None:
+    """Look `every` so many seconds."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 def put_in_turns(connection: Connection, folder: Path, name: str, tokens: int, rounds: int) -> None:
-    """Put one key again and again, each time other KV than the last time."""
+    """Put one key again and again, each time other KV than the last time, until the connection says that it is
+    enough."""
     with open_store(folder, 400, num_threads=1) as store:
-        for number in range(rounds):
-            store.put(name, chunk(name, tokens + number % 2))
+        while not connection.poll():
+            for number in range(rounds):
+                store.put(name, chunk(name, tokens + number % 2))
         connection.send(store.tally.refused.keys() - {"present"})
 
 
 def hold_pins(connection: Connection, folder: Path, names: list[str]) -> None:
     store = open_store(folder, 8, num_threads=1)
     connection.send([store.pin(name) for name in names])
-    time.sleep(DEADLINE)
+    time.sleep(10 * DEADLINE)
 
 
 def write_slowly(connection: Connection, folder: Path, name: str, pages: int) -> None:

@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from tests.kv_store.disk_processes import Child, check_after_a_crash, churn, die_at_step, wait_until
+from tests.kv_store.disk_processes import DEADLINE, Child, check_after_a_crash, churn, die_at_step
 from tests.kv_store.stored_chunks import chunk, key, memory_folder, sized
 
 pytestmark = pytest.mark.slow
 
 BUDGET = 150  # pages: some 20 of the 60 chunks
+MOST_ROUNDS = 25  # that a process has done before it is killed
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -22,10 +23,10 @@ def test_killed_at_random_moments(tmp_path, seed):
     """30 times with each seed. What is left by the last process is what the next one starts with."""
     choose, most = random.Random(seed), 0
     for number in range(30):
-        with Child(churn, tmp_path, BUDGET, 1000 * seed + number) as child:
-            if number == 0:
-                wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("v1/*.segment")))
-            time.sleep(choose.uniform(0.005, 0.08))
+        rounds = choose.randrange(MOST_ROUNDS)
+        with Child(churn, tmp_path, BUDGET, 1000 * seed + number, says=rounds) as child:
+            assert child.receive() == rounds
+            time.sleep(choose.uniform(0.0, 0.02))
             assert child.kill() == -signal.SIGKILL
         most = max(most, check_after_a_crash(tmp_path, BUDGET, lambda name: [chunk(name)]))
     assert most > 10  # they did work
@@ -35,13 +36,14 @@ def test_killed_next_to_others_that_go_on(tmp_path):
     """Three processes, of which one at a time is killed and replaced, 30 times; a fourth is never killed."""
     choose = random.Random(9)
     with Child(churn, tmp_path, BUDGET, 1, 400) as witness:
-        children = [Child(churn, tmp_path, BUDGET, seed) for seed in range(2, 5)]
+        children = [Child(churn, tmp_path, BUDGET, seed, says=5) for seed in range(2, 5)]
         try:
             for seed in range(5, 35):
-                time.sleep(choose.uniform(0.01, 0.1))
                 at = choose.randrange(len(children))
+                children[at].receive()
+                time.sleep(choose.uniform(0.0, 0.05))
                 assert children[at].kill() == -signal.SIGKILL
-                children[at] = Child(churn, tmp_path, BUDGET, seed)
+                children[at] = Child(churn, tmp_path, BUDGET, seed, says=choose.randrange(MOST_ROUNDS // 2))
             wrong, hits = witness.receive()
             assert not wrong and hits > 10
         finally:
@@ -62,7 +64,7 @@ def test_killed_before_every_single_step():
         counts = set()
         for step in range(1, steps + 1):
             with Child(die_at_step, parent / str(step), step) as child:
-                child.process.join(60)
+                child.process.join(DEADLINE)
                 assert child.process.exitcode == -signal.SIGKILL
             counts.add(check_after_a_crash(parent / str(step), 12, contents.__getitem__))
             shutil.rmtree(parent / str(step))
