@@ -113,6 +113,19 @@ def test_accepted_drafts_are_counted(built):
     assert output["summary"]["accepted_drafts"] == sum(step["accepted_drafts"] for step in steps) > 0
 
 
+def test_kv_is_evicted_by_head(built, capsys):
+    plain = built.decode(passages="all", offload_mode="none")
+    whole = built.decode(passages="all", offload_mode="none", enable_kvc=True)
+    assert [r["prediction"] for r in whole["results"]] == [r["prediction"] for r in plain["results"]]
+    assert whole["summary"]["kvs_evicted"] == 0 and plain["summary"]["kvs_evicted"] is None
+    half = built.decode(passages="all", offload_mode="none", enable_kvc=True, target_compression_rate=0.5)
+    assert half["summary"]["kvs_evicted"] > 0
+    assert all(result["error"] is None for result in half["results"])
+    with pytest.raises(SystemExit):
+        stage.main(["--enable-kvc", "--max-cache-tokens", "64"])
+    assert "enable_kvc needs offload_mode none, not exact" in capsys.readouterr().err
+
+
 def test_a_timeline_is_drawn(built, tmp_path):
     built.decode(output=str(tmp_path / "t.json"), max_samples=2, timeline=True)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

@@ -125,6 +125,10 @@ class DecodeConfig:
     resident_chunks: int = _option(0, "chunks of a prompt on the GPU at a time; 0 for as many as stage 2 marked")
     bytes_per_step: int = _option(64 << 20, "the most that promotions and evictions of a step may copy")
     draft_tokens: int = _option(0, "longest draft of speculative decoding; 0 for one token a step")
+    enable_kvc: bool = _option(False, "evict KV by head while decoding (KV-Compress); needs offload_mode none")
+    target_compression_rate: float = _option(0.0, "share of a prompt's KV that is kept with enable_kvc; 0 for all")
+    max_cache_tokens: int = _option(0, "the same as a number of tokens; 0 for all")
+    kvc_metric: str = _option("kv_compress", "rule that says what a KV is worth")
     max_tokens: int = _option(0, "longest answer in tokens; 0 for what the data set's answers need")
     max_samples: int = _option(0, "use only the first samples; 0 for all")
     output: str = _option("results/decoding/speculative_trace.json", "trace to write")
@@ -141,6 +145,16 @@ class DecodeConfig:
         _require_at_least("max_samples", self.max_samples, 0)
         if not 0 <= self.blend_recompute_ratio <= 1:
             raise ValueError(f"blend_recompute_ratio must be from 0 to 1, not {self.blend_recompute_ratio}")
+        if not 0 <= self.target_compression_rate <= 1:
+            raise ValueError(f"target_compression_rate must be from 0 to 1, not {self.target_compression_rate}")
+        _require_at_least("max_cache_tokens", self.max_cache_tokens, 0)
+        for name in ("target_compression_rate", "max_cache_tokens"):
+            if getattr(self, name) and not self.enable_kvc:
+                raise ValueError(f"{name} is a setting of enable_kvc: set that to true, or leave it out")
+        if self.enable_kvc and self.offload_mode != "none":
+            raise ValueError(
+                f"enable_kvc needs offload_mode none, not {self.offload_mode}: pages of single heads do not move"
+            )
 
 
 SECTIONS: dict[str, type] = {"retrieval": RetrievalConfig, "prefill": PrefillConfig, "decode": DecodeConfig}

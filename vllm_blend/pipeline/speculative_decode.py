@@ -126,6 +126,10 @@ def _engine_args(config: DecodeConfig, placements: Placements) -> EngineArgs:
         offload_resident_chunks=config.resident_chunks or max(1, placements.num_on_gpu),
         offload_bytes_per_step=config.bytes_per_step,
         speculative_config=drafts,
+        enable_kvc=config.enable_kvc,
+        target_compression_rate=config.target_compression_rate or None,
+        max_cache_tokens=config.max_cache_tokens or None,
+        kvc_metric=config.kvc_metric,
     )
 
 
@@ -260,6 +264,7 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
         "promotions": None if moved is None else sum(len(step["promotions"]) for step in moved),
         "evictions": None if moved is None else sum(len(step["evictions"]) for step in moved),
         "bytes_moved": None if moved is None else sum(step["bytes_moved"] for step in moved),
+        "kvs_evicted": None if engine.kv_compression is None else engine.kv_compression.engine.num_evicted,
     }
 
 
@@ -285,6 +290,8 @@ def report(output: dict[str, Any], config: DecodeConfig) -> str:
             f"{s['promotions']} chunks promoted and {s['evictions']} evicted while decoding, "
             f"{s['bytes_moved'] / 2**20:.0f} MiB copied (mode {config.offload_mode})"
         )
+    if s["kvs_evicted"] is not None:
+        lines.append(f"{s['kvs_evicted']} KVs of single heads evicted ({config.kvc_metric})")
     if config.draft_tokens:
         lines.append(f"{s['accepted_drafts']} draft tokens accepted")
     written = [config.output, *([str(timeline_path(config))] if config.timeline else [])]
