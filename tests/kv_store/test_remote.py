@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
-from tests.kv_store.disk_processes import Child
+from tests.clock import Clock
+from tests.kv_store.disk_processes import DEADLINE, Child, wait_until
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized
+from vllm_blend.kv_store import breaker
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.objects import FsspecObjects, Rejected, open_objects
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
 
 
 def open_store(url: str, model: str = MODEL, **settings: object) -> RemoteChunkStore:
-    return RemoteChunkStore(RemoteStoreConfig(url, model, **settings))
+    """With a deadline that no machine is too slow for, unless `settings` have another one."""
+    return RemoteChunkStore(RemoteStoreConfig(url, model, **({"timeout": DEADLINE} | settings)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which servers that fail are left alone."""
+    return Clock(monkeypatch, breaker)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -41,12 +50,16 @@ class Objects:
         self.values: dict[str, bytes] = {}
         self.error: Exception | None = None
         self.wait: threading.Event | None = None
-        self.num_calls = 0
+        self.num_calls = self.num_answers = 0
+        self._lock = threading.Lock()
 
     def _serve(self) -> None:
-        self.num_calls += 1
+        with self._lock:
+            self.num_calls += 1
         if self.wait is not None:
-            assert self.wait.wait(60)
+            assert self.wait.wait(10 * DEADLINE)
+        with self._lock:
+            self.num_answers += 1
         if self.error is not None:
             raise self.error
 
@@ -124,26 +137,35 @@ def test_names_that_are_no_keys_reach_nothing(url, tmp_path):
 
 
 def put_again_and_again(connection, url, tokens):
-    store = open_store(url, timeout=20.0)
-    for number in range(60):
-        store.put(key(1), chunk(key(1), tokens + number % 2))
+    """Until the connection says that it is enough."""
+    store = open_store(url)
+    while not connection.poll():
+        for number in range(60):
+            store.put(key(1), chunk(key(1), tokens + number % 2))
     connection.send(store.tally.refused)
 
 
 def test_nobody_sees_half_a_file(tmp_path):
     url, name = f"file://{tmp_path}/chunks", key(1)
     versions = [chunk(name, tokens) for tokens in (300, 301, 800, 801)]
-    store = open_store(url, timeout=20.0)
+    store = open_store(url)
     store.put(name, versions[0])
-    seen = set()
+    seen: set[int] = set()
+
+    def look() -> int:
+        found = store.get(name)
+        matches = {at for at, version in enumerate(versions) if same(found, version)}
+        assert len(matches) == 1, store.tally.misses
+        seen.update(matches)
+        return len(seen)
+
     with Child(put_again_and_again, url, 300) as one, Child(put_again_and_again, url, 800) as other:
+        wait_until(lambda: look() > 2, every=0)
+        for child in (one, other):
+            child.connection.send("enough")
         while one.process.is_alive() or other.process.is_alive():
-            found = store.get(name)
-            matches = {at for at, version in enumerate(versions) if same(found, version)}
-            assert len(matches) == 1, store.tally.misses
-            seen |= matches
+            look()
         assert not one.receive() and not other.receive()
-    assert len(seen) > 2
     assert [path.name for path in object_path(tmp_path, "").iterdir()] == [name]
 
 
@@ -183,7 +205,7 @@ def test_a_value_that_cannot_be_dropped_is_warned_of_once(objects, caplog):
 # A server in trouble.
 
 
-def test_after_some_failures_the_server_is_left_alone_for_a_while(objects, caplog):
+def test_after_some_failures_the_server_is_left_alone_for_a_while(objects, clock, caplog):
     caplog.set_level(logging.INFO, "vllm_blend")
     store = open_store("made://up", max_failures=3, retry_seconds=0.3)
     store.put(key(1), sized(1))
@@ -197,11 +219,13 @@ def test_after_some_failures_the_server_is_left_alone_for_a_while(objects, caplo
     assert objects.num_calls == 3
     assert store.tally.misses == {"unavailable": 20} and store.tally.refused == {"unavailable": 20}
     assert caplog.text.count("no route") == 1 and "tried again every 0.3 s" in caplog.text
-    time.sleep(0.35)
+    clock.advance(0.29)
+    assert store.get(key(1)) is None and objects.num_calls == 3
+    clock.advance(0.02)
     assert store.get(key(1)) is None and store.get(key(1)) is None  # one more try
     assert objects.num_calls == 4 and caplog.text.count("no route") == 1
     objects.error = None
-    time.sleep(0.35)
+    clock.advance(0.31)
     assert same(store.get(key(1)), sized(1)) and same(store.get(key(1)), sized(1))
     assert "works again" in caplog.text
 
@@ -217,14 +241,14 @@ def test_failures_now_and_then_do_not_matter(objects):
     assert store.num_hits == 5 and store.num_misses == 5
 
 
-def test_no_call_takes_longer_than_its_deadline(objects, caplog):
+def test_no_call_takes_longer_than_its_deadline(objects, clock, caplog):
     store = open_store("made://up", timeout=0.1, max_failures=3, retry_seconds=60)
     objects.wait = threading.Event()
-    start = time.monotonic()
     for _ in range(30):
         assert store.get(key(1)) is None and key(1) not in store
         store.put(key(1), sized(1))
-    assert time.monotonic() - start < 3
+    wait_until(lambda: objects.num_calls == 3)  # the thread of the last one may be about to begin
+    assert objects.num_answers == 0, "nobody waited for an answer, nor more than three times for a deadline"
     assert "no answer in 0.1 s" in caplog.text and caplog.text.count("no answer") == 1
     objects.wait.set()
 
@@ -236,12 +260,12 @@ def test_calls_that_nobody_waits_for_any_more_are_limited(objects):
     for _ in range(40):
         assert store.get(key(1)) is None
     started = set(threading.enumerate()) - before
+    wait_until(lambda: objects.num_calls >= len(started))  # the last one's may be about to begin
     assert objects.num_calls == len(started) == 16
     objects.wait.set()
-    deadline = time.monotonic() + 20
-    while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not any(thread.is_alive() for thread in started))
     objects.wait = None
+    store.config = replace(store.config, timeout=DEADLINE)
     store.put(key(1), sized(1))
     assert same(store.get(key(1)), sized(1))
 
@@ -307,7 +331,7 @@ def test_many_threads_at_once(objects):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE)
     assert not wrong and store.num_hits + store.num_misses == 240 and store.num_hits > 100
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.clock import Clock
+from tests.kv_store.disk_processes import DEADLINE, wait_until
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized
+from vllm_blend.kv_store import breaker
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
 
 pytestmark = pytest.mark.redis
+
+PORTS = range(20_000, 30_000)  # below those that the system takes for connections: one might connect to itself
 
 
 class Server:
@@ -27,10 +34,7 @@ class Server:
         self.program = shutil.which("redis-server") or shutil.which("valkey-server")
         if self.program is None:
             pytest.fail("there is no redis-server: apt install redis-server, or leave these out with -m 'not redis'")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.folder = folder
+        self.folder, self.port = folder, _free_port()
         self.start()
 
     @property
@@ -41,10 +45,10 @@ class Server:
         fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command = [self.program, *fixed, "--dir", str(self.folder), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                socket.create_connection(("127.0.0.1", self.port), 5).close()
                 return
             except OSError:
                 assert time.monotonic() < deadline and self.process.poll() is None, "redis-server does not start"
@@ -53,7 +57,18 @@ class Server:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(DEADLINE)
+
+
+def _free_port() -> int:
+    choose = random.SystemRandom()  # whatever seeds a test has set
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port := choose.choice(PORTS)))
+            except OSError:
+                continue
+            return port
 
 
 @pytest.fixture
@@ -64,7 +79,19 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def open_store(server: Server, model: str = MODEL, **settings: object) -> RemoteChunkStore:
-    return RemoteChunkStore(RemoteStoreConfig(server.url, model, **settings))
+    """With a deadline that no machine is too slow for, unless `settings` have another one."""
+    return RemoteChunkStore(RemoteStoreConfig(server.url, model, **({"timeout": DEADLINE} | settings)))
+
+
+def set_timeout(store: RemoteChunkStore, seconds: float) -> None:
+    """Of the calls that begin from now on."""
+    store.config = replace(store.config, timeout=seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which servers that fail are left alone."""
+    return Clock(monkeypatch, breaker)
 
 
 @pytest.mark.parametrize("how", ["auto", "int8"])
@@ -82,56 +109,59 @@ def test_what_is_put_comes_back_also_on_another_machine(server, how):
     assert (other.num_hits, other.tally.misses, store.tally.refused) == (20, {"absent": 1}, {})
 
 
-def test_a_server_that_is_killed_and_started_again(server, caplog):
+def test_a_server_that_is_killed_and_started_again(server, clock, caplog):
     caplog.set_level(logging.INFO, "vllm_blend")
-    store = open_store(server, timeout=2.0, max_failures=3, retry_seconds=0.5)
+    store = open_store(server, max_failures=3, retry_seconds=0.5)
     store.put(key(1), sized(2))
     assert same(store.get(key(1)), sized(2))
     server.stop()
-    start = time.monotonic()
     for _ in range(100):
         assert store.get(key(1)) is None
         store.put(key(2), sized(1))
-    assert time.monotonic() - start < 20
+    assert (store._breaker.num_failures, store._breaker.num_refused) == (3, 197)
     assert store.tally.misses == {"unavailable": 100} and store.tally.refused == {"unavailable": 100}
     assert caplog.text.count("tried again every 0.5 s") == 1
     server.start()
-    time.sleep(0.6)
+    clock.advance(0.6)
     store.put(key(1), sized(3))  # the server has forgotten everything
     assert same(store.get(key(1)), sized(3)) and caplog.text.count("works again") == 1
 
 
-def test_a_server_that_hangs_costs_a_few_deadlines_and_no_more(server, caplog):
-    store = open_store(server, timeout=0.2, max_failures=3, retry_seconds=30.0)
+def test_a_server_that_hangs_costs_a_few_deadlines_and_no_more(server, clock, caplog):
+    store = open_store(server, max_failures=3, retry_seconds=30.0)
     store.put(key(1), sized(2))
+    assert same(store.get(key(1)), sized(2))
     server.process.send_signal(signal.SIGSTOP)
+    set_timeout(store, 0.2)
     start = time.monotonic()
     for _ in range(100):
         assert store.get(key(1)) is None and key(1) not in store
         store.put(key(2), sized(1))
         store.remove(key(1))
-    assert 0.5 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.5
+    assert (store._breaker.num_failures, store._breaker.num_refused) == (3, 397)
     assert caplog.text.count("tried again every 30 s") == 1
 
 
-def test_a_server_that_wakes_up_is_used_again(server):
-    store = open_store(server, timeout=0.2, max_failures=2, retry_seconds=0.3)
+def test_a_server_that_wakes_up_is_used_again(server, clock):
+    store = open_store(server, max_failures=2, retry_seconds=0.3)
     store.put(key(1), sized(2))
     for _ in range(3):
         server.process.send_signal(signal.SIGSTOP)
+        set_timeout(store, 0.2)
         assert all(store.get(key(1)) is None for _ in range(5))
         server.process.send_signal(signal.SIGCONT)
-        time.sleep(0.4)
+        set_timeout(store, DEADLINE)
+        clock.advance(0.4)
         assert same(store.get(key(1)), sized(2))
 
 
 def test_a_server_that_is_stopped_while_many_threads_use_it(server):
-    store, wrong = open_store(server, timeout=0.5, max_failures=3, retry_seconds=0.2), []
-    until = time.monotonic() + 3
+    store, wrong, over = open_store(server, timeout=2.0, max_failures=3, retry_seconds=0.2), [], threading.Event()
 
     def work(seed: int) -> None:
         number = seed
-        while time.monotonic() < until:
+        while not over.is_set():
             number += 1
             name = key(number % 13)
             found = store.get(name)
@@ -140,21 +170,31 @@ def test_a_server_that_is_stopped_while_many_threads_use_it(server):
             elif not same(found, chunk(name)):
                 wrong.append(name)
 
+    def wait_for_more(count: Callable[[], int]) -> None:
+        before = count()
+        wait_until(lambda: count() > before + 20)
+
+    def unavailable() -> int:
+        return store.tally.misses["unavailable"]
+
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
-    server.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.7)
-    server.process.send_signal(signal.SIGCONT)
-    time.sleep(0.3)
-    server.stop()
-    time.sleep(0.3)
-    server.start()
+    try:
+        wait_for_more(lambda: store.num_hits)
+        server.process.send_signal(signal.SIGSTOP)
+        wait_for_more(unavailable)
+        server.process.send_signal(signal.SIGCONT)
+        wait_for_more(lambda: store.num_hits)
+        server.stop()
+        wait_for_more(unavailable)
+        server.start()
+        wait_for_more(lambda: store.num_hits)
+    finally:
+        over.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-    assert store.num_hits > 20 and store.tally.misses["unavailable"] > 0
     assert not store.tally.misses.keys() - {"absent", "unavailable"}
 
 
@@ -188,16 +228,16 @@ def test_a_wrong_password_is_a_miss_and_no_secret_is_logged(server, caplog):
     server.stop()
     server.start("--requirepass", "right")
     url = f"redis://:wrong-secret@127.0.0.1:{server.port}/0"
-    store = RemoteChunkStore(RemoteStoreConfig(url, MODEL, max_failures=1))
+    store = RemoteChunkStore(RemoteStoreConfig(url, MODEL, timeout=DEADLINE, max_failures=1))
     assert store.get(key(1)) is None and store.get(key(1)) is None
     assert store.tally.misses == {"unavailable": 2} and "wrong-secret" not in caplog.text
-    right = RemoteChunkStore(RemoteStoreConfig(url.replace("wrong-secret", "right"), MODEL))
+    right = RemoteChunkStore(RemoteStoreConfig(url.replace("wrong-secret", "right"), MODEL, timeout=DEADLINE))
     right.put(key(1), sized(1))
     assert same(right.get(key(1)), sized(1))
 
 
 @pytest.mark.parametrize("scheme", ["valkey", "redis"])
 def test_valkey_has_a_url_too(server, scheme):
-    store = RemoteChunkStore(RemoteStoreConfig(server.url.replace("redis", scheme), MODEL))
+    store = RemoteChunkStore(RemoteStoreConfig(server.url.replace("redis", scheme), MODEL, timeout=DEADLINE))
     store.put(key(1), sized(1))
     assert same(store.get(key(1)), sized(1))

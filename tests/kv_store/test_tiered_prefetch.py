@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.clock import Clock
 from tests.kv_store.tiers import SECONDS, chunk
+from vllm_blend.kv_store import prefetch
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.meter import Meter
 from vllm_blend.kv_store.prefetch import ChunkLoader
@@ -21,12 +23,16 @@ class Gate:
     """A load that waits to be let through."""
 
     def __init__(self) -> None:
-        self.opened, self.entered = threading.Event(), threading.Event()
+        self.opened, self._entered = threading.Event(), threading.Semaphore(0)
 
     def __call__(self) -> ChunkKV:
-        self.entered.set()
-        assert self.opened.wait(SECONDS)
+        self._entered.release()
+        assert self.opened.wait(10 * SECONDS)
         return KV
+
+    def wait_entered(self) -> None:
+        """Until a thread has come here that was not waited for before."""
+        assert self._entered.acquire(timeout=SECONDS)
 
 
 @pytest.fixture
@@ -34,6 +40,12 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.opened.set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which loads are late."""
+    return Clock(monkeypatch, prefetch)
 
 
 def until(loader: ChunkLoader, count: int = 1) -> list[tuple[str, ChunkKV | None]]:
@@ -52,16 +64,16 @@ def failing() -> ChunkKV | None:
 
 @pytest.mark.parametrize(("load", "expected"), [(lambda: KV, KV), (lambda: None, None), (failing, None)])
 def test_what_became_of_a_load(load: Callable[[], ChunkKV | None], expected: ChunkKV | None) -> None:
-    loader = ChunkLoader()
+    loader = ChunkLoader(timeout=SECONDS)
     assert loader.request("a", load) and len(loader) == 1
     assert until(loader) == [("a", expected)]
     assert len(loader) == 0 and loader.poll() == [] and loader.num_late == 0
 
 
 def test_polling_does_not_wait_and_waiting_ends_with_the_first_arrival(gate: Gate) -> None:
-    loader = ChunkLoader()
+    loader = ChunkLoader(timeout=SECONDS)
     loader.request("slow", gate)
-    assert gate.entered.wait(SECONDS)
+    gate.wait_entered()
     start = time.monotonic()
     assert loader.poll() == []
     loader.wait(0.05)
@@ -74,32 +86,38 @@ def test_polling_does_not_wait_and_waiting_ends_with_the_first_arrival(gate: Gat
 
 def test_there_is_nothing_to_wait_for_without_a_load() -> None:
     start = time.monotonic()
-    ChunkLoader().wait(SECONDS)
+    ChunkLoader(timeout=SECONDS).wait(SECONDS)
     assert time.monotonic() - start < SECONDS / 2
 
 
 def test_a_late_chunk_is_a_miss_and_cannot_be_asked_for_while_it_hangs(
-    gate: Gate, caplog: pytest.LogCaptureFixture
+    gate: Gate, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = ChunkLoader(timeout=0.05)
     with caplog.at_level(logging.WARNING):
         for key in ("a", "b"):
             loader.request(key, gate)
+            gate.wait_entered()
+        clock.advance(0.04)
+        assert loader.poll() == []
+        clock.advance(0.02)
         assert sorted(until(loader, 2)) == [("a", None), ("b", None)]
     assert loader.num_late == 2 and len(caplog.records) == 1
     assert not loader.request("a", gate)
     gate.opened.set()
     deadline = time.monotonic() + SECONDS
-    while not loader.request("a", lambda: KV):
+    while not loader.request("a", lambda: KV):  # until its thread has ended
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert until(loader) == [("a", KV)], "the late arrivals of before are nobody's"
 
 
-def test_deadlines_hold_for_loads_that_no_thread_has_begun(gate: Gate) -> None:
+def test_deadlines_hold_for_loads_that_no_thread_has_begun(gate: Gate, clock: Clock) -> None:
     loader = ChunkLoader(timeout=0.1, num_threads=1)
     loader.request("stuck", gate)
+    gate.wait_entered()
     loader.request("behind", lambda: KV)
+    clock.advance(0.1)
     assert sorted(until(loader, 2)) == [("behind", None), ("stuck", None)]
     assert loader.request("behind", lambda: KV), "it never began, so nothing of it hangs"
     gate.opened.set()
@@ -107,10 +125,10 @@ def test_deadlines_hold_for_loads_that_no_thread_has_begun(gate: Gate) -> None:
 
 
 def test_what_is_cancelled_is_not_reported(gate: Gate) -> None:
-    loader = ChunkLoader(num_threads=1)
+    loader = ChunkLoader(timeout=SECONDS, num_threads=1)
     loader.request("running", gate)
     loader.request("queued", failing)
-    assert gate.entered.wait(SECONDS)
+    gate.wait_entered()
     loader.cancel("running")
     loader.cancel("queued")
     loader.cancel("unknown")
@@ -122,9 +140,9 @@ def test_what_is_cancelled_is_not_reported(gate: Gate) -> None:
 
 def test_what_was_cancelled_can_be_asked_for_again(gate: Gate) -> None:
     """Also while it runs, and after it has arrived unseen."""
-    loader = ChunkLoader()
+    loader = ChunkLoader(timeout=SECONDS)
     loader.request("a", gate)
-    assert gate.entered.wait(SECONDS)
+    gate.wait_entered()
     loader.cancel("a")
     assert loader.request("a", failing), "it is what runs already"
     gate.opened.set()
@@ -137,7 +155,7 @@ def test_what_was_cancelled_can_be_asked_for_again(gate: Gate) -> None:
 
 
 def test_a_closed_loader_has_nothing() -> None:
-    loader = ChunkLoader()
+    loader = ChunkLoader(timeout=SECONDS)
     loader.close()
     assert not loader.request("a", lambda: KV) and len(loader) == 0
 
