@@ -44,7 +44,7 @@ class HeadPagePool:
         )  # in block 0
         self._given = np.zeros((self._num_blocks, self.pages_per_block), np.bool_)
         self._num_given = np.zeros(self._num_blocks, np.int64)  # by block
-        self._cut = np.zeros(self._num_blocks, np.bool_)
+        self._has_room = np.zeros(self._num_blocks, np.bool_)  # cut, and not all given
         self._owner = np.full(self._num_blocks, SHARED, np.int64)
         self._stamp = np.zeros(self.num_pages, np.int32)  # scratch space: finds repeated pages without sorting
         self._num_cut = self._num_used = 0
@@ -81,18 +81,17 @@ class HeadPagePool:
                 f"{self.blocks.num_usable_blocks * self.pages_per_block} are free"
             )
         wanted = counts.astype(np.int64)
-        pages, whose = self._take(*self._own_blocks(owners), wanted)
-        parts = [(pages, whose)]
-        wanted -= np.bincount(whose, minlength=len(owners))
+        parts = [self._take(*self._own_blocks(owners), wanted)]
         if wanted.any():
             parts.append(self._take(*self._cut_blocks(owners, wanted), wanted))
-            wanted -= np.bincount(parts[-1][1], minlength=len(owners))
         if wanted.any():  # there is no free block any more
-            left = self._fullest_first(np.flatnonzero(self._cut & (self._num_given < self.pages_per_block)))
-            pages, _ = self._take(left, np.zeros(len(left), np.int64), np.array([wanted.sum()]))
+            left = self._fullest_first(np.flatnonzero(self._has_room))
+            pages, _ = self._take(left, np.zeros(len(left), np.int64), wanted.sum(keepdims=True))
             parts.append((pages, np.repeat(np.arange(len(owners)), wanted)))
-        pages, whose = (np.concatenate(part) for part in zip(*parts, strict=True))
         self._num_used += total
+        if len(parts) == 1:
+            return parts[0][0]
+        pages, whose = (np.concatenate(part) for part in zip(*parts, strict=True))
         return pages[np.argsort(whose, kind="stable")]
 
     def release(self, pages: np.ndarray) -> None:
@@ -110,11 +109,13 @@ class HeadPagePool:
         if not np.array_equal(self._stamp[pages], stamps):
             raise RuntimeError(f"head page {pages[self._stamp[pages] != stamps][0]} was released twice at once")
         self._given[blocks, parts] = False
-        counts = np.bincount(blocks, minlength=self._num_blocks)
-        self._num_given -= counts
+        counts = np.bincount(blocks)
+        touched = np.flatnonzero(counts)
+        self._num_given[touched] -= counts[touched]
         self._num_used -= len(pages)
-        empty = np.flatnonzero((counts > 0) & (self._num_given == 0))
-        self._cut[empty] = False
+        empty = touched[self._num_given[touched] == 0]
+        self._has_room[touched] = True
+        self._has_room[empty] = False
         self._num_cut -= len(empty)
         self.blocks.release(empty.tolist())
 
@@ -134,11 +135,15 @@ class HeadPagePool:
     def _own_blocks(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks with free pages that were cut for one of the owners, and which one: ordered by that, then fullest
         first."""
-        place = np.full(max(int(owners.max(initial=0)), int(self._owner.max())) + 2, -1, np.int64)
+        blocks = np.flatnonzero(self._has_room)
+        whose_block = self._owner[blocks]
+        if len(owners) == 1:
+            blocks = self._fullest_first(blocks[whose_block == owners[0]])
+            return blocks, np.zeros(len(blocks), np.int64)
+        place = np.full(max(int(owners.max(initial=0)), int(whose_block.max(initial=0))) + 2, -1, np.int64)
         place[owners] = np.arange(len(owners))  # SHARED, -1, is the last
-        open_blocks = np.flatnonzero(self._cut & (self._num_given < self.pages_per_block))
-        whose = place[self._owner[open_blocks]]
-        blocks, whose = open_blocks[whose >= 0], whose[whose >= 0]
+        whose = place[whose_block]
+        blocks, whose = blocks[whose >= 0], whose[whose >= 0]
         order = np.lexsort((-self._num_given[blocks], whose))
         return blocks[order], whose[order]
 
@@ -146,14 +151,14 @@ class HeadPagePool:
         """Free blocks cut for the owners, to hold the pages they want as far as there are any; and whose each is."""
         whose = np.repeat(np.arange(len(owners)), -(-wanted // self.pages_per_block))[: self.blocks.num_free_blocks]
         blocks = np.array(self.blocks.allocate(len(whose)), np.int64)
-        self._cut[blocks] = True
+        self._has_room[blocks] = True
         self._owner[blocks] = owners[whose]
         self._num_cut += len(blocks)
         return blocks, whose
 
     def _take(self, blocks: np.ndarray, whose: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give out up to wanted[w] free pages of the blocks whose is w, in order; `whose` is ascending. The pages, and
-        whose they are."""
+        """Give out up to wanted[w] free pages of the blocks whose is w, in order, and count `wanted` down; `whose` is
+        ascending. The pages, and whose they are."""
         free = self.pages_per_block - self._num_given[blocks]
         before = np.cumsum(free) - free
         before -= before[np.searchsorted(whose, whose)]  # among the blocks of the same owner
@@ -163,6 +168,9 @@ class HeadPagePool:
         rank = np.arange(len(row)) + (before - (np.cumsum(free) - free))[row]
         taken = rank < wanted[whose[row]]
         row, part = row[taken], part[taken]
-        self._given[blocks[row], part] = True
-        self._num_given += np.bincount(blocks[row], minlength=self._num_blocks)
-        return (self._page_of_part[part] + blocks[row] * self._kv_heads).astype(np.int32), whose[row]
+        taken_from = blocks[row]
+        self._given[taken_from, part] = True
+        self._num_given[blocks] += np.bincount(row, minlength=len(blocks))
+        self._has_room[blocks] = self._num_given[blocks] < self.pages_per_block
+        wanted -= np.bincount(whose[row], minlength=len(wanted))
+        return (self._page_of_part[part] + taken_from * self._kv_heads).astype(np.int32), whose[row]
