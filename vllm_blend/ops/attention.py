@@ -80,6 +80,20 @@ def attention_mass(
     return attention_mass_reference(q, key_cache, positions, block_tables, query_rows, seq_lens, scale, sliding_window)
 
 
+def attention_probabilities(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """The matrix of attention probabilities of one request, [heads, queries, seq_len] float32: for q [queries, heads,
+    head_dim] at `positions` [queries] int64. Plain torch on any device."""
+    return _probabilities(q, _keys(key_cache, block_table, seq_len), positions, scale, sliding_window)
+
+
 def paged_attention_reference(
     q: torch.Tensor,
     key_cache: torch.Tensor,

@@ -10,7 +10,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, LooksAt, choose
+from vllm_blend.blend.selectors import Evidence, Look, LooksAt, choose
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -41,14 +41,25 @@ def first_positions(
         masses = question_mass([requests[i] for i in asking], model, cache, backend, arriving)
     mass_of = dict(zip(asking, masses, strict=True))
     errors: dict[int, str] = {}
+    repaired: dict[int, torch.Tensor] = {}  # what a request chose that looks twice: computed before its second look
+    for index in asking:
+        count = int(plans[index].selector.first_share() * plans[index].final_budget)
+        if count:
+            try:
+                repaired[index] = _choose(plans[index], mass_of[index], count)
+            except Exception as error:
+                errors[index] = _failure(plans[index], error)
+    if repaired:
+        again = question_mass([requests[i] for i in repaired], model, cache, backend, arriving, list(repaired.values()))
+        mass_of |= zip(repaired, again, strict=True)
     result = []
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
         chosen = plan.candidates
         if plan.looks_at is not LooksAt.LAYERS and plan.final_budget < len(chosen):
             try:
-                chosen = _choose(plan, mass_of.get(index))
+                chosen = _choose(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                errors[index] = f"the selector {plan.selector.name!r} failed: {error!r}"
+                errors[index] = _failure(plan, error)
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
         result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
     return result, errors
@@ -60,22 +71,27 @@ def question_mass(
     cache: KVCache,
     backend: AttentionBackend,
     arriving: Sequence[LayerHook] = (),
+    beside: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone.
+    """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone, or of
+    the ascending positions `beside` ([n] int64 of each request) too, which the question then sees as computed.
 
     What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no
     part of the question: the choice is the same as the first time.
     """
-    spans, suffixes, depths = [], [], []
-    for request in requests:
+    spans, suffixes, looks = [], [], []
+    for index, request in enumerate(requests):
         plan = _plan(request)
-        depths.append(plan.selector.question_layers(len(cache.layers)))
+        looks.append(plan.selector.look(len(cache.layers)))
         positions, num_suffix = _question_positions(plan)
+        if beside:
+            rest = positions.to(beside[index].device, non_blocking=True)
+            positions = torch.cat([beside[index], rest]).sort().values
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(num_suffix)
     batch = build_batch(spans, cache.block_size, cache.key.device)
-    hook = QuestionMassHook(backend, suffixes, depths)
-    caches = cache.layers[: max(depths)]
+    hook = QuestionMassHook(backend, suffixes, looks)
+    caches = cache.layers[: max(look.stop for look in looks)]
     with forward_context(ForwardContext(batch.metadata, caches, backend, (*arriving, hook), [0] * len(spans))):
         model(batch.input_ids)
     return hook.masses()
@@ -84,7 +100,7 @@ def question_mass(
 def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
     """As `question_mass` for one request, empty where no graph is of its size."""
     plan = _plan(request)
-    if plan.selector.question_layers(len(graphs.cache.layers)) != graphs.num_layers:
+    if plan.selector.look(len(graphs.cache.layers)) != Look(graphs.num_layers):
         return []
     positions, num_suffix = _question_positions(plan)
     mass = graphs.run(request, positions.numpy(), num_suffix)
@@ -97,19 +113,27 @@ def _question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
     return torch.cat([plan.holes, suffix]) if len(plan.holes) else suffix, len(suffix)
 
 
-def _choose(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
-    """The positions a selector picks, on the device of what it looked at."""
-    if plan.final_budget == 0:
+def _choose(plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """The `count` positions a selector picks, those `kept` among them, on the device of what it looked at."""
+    if count == 0:
         return plan.candidates[:0]
     device = torch.device("cpu") if mass is None else mass.device
     candidates = plan.candidates.to(device, non_blocking=True)
+    if kept is not None:
+        candidates = candidates[~torch.isin(candidates, kept)]
+        count -= len(kept)
     evidence = Evidence(
         positions=candidates.clone(),  # the plan keeps its own: a selector may do with this what it wants
         chunk_offsets=plan.chunk_offsets.to(device, non_blocking=True)[candidates],
         seed=plan.content_seed,
         question_mass=None if mass is None else mass[candidates],
     )
-    return candidates[choose(plan.selector, evidence, plan.final_budget)]
+    chosen = candidates[choose(plan.selector, evidence, count)]
+    return chosen if kept is None else torch.cat([kept, chosen])
+
+
+def _failure(plan: BlendPlan, error: Exception) -> str:
+    return f"the selector {plan.selector.name!r} failed: {error!r}"
 
 
 def _plan(request: Request) -> BlendPlan:

@@ -10,7 +10,8 @@ import torch
 from vllm_blend.attention.context import Kept, LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import choose
+from vllm_blend.blend.selectors import Look, choose
+from vllm_blend.ops.attention import attention_probabilities
 from vllm_blend.worker.evidence import LayerEvidence
 
 
@@ -46,19 +47,21 @@ class CaptureHook(LayerHook):
 
 
 class QuestionMassHook(LayerHook):
-    """Sums, over the layers, the attention that each request's suffix rows pay to every position of their request."""
+    """Gathers, over the layers, the attention that each request's suffix rows pay to every position of their
+    request."""
 
     def __init__(
         self,
         backend: AttentionBackend,
         num_suffix_rows: Sequence[int],
-        num_layers: Sequence[int],
+        looks: Sequence[Look],
         ignored: torch.Tensor | None = None,
     ) -> None:
-        """`num_layers`: how many count for each request, the first. `ignored` [tokens] bool: rows that do not count,
-        see `AttentionBackend.add_attention_mass`."""
-        self.backend, self.num_suffix_rows, self.ignored = backend, num_suffix_rows, ignored
-        self.num_layers = num_layers
+        """`looks`: what counts for each request. `ignored` [tokens] bool: rows that do not count, see
+        `AttentionBackend.add_attention_mass`."""
+        self.backend, self.ignored, self.looks = backend, ignored, looks
+        tokens = [n if look.tokens is None else look.tokens for n, look in zip(num_suffix_rows, looks, strict=True)]
+        self.num_rows = [min(wanted, n) for wanted, n in zip(tokens, num_suffix_rows, strict=True)]
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(
@@ -73,14 +76,28 @@ class QuestionMassHook(LayerHook):
         if not self._masses:
             shapes = [(cache.key.shape[2], n) for n in metadata.seq_lens]
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
-        bounds = metadata.query_start_loc[1:]
-        counts = [n if layer_idx < k else 0 for n, k in zip(self.num_suffix_rows, self.num_layers, strict=True)]
-        rows = [slice(stop - count, stop) for stop, count in zip(bounds, counts, strict=True)]
-        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, rows, window, self.ignored)
+        rows, plain = [], []
+        for look, count, stop in zip(self.looks, self.num_rows, metadata.query_start_loc[1:], strict=True):
+            counts = look.first <= layer_idx < look.stop
+            rows.append(slice(stop - count if counts else stop, stop))
+            plain.append(rows[-1] if look.is_plain else slice(stop, stop))
+        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, plain, window, self.ignored)
+        for request, look in enumerate(self.looks):
+            own = rows[request]
+            if look.is_plain or own.start == own.stop:
+                continue
+            table, n = metadata.block_tables[request], metadata.seq_lens[request]
+            where = metadata.positions[own]
+            mass = attention_probabilities(q[own], cache.key, where, table, n, scale, window)
+            mass = mass.sum(1) if look.over_tokens == "mean" else mass.amax(1)
+            mass = mass.mean(0) if look.over_heads == "mean" else mass.amax(0)
+            total = self._masses[request][0]
+            total.copy_(total + mass if look.over_layers == "mean" else torch.maximum(total, mass))
 
     def masses(self) -> list[torch.Tensor]:
-        """Per request [seq_len] float32, the mean over its layers and over heads."""
-        return [mass.sum(0) / k for mass, k in zip(self._masses, self.num_layers, strict=True)]
+        """Per request [seq_len] float32: over its tokens, heads and layers, as its look says."""
+        layers = [look.stop - look.first if look.over_layers == "mean" else 1 for look in self.looks]
+        return [mass.sum(0) / count for mass, count in zip(self._masses, layers, strict=True)]
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.blend.selectors import Look
 from vllm_blend.request import Request
 from vllm_blend.worker.cuda_graphs import capture
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -98,7 +99,7 @@ class QuestionGraphs:
                 seq_lens=[self.max_model_len, bucket],
                 device_query_start_loc=offsets_and_tables[:3],
             )
-            hook = QuestionMassHook(self.backend, [bucket, 0], [self.num_layers] * 2, rows[3] != 0)
+            hook = QuestionMassHook(self.backend, [bucket, 0], [Look(self.num_layers)] * 2, rows[3] != 0)
             caches = self.cache.layers[: self.num_layers]
             with forward_context(ForwardContext(metadata, caches, self.backend, (hook,), [0, 0])):
                 self.model(rows[0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector, best, choose
+from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, best, choose
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
 from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.blend.selectors.key_deviation import KeyDeviation
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.blend.selectors.simple import Full, NoRecompute, Random
+from vllm_blend.blend.selectors.spec import parse_selector
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
 from vllm_blend.registry import enter
 
@@ -20,10 +21,9 @@ def register_selector(selector: type[Selector]) -> type[Selector]:
 
 
 def make_selector(name: str) -> Selector:
-    """The selector registered as `name`, with its default settings. Raises ValueError listing the known ones."""
-    if name not in SELECTORS:
-        raise ValueError(f"blend_selector={name!r} is unknown: use one of {sorted(SELECTORS)}, or register your own")
-    return SELECTORS[name]()
+    """The selector registered as `name`, or what `spec.py` makes of it: a registered one with settings and levers.
+    Raises ValueError listing the known ones."""
+    return SELECTORS[name]() if name in SELECTORS else parse_selector(name, SELECTORS)
 
 
 for _selector in (
@@ -38,4 +38,14 @@ for _selector in (
 ):
     register_selector(_selector)
 
-__all__ = ["SELECTORS", "Evidence", "LooksAt", "Selector", "best", "choose", "make_selector", "register_selector"]
+__all__ = [
+    "SELECTORS",
+    "Evidence",
+    "Look",
+    "LooksAt",
+    "Selector",
+    "best",
+    "choose",
+    "make_selector",
+    "register_selector",
+]

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from vllm_blend.ops.deviation import squared_distance
+
+Reduction = Literal["mean", "max"]
 
 
 class LooksAt(Enum):
@@ -19,6 +21,27 @@ class LooksAt(Enum):
     POSITIONS = "positions"  # nothing computed: the forward starts with the final token set
     QUESTION = "question"  # a pass of the suffix alone over the reused cache, then the same
     LAYERS = "layers"  # the whole context is computed up to a check layer, where the token set shrinks
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the question looks at the reused cache: on the layers `first` .. `stop` - 1, with its last `tokens` tokens
+    (None: all), and what becomes of many probabilities for a key: over tokens, then over heads, then over layers.
+
+    Only the plain way has kernels; any other makes the matrix of probabilities of each layer, in float32.
+    """
+
+    stop: int
+    first: int = 0
+    tokens: int | None = None
+    over_tokens: Reduction = "mean"  # a sum, in fact: the number of tokens is the same for all keys
+    over_heads: Reduction = "mean"
+    over_layers: Reduction = "mean"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether means are all there is to it."""
+        return (self.over_tokens, self.over_heads, self.over_layers) == ("mean", "mean", "mean")
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,19 @@ class Selector(ABC):
         """With LooksAt.QUESTION: on how many of the model's layers, the first ones, the question is let look."""
         return num_layers
 
+    def look(self, num_layers: int) -> Look:
+        """With LooksAt.QUESTION: how the question looks."""
+        return Look(self.question_layers(num_layers))
+
+    def first_share(self) -> float:
+        """With LooksAt.QUESTION: the share of the budget that is chosen, and computed, before the question looks again
+        and all of it is chosen; 0 where one look is enough."""
+        return 0.0
+
+    def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
+        """How many candidates are chosen, at most `budget`."""
+        return budget
+
     def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
         """The share of context tokens kept after each check layer; the last is `ratio`."""
         return [ratio] * len(check_layers)
@@ -91,4 +127,4 @@ def choose(selector: Selector, evidence: Evidence, count: int) -> torch.Tensor:
         raise ValueError(f"score() must return one score for each of the {n} candidates, not {list(scores.shape)}")
     if scores.device != evidence.positions.device:
         raise ValueError(f"score() must return scores on {evidence.positions.device}, not on {scores.device}")
-    return best(scores, count)
+    return best(scores, min(count, selector.count(scores, evidence, count)))

@@ -1,0 +1,35 @@
+"""What a lever is: something small that changes which tokens a selector's scores choose."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import ClassVar
+
+import torch
+
+from vllm_blend.blend.selectors.base import Evidence
+
+
+class Lever(ABC):
+    """Base of all levers. A subclass is a dataclass (its fields are its settings) with a `name` and one of the
+    methods."""
+
+    name: ClassVar[str]
+
+    def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+        """[n] float scores in place of `scores` ([n], float32, larger meaning compute this token again)."""
+        return scores
+
+    def count(self, evidence: Evidence, budget: int) -> int:
+        """How many of the best candidates are chosen, at most `budget`."""
+        return budget
+
+
+def chunk_starts(evidence: Evidence) -> torch.Tensor:
+    """[n] int64, ascending: where the chunk of each candidate begins, which tells chunks apart."""
+    return evidence.positions - evidence.chunk_offsets
+
+
+def above_all(scores: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Scores in which the candidates `first` ([n] bool) come before all others, each kind in its order."""
+    return scores + first * (scores.max() - scores.min() + 1)

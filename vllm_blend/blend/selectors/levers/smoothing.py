@@ -1,0 +1,35 @@
+"""A token counts for its neighbours too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_blend.blend.selectors.base import Evidence
+from vllm_blend.blend.selectors.levers.base import Lever, chunk_starts
+
+
+@dataclass(frozen=True)
+class Smoothing(Lever):
+    """The mean of the scores of the `window` candidates around each, of the same chunk (as SnapKV pools its scores,
+    arXiv:2404.14469, section 4): what is chosen comes in runs of tokens that make sense together."""
+
+    name: ClassVar[str] = "smoothing"
+    window: int = 7
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 3 or self.window % 2 == 0:
+            raise ValueError(f"smoothing: window={self.window} must be an odd number of tokens from 3 on")
+
+    def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+        starts, n = chunk_starts(evidence), len(scores)
+        total, count = scores.clone(), torch.ones_like(scores)
+        for shift in range(1, min(self.window // 2, n - 1) + 1):
+            same = (starts[shift:] == starts[:-shift]).to(scores.dtype)
+            total[shift:] += same * scores[:-shift]
+            total[:-shift] += same * scores[shift:]
+            count[shift:] += same
+            count[:-shift] += same
+        return total / count

@@ -1,0 +1,113 @@
+"""Selectors by text: a rule, its settings, and levers on its choice, in one string that every option takes.
+
+question_attention
+question_attention(layer_share=0.5, over_heads=max)
+question_attention(first_round=0.5) + smoothing(window=5) + coverage(share=0.7)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
+from vllm_blend.blend.selectors.levers import LEVERS, Lever
+
+_PART = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*")
+
+
+@dataclass(frozen=True)
+class Composed(Selector):
+    """A selector with levers, applied in their order. It is called as it is written."""
+
+    text: str
+    rule: Selector
+    levers: tuple[Lever, ...]
+
+    def __post_init__(self) -> None:
+        own = {"name": self.text, "looks_at": self.rule.looks_at, "default_ratio": self.rule.default_ratio}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+
+    def score(self, evidence: Evidence) -> torch.Tensor:
+        scores = self.rule.score(evidence)
+        for lever in self.levers:
+            scores = lever.apply(scores, evidence)
+        return scores
+
+    def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
+        return min([lever.count(evidence, budget) for lever in self.levers])
+
+    def question_layers(self, num_layers: int) -> int:
+        return self.rule.question_layers(num_layers)
+
+    def look(self, num_layers: int) -> Look:
+        return self.rule.look(num_layers)
+
+    def first_share(self) -> float:
+        return self.rule.first_share()
+
+    def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
+        return self.rule.shares(ratio, check_layers)
+
+
+def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
+    """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
+    rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
+    if not levers:
+        return rule
+    if rule.fixed_ratio is not None:
+        raise ValueError(f"blend_selector={text!r}: {rule.name!r} leaves nothing to choose: leave the levers out")
+    if rule.looks_at is not LooksAt.QUESTION and any(lever.name == "coverage" for lever in levers):
+        raise ValueError(
+            f"blend_selector={text!r}: coverage is of the question's attention, which {rule.name!r} does not look at: "
+            "use question_attention, or leave it out"
+        )
+    return Composed(text, rule, tuple(levers))
+
+
+def _parts(text: str) -> list[str]:
+    """Of a sum, not within parentheses."""
+    return re.split(r"\+(?![^()]*\))", text)
+
+
+def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
+    found = _PART.fullmatch(part)
+    name = part.strip() if found is None else found[1]
+    if found is None or name not in known:
+        if known is LEVERS:
+            raise ValueError(f"blend_selector={text!r}: the lever {name!r} is unknown: use one of {sorted(LEVERS)}")
+        raise ValueError(f"blend_selector={text!r} is unknown: use one of {sorted(known)}, or register your own")
+    if not found[2]:
+        return known[name]()
+    try:
+        return known[name](**_arguments(found[2], known[name]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"blend_selector={text!r}: {error}") from error
+
+
+def _arguments(text: str, kind: type[Any]) -> dict[str, Any]:
+    """Of `name=value, ...`: numbers and words."""
+    settings = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    arguments: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or name not in settings or name in arguments:
+            raise ValueError(
+                f"{pair.strip()!r} is no setting of {kind.name!r}: write name=value, once each, of {settings}"
+            )
+        arguments[name] = _value(value)
+    return arguments
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
