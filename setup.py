@@ -216,6 +216,7 @@ setup(
         "pyyaml",
         "xxhash",
     ],
+    entry_points={"console_scripts": ["vllm-blend = vllm_blend.entrypoints.cli:main"]},
     extras_require={
         "store": ["redis", "fsspec"],
         "gpu": ["xformers", "flashinfer-python"],

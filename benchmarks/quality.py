@@ -1,0 +1,118 @@
+"""How good blended answers are, and what they cost: every setting x ratio x data set, as JSON, Markdown and a picture.
+
+    OMP_NUM_THREADS=1 python benchmarks/quality.py --quick --output results/quality_quick
+    OMP_NUM_THREADS=1 python benchmarks/quality.py --output benchmarks/results/quality
+
+The settings are the list in vllm_blend/pipeline/quality/settings.py: the rules, then levers. Any model directory and
+any data set in the same format will do; full prefill by the same model is what everything is compared with. Answers
+are greedy, and nothing depends on time: the same command gives the same numbers, but for what another machine rounds
+differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
+from vllm_blend.pipeline.quality.picture import draw, load_pyplot
+from vllm_blend.pipeline.quality.questions import read_questions
+from vllm_blend.pipeline.quality.report import render
+from vllm_blend.pipeline.quality.rows import make_rows
+from vllm_blend.pipeline.quality.settings import QUICK_RATIOS, RATIOS, SETTINGS, find_settings, make_runs
+from vllm_blend.pipeline.quality.sweep import Measured, sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json", "samsum.json")]
+QUICK_SAMPLES = 24
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default=str(ROOT / "inputs" / "demo-model"), help="model directory or hub id")
+    add("--datasets", nargs="+", default=DATASETS, metavar="FILE")
+    add("--style", help="how they are asked (musique, wikimqa, samsum), where a file's name does not say it")
+    add("--settings", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SETTINGS)} (default: all)")
+    add("--ratios", nargs="+", type=float, metavar="RATIO", help="shares from 0 to 1, rising, 0 among them")
+    add("--samples", type=int, help="of each data set, equally many of each kind (default: all)")
+    add("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples a data set, ratios {QUICK_RATIOS}")
+    add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--seed", type=int, default=0, help="of the bootstrap and the engine (default: %(default)s)")
+    add("--output", type=Path, default=ROOT / "results" / "quality", help="writes this path + .json, .md and .png")
+    add("--no-picture", action="store_true", help="write no .png, which needs matplotlib")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        paths = run(args, shlex.join(["python", "benchmarks/quality.py", *(sys.argv[1:] if argv is None else argv)]))
+    except (ImportError, OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print(paths[1].read_text(encoding="utf-8"))
+    print("written:", *paths, file=sys.stderr)
+
+
+def run(args: argparse.Namespace, command: str) -> list[Path]:
+    """Measure and write; what can be wrong is found out before anything is computed. The JSON and the tables grow with
+    every engine, so that an interrupted run leaves what it had."""
+    if not args.no_picture:
+        load_pyplot()
+    settings = find_settings(args.settings)
+    runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
+    limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else None)
+    data = [read_questions(path, args.style, limit) for path in args.datasets]
+    paths = [args.output.with_name(args.output.name + end) for end in (".json", ".md", ".png")]
+    started = time.perf_counter()
+    common: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
+    for measured in sweep(args.model, data, runs, args.batch, _say, **common):
+        rows = make_rows(measured, runs, args.seed)
+        about = describe(args, command, measured, time.perf_counter() - started)
+        write_json(paths[0], {"about": about, "rows": rows})
+        paths[1].write_text(render(about, rows, settings), encoding="utf-8")
+    if args.no_picture:
+        return paths[:2]
+    draw(rows, paths[2])
+    return paths
+
+
+def describe(args: argparse.Namespace, command: str, measured: Sequence[Measured], seconds: float) -> dict[str, Any]:
+    """How it was measured."""
+    left_out = [name for one in measured for name in one.questions.left_out]
+    return {
+        "command": command,
+        "date": str(date.today()),
+        "model": Path(args.model).name,
+        "dtype": args.dtype,
+        "device": args.device,
+        "questions": [f"{len(one.questions.samples)} of {one.questions.name}" for one in measured],
+        "left out as too long": left_out,
+        "seed": args.seed,
+        "intervals": f"{100 * LEVEL:g}%, percentiles of {RESAMPLES} resamples",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.processor() or platform.machine(),
+        "minutes": round(seconds / 60, 1),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

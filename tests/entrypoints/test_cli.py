@@ -1,0 +1,40 @@
+"""The command `vllm-blend`: it lists its commands, and hands everything after one on to it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from vllm_blend.entrypoints import cli
+
+
+def test_every_command_is_listed_and_has_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name, (_, text) in cli.COMMANDS.items():
+        assert name in out and text in out
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0 and f"usage: vllm-blend {name}" in capsys.readouterr().out
+
+
+def test_a_command_gets_what_follows_it(monkeypatch):
+    asked: list[list[str]] = []
+    command = ModuleType("a_command")
+    command.main = lambda argv: asked.append(argv)
+    monkeypatch.setitem(sys.modules, "a_command", command)
+    monkeypatch.setitem(cli.COMMANDS, "do", ("a_command", "does"))
+    assert cli.main(["do", "--this", "-x"]) == 0 and asked == [["--this", "-x"]]
+    command.main = lambda argv: 3
+    assert cli.main(["do"]) == 3
+
+
+@pytest.mark.parametrize("argv", [[], ["chek-model"]])
+def test_anything_else_is_an_error_that_names_the_commands(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2 and "COMMAND" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""`vllm-blend check-model`: its verdicts, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.quality.broken import StepPositions
+from tests.pipeline.quality.small import MODEL, small_samples, write_small
+from vllm_blend.entrypoints import cli
+from vllm_blend.models.registry import MODEL_REGISTRY
+from vllm_blend.pipeline.files import read_json, write_json
+from vllm_blend.pipeline.quality import check_model as module
+from vllm_blend.pipeline.quality.check_model import BAD_INPUT, FOUND, NOT_TO_BLEND, decide
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small(tmp_path_factory.mktemp("data"))
+
+
+def row(ratio: float | None, f1: float, kind: str = "all", **columns) -> dict:
+    setting = "full prefill" if ratio is None else "rule"
+    values = {"dataset": "d", "kind": kind, "setting": setting, "ratio": ratio, "samples": 9, "metric": "f1", "f1": f1}
+    return values | {"kept": f1 / 0.8, "kept_low": None, "kept_high": None, "token_layers": 0.2} | columns
+
+
+FULL = row(None, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("scores", "ratio"),
+    [
+        ({0.0: 0.3, 0.1: 0.77, 0.2: 0.79, 1.0: 0.8}, 0.1),
+        ({0.0: 0.3, 0.1: 0.77, 0.2: 0.6, 0.3: 0.8, 1.0: 0.8}, 0.3),  # 10% was luck
+        ({0.0: 0.78, 0.1: 0.8, 1.0: 0.8}, 0.0),
+        ({0.0: 0.3, 0.1: 0.5, 0.2: 0.75, 1.0: 0.8}, None),  # 1 alone is no blend
+    ],
+)
+def test_the_smallest_ratio_from_which_on_the_loss_is_small(scores, ratio):
+    verdict = decide([FULL, *(row(r, f1) for r, f1 in scores.items())], "rule", max_loss=0.05)
+    assert verdict.ratio == ratio
+    assert ("do not blend this model" in verdict.text) is (ratio is None)
+
+
+def test_a_verdict_says_what_it_rests_on():
+    rows = [FULL, row(0.1, 0.78, kept_low=0.9, kept_high=1.02), row(0.1, 0.4, kind="2hop"), row(1.0, 0.8)]
+    text = decide(rows, "rule", 0.05).text
+    assert "10% is enough: it loses 2.5% (95% interval -2.0 to 10.0%) of full prefill's F1" in text
+    assert "20.0% of its token-layers (9 questions)" in text and "of the kind '2hop' alone it loses 50.0%" in text
+
+
+def test_a_model_that_cannot_answer_cannot_be_judged():
+    verdict = decide([row(None, 0.05), row(0.0, 0.05), row(1.0, 0.05)], "rule", 0.05)
+    assert verdict.ratio is None and "cannot tell: full prefill itself has F1 5.0" in verdict.text
+
+
+def test_the_command_prints_the_ratio_and_writes_the_rows(data, tmp_path, capsys):
+    flags = [MODEL, "--dataset", str(data), "--ratios", "0", "0.9", "1", "--batch", "4", "--max-loss", "0.01"]
+    assert cli.main(["check-model", *flags, "--output", str(tmp_path / "c.json")]) == FOUND
+    out = capsys.readouterr().out
+    written = read_json(tmp_path / "c.json", "rows")
+    assert [verdict["text"] in out for verdict in written["verdicts"]] == [True]
+    assert written["verdicts"][0]["ratio"] in (0.0, 0.9)
+    assert "| the default rule | 90% |" in out and "everything recomputed, against full prefill: KL" in out
+
+
+def test_a_rule_that_keeps_too_little_is_no_way_to_blend(tmp_path, capsys):
+    flags = [MODEL, "--dataset", str(write_small(tmp_path, 6)), "--ratios", "0", "0.02", "--setting", "random"]
+    assert module.main([*flags, "--batch", "6", "--max-loss", "0"]) == NOT_TO_BLEND
+    out = capsys.readouterr().out
+    assert "do not blend this model: at 2% recomputed it still loses 16.7%" in out and "| random | 2% |" in out
+
+
+def test_a_broken_model_is_refused_with_a_reason(data, monkeypatch, capsys):
+    monkeypatch.setitem(MODEL_REGISTRY, "LlamaForCausalLM", StepPositions)
+    assert module.main([MODEL, "--dataset", str(data), "--batch", "4"]) == NOT_TO_BLEND
+    out = capsys.readouterr().out
+    assert out.startswith("Refused: do not blend this model.") and "positions that count from the step's first" in out
+    assert "is enough" not in out and "| full prefill |" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-loss", "5"], "--max-loss 5.0 is a share"),
+        (["--ratios", "0", "1"], "must hold one between 0 and 1"),
+        (["--ratios", "0.5"], "must hold 0"),
+        (["--setting", "randm"], "'randm' is unknown"),
+        (["--samples", "0"], "use 1 or more"),
+        (["--batch", "0"], "batch is 0"),
+        (["--dataset", "no/musique.json"], "not found"),
+        (["--style", "hotpot"], "'hotpot' is unknown"),
+    ],
+)
+def test_bad_input_ends_with_a_message(data, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        module.main([MODEL, "--dataset", str(data), *flags])
+    assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+
+
+def test_a_missing_model_and_a_sample_without_a_question_are_named(data, tmp_path, capsys):
+    broken = write_json(tmp_path / "musique.json", [small_samples(1)[0] | {"question": ""}])
+    for flags, message in (
+        ([str(tmp_path / "none"), "--dataset", str(data)], str(tmp_path / "none")),
+        ([MODEL, "--dataset", str(broken)], "sample 0: question must be a non-empty string"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            module.main(flags)
+        assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The report and the picture say what the rows say."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from vllm_blend.pipeline.quality import picture
+from vllm_blend.pipeline.quality.report import render, table
+from vllm_blend.pipeline.quality.settings import SETTINGS
+
+
+def row(setting: str, ratio: float | None, f1: float, **columns) -> dict:
+    values = {"dataset": "d", "kind": "all", "setting": setting, "ratio": ratio, "samples": 7, "metric": "f1"}
+    values |= {"token_layers": 0.25, "encoding": 0.9, "same_as": None, "kl": 0.0123, "kl_low": 0.01, "kl_high": 0.02}
+    for name, value in (("f1", f1), ("exact_match", 0.5), ("same_answer", 0.75), ("kept", f1 / 0.9)):
+        values |= {name: value, f"{name}_low": value - 0.1, f"{name}_high": value + 0.1}
+    for name in ("recovered", "over_cacheblend"):
+        values |= {name: None, f"{name}_low": None, f"{name}_high": None}
+    return values | columns
+
+
+ROWS = [
+    row("full prefill", None, 0.9, token_layers=1.0),
+    row("plain reuse", 0.0, 0.4, recovered=0.0, recovered_low=0.0, recovered_high=0.0),
+    row("random", 0.0, 0.4, same_as="plain reuse"),
+    row("random", 0.08, 0.6, recovered=0.4, over_cacheblend=-0.05, over_cacheblend_low=-0.1, over_cacheblend_high=0.0),
+    row("random", 0.08, 0.2, kind="2hop"),
+    row("full prefill", None, 0.8, kind="2hop"),
+    row("plain reuse", 0.0, 0.1, kind="2hop"),
+]
+
+
+def test_the_table_has_a_line_for_each_thing_measured():
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(ROWS).splitlines()]
+    assert [line[:2] for line in lines[2:]] == [["full prefill", ""], ["plain reuse", "0%"], ["random", "8%"]]
+    assert lines[0][2:5] == ["token-layers", "F1", "F1 2hop"]
+    assert dict(zip(lines[0], lines[4], strict=True)) == {
+        "setting": "random",
+        "ratio": "8%",
+        "token-layers": "25.0",
+        "F1": "60.0 (50.0 to 70.0)",
+        "F1 2hop": "20.0",
+        "exact match": "50.0",
+        "kept": "66.7",
+        "recovered": "40",
+        "over CacheBlend": "-5.0 (-10.0 to 0.0)",
+        "same answer": "75.0",
+        "KL": "0.012",
+    }
+    assert "over CacheBlend" not in table([r | {"over_cacheblend": None} for r in ROWS])
+
+
+def test_the_report_says_how_it_was_measured():
+    about = {"command": "python benchmarks/quality.py", "date": "2020-02-02", "left out as too long": [], "seed": 3}
+    text = render(about, ROWS, SETTINGS)
+    assert "    python benchmarks/quality.py\n" in text and "- date: 2020-02-02\n" in text and "- seed: 3\n" in text
+    assert "- left out as too long: none\n" in text and "## d, 7 questions\n" in text
+    assert all(f"| {setting.name} | {setting.paper} |" in text for setting in SETTINGS)
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture.draw([*ROWS, row("full prefill", None, 0.9, dataset="e")], tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install matplotlib .*`bench`"):
+        picture.load_pyplot()

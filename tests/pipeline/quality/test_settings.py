@@ -1,0 +1,63 @@
+"""The list of settings, and the runs that it makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.pipeline.quality.settings import RATIOS, SETTINGS, Setting, find_settings, make_runs
+
+
+def test_every_selector_is_run_at_every_ratio():
+    runs = make_runs(SETTINGS, RATIOS)
+    chosen = {(run.setting.prompt.get("blend_selector"), run.ratio) for run in runs}
+    rules = {name for name, rule in SELECTORS.items() if rule.fixed_ratio is None}
+    assert {(rule, ratio) for rule in rules for ratio in RATIOS} <= chosen
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    assert all(setting.paper for setting in SETTINGS)
+
+
+def test_what_computes_the_same_has_the_same_key():
+    runs = make_runs(find_settings(["value_deviation", "gradual", "random"]), (0.0, 0.1, 1.0))
+    by_ratio = {ratio: {run.key for run in runs if run.ratio == ratio} for ratio in (0.0, 0.1, 1.0)}
+    assert [len(keys) for keys in by_ratio.values()] == [1, 3, 1]
+    gradual = next(run for run in runs if run.setting.name == "gradual" and run.ratio == 0.1)
+    assert gradual.engine == {"blend_check_layers": [1, 2, 3, 4]}
+    assert gradual.prompt == {"blend_selector": "gradual", "blend_recompute_ratio": 0.1}
+    other = Setting("arranged", {"blend_selector": "random"}, arrange=lambda sample, prompt: prompt)
+    assert make_runs([other], (0.0,))[-1].key not in by_ratio[0.0]
+    assert make_runs([Setting("engine", engine={"block_size": 32})], (0.0,))[-1].key not in by_ratio[0.0]
+
+
+def test_a_setting_runs_at_its_own_ratios_only():
+    runs = make_runs([Setting("some", ratios=(0.15, 0.4))], RATIOS)
+    assert [(run.setting.name, run.ratio) for run in runs] == [
+        ("plain reuse", 0.0),
+        ("recompute all", 1.0),
+        ("some", 0.15),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios", "message"),
+    [
+        ([Setting("a", {"blend_selector": "attentoin"})], (0.0,), "'a' cannot be: blend_selector='attentoin'"),
+        ([Setting("a", engine={"blend_selectr": 1})], (0.0,), "'a' cannot be: .*blend_selectr"),
+        ([Setting("a", engine={"block_size": 3})], (0.0,), "'a' cannot be: block_size=3"),
+        (SETTINGS, (0.0, 1.5), "a ratio=1.5"),
+        (SETTINGS, (0.0, 0.2, 0.1), "must rise"),
+        (SETTINGS, (0.1,), "must hold 0"),
+    ],
+)
+def test_what_cannot_be_is_found_out_before_anything_runs(settings, ratios, message):
+    with pytest.raises(ValueError, match=message):
+        make_runs(settings, ratios)
+
+
+def test_settings_are_found_by_name():
+    assert [s.name for s in find_settings(["random", "gradual"])] == ["gradual", "random"]
+    assert find_settings(None) == SETTINGS
+    with pytest.raises(ValueError, match=r"'randm' is unknown: there are value_deviation"):
+        find_settings(["randm"])
+    with pytest.raises(ValueError, match="the name of several"):
+        find_settings(None, [Setting("a"), Setting("a")])

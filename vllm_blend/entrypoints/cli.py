@@ -1,0 +1,35 @@
+"""`vllm-blend COMMAND ...`: the commands, each loaded when it is used. `python -m vllm_blend` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Name -> the module whose main(arguments) it is (an exit status, or None for 0), and what it does.
+COMMANDS = {
+    "check-model": (
+        "vllm_blend.pipeline.quality.check_model",
+        "how little of a context a model may recompute before its answers suffer",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="vllm-blend",
+        usage="vllm-blend COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["commands:", *lines, "", "`vllm-blend COMMAND --help` explains each."]),
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given[:1])
+    return importlib.import_module(COMMANDS[args.command][0]).main(given[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""From measurements to rows of plain numbers: one per data set, question kind, setting and ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate
+from vllm_blend.pipeline.quality.settings import CACHEBLEND, PLAIN_REUSE, Run
+from vllm_blend.pipeline.quality.sweep import METRICS, Measured, Outcome
+
+ALL = "all"  # the kind of a row over every question
+FULL = "full prefill"
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Some questions of a data set."""
+
+    measured: Measured
+    kind: str
+    where: np.ndarray  # indices of the questions
+    bootstrap: Bootstrap
+
+    def of(self, outcome: Outcome, name: str) -> np.ndarray:
+        return outcome.values(name)[self.where]
+
+
+def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0) -> list[dict[str, Any]]:
+    """Scores and shares are from 0 to 1, with `_low` and `_high` of their intervals.
+
+    `token_layers` is a share of full prefill's on the same questions, of the whole data set in rows of a kind too.
+    `encoding` is the same for computing the stored chunks, over all runs of the setting's engine. `kept` is the share
+    of full prefill's score in the data set's metric, `recovered` that of the loss of `PLAIN_REUSE` which is made good;
+    `kept_exact_match` and `recovered_exact_match` are the same of that.
+    `over_cacheblend` is the metric's difference to `CACHEBLEND` at the ratio. `same_as` names a setting that was
+    measured in this one's place, as both compute the same at this ratio. Runs that were not measured are left out.
+    """
+    return [row for one in measured for scope in _scopes(one, seed) for row in _rows_of(scope, runs)]
+
+
+def _scopes(one: Measured, seed: int) -> list[_Scope]:
+    samples = one.questions.samples
+    kinds = [ALL, *one.questions.kinds]
+    wheres = [np.array([i for i, s in enumerate(samples) if kind in (ALL, s.kind)]) for kind in kinds]
+    return [_Scope(one, kind, where, Bootstrap(len(where), seed)) for kind, where in zip(kinds, wheres, strict=True)]
+
+
+def _rows_of(scope: _Scope, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    one = scope.measured
+    reuse = next((one.runs.get(run.key) for run in runs if run.setting is PLAIN_REUSE), None)
+    cacheblend = {run.ratio: one.runs[run.key] for run in runs if run.setting is CACHEBLEND and run.key in one.runs}
+    encoding: dict[str, float] = {}
+    for group, outcome in ((key[0], outcome) for key, outcome in one.runs.items()):
+        encoding[group] = encoding.get(group, 0.0) + outcome.encoding
+    rows = [_row(scope, FULL, None, one.full, reuse, None)]
+    first: dict[tuple[str, str, int], str] = {}
+    for run in runs:
+        if run.key not in one.runs:
+            continue
+        row = _row(scope, run.setting.name, run.ratio, one.runs[run.key], reuse, cacheblend.get(run.ratio))
+        row["encoding"] = encoding[run.group] / one.full.token_layers
+        row["same_as"] = first.get(run.key)
+        first.setdefault(run.key, run.setting.name)
+        rows.append(row)
+    return rows
+
+
+def _row(
+    scope: _Scope,
+    setting: str,
+    ratio: float | None,
+    outcome: Outcome,
+    reuse: Outcome | None,
+    cacheblend: Outcome | None,
+) -> dict[str, Any]:
+    questions, bootstrap = scope.measured.questions, scope.bootstrap
+    metric = questions.style.metric
+    row: dict[str, Any] = {"dataset": questions.name, "kind": scope.kind, "setting": setting, "ratio": ratio}
+    row |= {"samples": len(scope.where), "metric": metric}
+    row["token_layers"] = outcome.token_layers / scope.measured.full.token_layers
+    row |= {"encoding": 0.0, "same_as": None}
+    for name in (*METRICS, "same_answer", "kl"):
+        row |= _columns(name, bootstrap.mean(scope.of(outcome, name)))
+    for end, name in (("", metric), ("_exact_match", "exact_match")):
+        ours, full = scope.of(outcome, name), scope.of(scope.measured.full, name)
+        row |= _columns(f"kept{end}", bootstrap.ratio(ours, full))
+        recovered = None if reuse is None else bootstrap.recovered(ours, scope.of(reuse, name), full)
+        row |= _columns(f"recovered{end}", recovered)
+    over = None if cacheblend is None else bootstrap.difference(*(scope.of(o, metric) for o in (outcome, cacheblend)))
+    return row | _columns("over_cacheblend", over)
+
+
+def _columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    if estimate is None:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

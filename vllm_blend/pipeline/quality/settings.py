@@ -1,0 +1,122 @@
+"""What is compared: one list of named settings. To sweep another rule or lever, add a `Setting` to `SETTINGS`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_blend.blend.selectors import make_selector
+from vllm_blend.config import check_ratio
+from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.pipeline.datasets import Sample
+
+RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
+QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
+
+Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to blend. `engine` has arguments of `EngineArgs` beyond the defaults, `prompt` keys of a `ChunkedPrompt`
+    beside its pieces; what depends on the sample (an order of chunks, their pages) is done by `arrange`. It is run at
+    those of the sweep's ratios that are in `ratios` (None: all)."""
+
+    name: str
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    arrange: Arrange | None = None
+    paper: str = ""
+    ratios: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A setting at a ratio."""
+
+    setting: Setting
+    ratio: float
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Arguments of the engine. Where everything or nothing is recomputed, no layer is checked."""
+        chooses = 0 < self.ratio < 1
+        return {name: v for name, v in self.setting.engine.items() if chooses or name != "blend_check_layers"}
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """Keys of the prompt. At ratio 0 every rule is plain reuse, and at 1 every rule computes everything."""
+        keys = dict(self.setting.prompt)
+        if self.ratio in (0, 1):
+            return keys | {"blend_selector": "none" if self.ratio == 0 else "full"}
+        return keys | {"blend_recompute_ratio": self.ratio}
+
+    @property
+    def group(self) -> str:
+        """Equal for runs that one engine can do."""
+        return json.dumps(self.engine, sort_keys=True)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Equal for runs that compute the same: they are measured once."""
+        return self.group, json.dumps(self.prompt, sort_keys=True), id(self.setting.arrange)
+
+
+def _rule(selector: str, paper: str, **engine: Any) -> Setting:
+    return Setting(selector, {"blend_selector": selector}, engine, paper=paper)
+
+
+PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))
+RECOMPUTE_ALL = Setting("recompute all", paper="every token, through the blend's own path", ratios=(1.0,))
+CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
+
+# The rules first, then levers. A lever that changes what is stored has `engine` arguments: an engine is started for
+# each combination of those, and all chunks are encoded again.
+SETTINGS: list[Setting] = [
+    CACHEBLEND,
+    _rule("key_deviation", "LMCache's variant of CacheBlend's rule"),
+    _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
+    _rule("question_attention", "ProphetKV"),
+    _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
+    _rule("random", "a uniform choice"),
+]
+
+
+def find_settings(names: Sequence[str] | None, settings: Sequence[Setting] | None = None) -> list[Setting]:
+    """The settings of these names (None: all), in the order of the list. ValueError lists the known ones."""
+    settings = SETTINGS if settings is None else settings
+    known = [setting.name for setting in settings]
+    for name in known if names is None else names:
+        if known.count(name) != 1:
+            what = "is unknown" if name not in known else "is the name of several settings"
+            raise ValueError(f"the setting {name!r} {what}: there are {', '.join(known)}")
+    return [setting for setting in settings if names is None or setting.name in names]
+
+
+def make_runs(settings: Sequence[Setting], ratios: Sequence[float]) -> list[Run]:
+    """Every setting at every ratio it is run at, after plain reuse (and `RECOMPUTE_ALL`, where 1 is a ratio), which
+    need the default engine. Raises ValueError for what cannot be, before anything is computed.
+    """
+    for ratio in ratios:
+        check_ratio("a ratio", ratio)
+    if list(ratios) != sorted(set(ratios)):
+        raise ValueError(f"the ratios {list(ratios)} must rise, each given once")
+    if 0 not in ratios:
+        raise ValueError("the ratios must hold 0: what is recovered of plain reuse's loss is reported")
+    runs = []
+    for setting in (PLAIN_REUSE, RECOMPUTE_ALL, *settings):
+        _check(setting)
+        runs += [Run(setting, ratio) for ratio in ratios if setting.ratios is None or ratio in setting.ratios]
+    return runs
+
+
+def _check(setting: Setting) -> None:
+    try:
+        EngineArgs(model="model", enable_blending=True, **setting.engine).create_engine_config()
+        if "blend_selector" in setting.prompt:
+            make_selector(setting.prompt["blend_selector"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the setting {setting.name!r} cannot be: {error}") from error
