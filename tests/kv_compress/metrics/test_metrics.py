@@ -211,3 +211,10 @@ def test_users_may_register_a_metric() -> None:
         assert make_metric("first").score(prompt().view())[0, 3] == -3
     finally:
         METRICS.pop("first", None)
+
+
+@pytest.mark.parametrize("name", ["kv_compress", "snapkv", "streaming_llm", "random"])
+def test_metrics_that_need_no_keys_gather_none(name: str) -> None:
+    view = prompt().view()
+    make_metric(name).score(view)
+    assert "keys" not in vars(view) and "values" not in vars(view)

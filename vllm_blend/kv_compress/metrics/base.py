@@ -49,6 +49,10 @@ class LayerView:
     valid: torch.Tensor  # [kv_heads, n] bool: heads may hold different numbers of KVs
 
     @property
+    def kv_heads(self) -> int:
+        return self.positions.shape[0]
+
+    @property
     def window(self) -> Window:
         """The prompt's last queries. Raises ValueError where nobody kept them."""
         raise ValueError(

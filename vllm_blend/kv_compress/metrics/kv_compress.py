@@ -47,9 +47,9 @@ class KVCompress(EvictionMetric):
     def score(self, view: LayerView) -> torch.Tensor:
         sums = view.window_sums(self.power, self.buffer)
         if not sums.numel():
-            return sums[: view.keys.shape[0]]
+            return sums[: view.kv_heads]
         pooled = F.max_pool1d(sums[None], self.pool_size, stride=1, padding=self.pool_size // 2)[0]
-        return pooled.unflatten(0, (view.keys.shape[0], -1)).sum(1)
+        return pooled.unflatten(0, (view.kv_heads, -1)).sum(1)
 
     def rank(self, scores: torch.Tensor, positions: torch.Tensor, query_positions: torch.Tensor) -> torch.Tensor:
         if not self.aggregation.endswith("avg"):

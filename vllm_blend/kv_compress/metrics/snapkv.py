@@ -37,12 +37,11 @@ class SnapKV(EvictionMetric):
         check_pool_size(self.pool_size)
 
     def score(self, view: LayerView) -> torch.Tensor:
-        kv_heads = view.keys.shape[0]
         sums = view.window_sums(power=1, buffer=0)
         if not sums.numel() or not len(view.window.positions):
-            return sums[:kv_heads]
+            return sums[: view.kv_heads]
         watched = view.positions >= view.window.positions[0]  # [kv_heads, n]: the window itself
-        before = sums.unflatten(0, (kv_heads, -1)).masked_fill(watched[:, None], 0.0)
+        before = sums.unflatten(0, (view.kv_heads, -1)).masked_fill(watched[:, None], 0.0)
         pooled = F.avg_pool1d(before, self.pool_size, stride=1, padding=self.pool_size // 2).sum(1)
         pooled = pooled.masked_fill(watched, 0.0)
         return torch.where(watched, pooled.amax(1, keepdim=True), pooled)
