@@ -143,6 +143,23 @@ int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, c
                       float* mass, int rows, int num_keys, int q_heads, int window, float scale, int variant, const VbCache* cache,
                       void* stream);
 
+// What the keys of one request receive from the queries q [rows, q_heads, head_dim] at positions [rows]: sums [q_heads, num_keys]
+// = sum over queries of p ^ power (1 or 2), p the softmax probability over keys at most at the position; keys nearer than
+// `buffer` get nothing. Keys beyond every position are not written. block_table: one row. workspace: of vb_window_workspace_bytes.
+size_t vb_window_workspace_bytes(int rows, int num_keys, int q_heads, int head_dim);
+int vb_window_sums(const void* q, int64_t q_token_stride, const int64_t* positions, const int32_t* block_table, float* sums,
+                   void* workspace, size_t workspace_bytes, int rows, int num_keys, int q_heads, int64_t buffer, float scale, int power,
+                   const VbCache* cache, void* stream);
+
+// For each row, one KV head of one request: metric[slot] += sum over the group's query heads q [rows, group, head_dim] of
+// p ^ power, p the softmax over the first lengths[row] slots of tables[row], where key_positions[slot] <= query_positions[row] -
+// buffer. The cache is one of pages with one KV head; metric and key_positions are [pages, block_size]. Rows of length 0 are
+// skipped, others share no page. stats: [rows, splits, group, 2], splits from vb_accumulate_splits (negative: an error).
+int vb_accumulate_splits(int rows, int max_length);
+int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_stride, const int32_t* tables, int64_t table_stride,
+                       const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions, float* stats, int rows,
+                       int splits, int group, int64_t buffer, float scale, int power, const VbCache* cache, void* stream);
+
 // The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
 // top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.
 enum { VB_SAMPLE_UNFILTERED = 1, VB_SAMPLE_FILTERED = 2 };  // filtered: random, with min-p, top-k or top-p on

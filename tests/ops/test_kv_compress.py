@@ -40,11 +40,16 @@ def test_the_twin_of_window_sums_keeps_float64(data: st.DataObject) -> None:
     torch.testing.assert_close(actual, problem.expected(), rtol=1e-12, atol=1e-14)
 
 
-def test_the_twin_takes_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_twins_take_some_heads_or_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = window_problem(90, 8, 10, 5, 32, torch.float32)
     whole = window_sums_reference(*problem.arguments(torch.float32))
     monkeypatch.setattr(kv_compress, "TILE_ELEMENTS", 2 * 2 * 8 * 90)  # of two KV heads
     torch.testing.assert_close(window_sums_reference(*problem.arguments(torch.float32)), whole)
+    decode = decode_problem([40, 0, 30, 48, 3], 4, 32, torch.float32)
+    monkeypatch.setattr(kv_compress, "TILE_ELEMENTS", 2 * 48 * 32)  # of two rows
+    metric = decode.metric.double()
+    accumulate_sums_reference(*decode.arguments(torch.float64, metric))
+    torch.testing.assert_close(metric, decode.expected(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("isa", ISAS)

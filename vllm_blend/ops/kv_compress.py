@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.ops import cpu
+from vllm_blend.ops import cpu, cuda_kv_compress
 from vllm_blend.ops.bindings import kernels_for
 
-TILE_ELEMENTS = 1 << 24  # probabilities that the twin of `window_sums` holds at a time: 64 MiB in float32
+TILE_ELEMENTS = 1 << 26  # of the largest tensor that a twin makes at a time: 256 MiB in float32
 
 
 def window_sums(
@@ -40,6 +40,8 @@ def window_sums(
         raise IndexError(
             f"block_table has {block_table.numel()} blocks of {key_cache.shape[1]}, too few for n={n} keys"
         )
+    if cuda_kv_compress.takes(q, key_cache):
+        return cuda_kv_compress.window_sums(q, key_cache, block_table, n, query_positions, scale, power, buffer)
     kernels = kernels_for(q)
     if kernels is not None and cpu.takes_attention(q, key_cache, key_cache):
         return cpu.window_sums(kernels, q, key_cache, block_table, n, query_positions, scale, power, buffer)
@@ -83,6 +85,8 @@ def accumulate_sums(
     if tables.dtype != torch.int32 or tables.dim() != 2 or len(tables) != rows or tables.stride(1) != 1:
         raise ValueError(f"tables must be int32 [{rows}, W] with rows in one piece, not {tables.dtype} {tables.shape}")
     rule = (tables, lengths, key_positions, query_positions, scale, power, buffer)
+    if metric.dtype == torch.float32 and cuda_kv_compress.takes(q, head_keys):
+        return cuda_kv_compress.accumulate_sums(metric, q, head_keys, *rule)
     kernels = kernels_for(q)
     if kernels is not None and metric.dtype == torch.float32 and cpu.takes_attention(q, head_keys, head_keys):
         return cpu.accumulate_sums(kernels, metric, q, head_keys, *rule)
@@ -134,20 +138,24 @@ def accumulate_sums_reference(
     power: int,
     buffer: int,
 ) -> None:
-    """The plain torch twin of `accumulate_sums`; float64 q gives float64 probabilities."""
+    """The plain torch twin of `accumulate_sums`, some rows at a time; float64 q gives float64 probabilities."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if not tables.numel():
+    block_size, width = metric.shape[1], tables.shape[1]
+    if not width:
         return
-    keys = head_keys[tables].flatten(1, 3)  # [rows, W * block_size, head_dim]
-    scores = torch.bmm(q.to(dtype), keys.to(dtype).transpose(1, 2)).mul_(scale)
-    held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[:, None]
-    received = scores.masked_fill_(~held[:, None], float("-inf")).softmax(-1)
-    sums = (received if power == 1 else received.square_()).sum(1)
-    far = key_positions[tables].flatten(1) <= (query_positions - buffer)[:, None]
-    block_size = metric.shape[1]
-    slots = (tables.long()[:, :, None] * block_size + torch.arange(block_size, device=q.device)).flatten()
-    added = torch.where(held & far, sums, 0.0).to(metric.dtype)  # 0 wherever a table is padded
-    metric.view(-1).index_add_(0, slots, added.flatten())
+    offsets = torch.arange(block_size, device=q.device)
+    step = max(1, TILE_ELEMENTS // (width * block_size * q.shape[2]))
+    for first in range(0, len(q), step):
+        at = slice(first, first + step)
+        pages = tables[at].long()
+        keys = head_keys[pages].flatten(1, 3).to(dtype)  # [rows, width * block_size, head_dim]
+        scores = torch.bmm(q[at].to(dtype), keys.transpose(1, 2)).mul_(scale)
+        held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[at, None]
+        received = scores.masked_fill_(~held[:, None], float("-inf")).softmax(-1)
+        sums = (received if power == 1 else received.square_()).sum(1)
+        far = key_positions[pages].flatten(1) <= (query_positions[at] - buffer)[:, None]
+        added = torch.where(held & far, sums, 0.0).to(metric.dtype)  # 0 wherever a table is padded
+        metric.view(-1).index_add_(0, (pages[:, :, None] * block_size + offsets).flatten(), added.flatten())
 
 
 def _check_rule(power: int, buffer: int) -> None:
