@@ -25,6 +25,8 @@ SPECS = [
     "value_deviation + chunk_heads + chunk_minimum(tokens=1)",
     "question_attention(over_heads=max, first_round=0.5)+coverage(share=0.5)",
     "first_tokens+smoothing",
+    "question_attention+mean_shift",
+    "gradual+mean_shift(strength=0.5)",
 ]
 
 

@@ -37,7 +37,7 @@ class ChunkPlacement:
     def __init__(self, model: nn.Module, cache: KVCache, ring: StagingRing | None = None) -> None:
         self.cache, self.ring = cache, ring
         self.in_flight = InFlight()
-        self._rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
+        self.rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
         self._last: weakref.ref[LayerwiseLoad] | None = None  # of `in_flight`: only copies may keep chunks alive
 
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
@@ -64,15 +64,15 @@ class ChunkPlacement:
         hooks: list[LayerHook] = []
         if self.ring is not None and travelling:
             chunks = [segment.kv for _, segment in travelling]
-            load = LayerwiseLoad(self.ring, chunks, len(self._rotaries))  # before the rest: copies take longest
+            load = LayerwiseLoad(self.ring, chunks, len(self.rotaries))  # before the rest: copies take longest
             self.in_flight.hold(load, load)
             self._last = weakref.ref(load)
-            hooks.append(_ArrivalHook(load, self.cache, self._rotaries, self._rows(travelling)))
+            hooks.append(_ArrivalHook(load, self.cache, self.rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
         if read:
             chunks = [segment.kv for _, segment in read]
-            hook = _ReadHook(chunks, self.cache, self._rotaries, self._rows(read))
+            hook = _ReadHook(chunks, self.cache, self.rotaries, self._rows(read))
             if hook.copied is not None:
                 self.in_flight.hold(hook.copied, chunks)
             hooks.append(hook)
@@ -87,13 +87,13 @@ class ChunkPlacement:
                 torch.cuda.current_stream(device).wait_event(kv.written)
         # What comes from elsewhere is copied for one chunk at a time: the copies are as large as the chunks.
         batches = [kvs] if all(kv.k.device == device for kv in kvs) else [[kv] for kv in kvs]
-        for layers, rotary in _runs_of_layers(self._rotaries):
+        for layers, rotary in _runs_of_layers(self.rotaries):
             cos, sin = rotary.cos_sin(rows[0])
             keys, values = self.cache.key[layers], self.cache.value[layers]
             start = 0
             for chunks in batches:
                 stored = [(kv.k, kv.v) for kv in chunks]
-                if chunks is not kvs or layers != slice(0, len(self._rotaries)):
+                if chunks is not kvs or layers != slice(0, len(self.rotaries)):
                     stored = [
                         (k[layers].to(device, non_blocking=True), v[layers].to(device, non_blocking=True))
                         for k, v in stored

@@ -98,6 +98,10 @@ class Selector(ABC):
         and all of it is chosen; 0 where one look is enough."""
         return 0.0
 
+    def mean_shift(self) -> float:
+        """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
+        return 0.0
+
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
         """How many candidates are chosen, at most `budget`."""
         return budget

@@ -42,6 +42,9 @@ class Composed(Selector):
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
         return min([lever.count(evidence, budget) for lever in self.levers])
 
+    def mean_shift(self) -> float:
+        return max(lever.mean_shift() for lever in self.levers)
+
     def question_layers(self, num_layers: int) -> int:
         return self.rule.question_layers(num_layers)
 

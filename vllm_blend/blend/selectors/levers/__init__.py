@@ -6,8 +6,11 @@ from vllm_blend.blend.selectors.levers.base import Lever
 from vllm_blend.blend.selectors.levers.chunk_heads import ChunkHeads
 from vllm_blend.blend.selectors.levers.chunk_minimum import ChunkMinimum
 from vllm_blend.blend.selectors.levers.coverage import Coverage
+from vllm_blend.blend.selectors.levers.mean_shift import MeanShift
 from vllm_blend.blend.selectors.levers.smoothing import Smoothing
 
-LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (ChunkHeads, ChunkMinimum, Smoothing, Coverage)}
+LEVERS: dict[str, type[Lever]] = {
+    lever.name: lever for lever in (ChunkHeads, ChunkMinimum, Smoothing, Coverage, MeanShift)
+}
 
 __all__ = ["LEVERS", "Lever"]

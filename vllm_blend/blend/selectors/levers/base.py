@@ -24,6 +24,10 @@ class Lever(ABC):
         """How many of the best candidates are chosen, at most `budget`."""
         return budget
 
+    def mean_shift(self) -> float:
+        """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
+        return 0.0
+
 
 def chunk_starts(evidence: Evidence) -> torch.Tensor:
     """[n] int64, ascending: where the chunk of each candidate begins, which tells chunks apart."""
