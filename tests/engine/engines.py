@@ -7,10 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,10 @@ from tests.engine.tiny_tokenizers import byte_level
 from tests.models.tiny import save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.metadata import default_fuse_metadata
+from vllm_blend.engine import chunk_stores, composer
 from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.kv_store.prefetch import ChunkLoader
+from vllm_blend.kv_store.remote import RemoteStoreConfig
 from vllm_blend.pipeline.datasets import load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
 
@@ -28,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "inputs" / "demo-model")
 TINY_VOCABULARY = len(byte_level())
 BLOCK_SIZE = settings.current().block_size
+PATIENCE = 120.0  # seconds that engines wait for stored chunks: no machine is so slow that they would not come
 CANDIDATES = 4  # likeliest tokens that outputs report in half precision, where comparing them needs several
 
 
@@ -47,8 +52,12 @@ def hf_model(directory: str) -> Any:
 
 
 def new_llm(model: str = DEMO, **arguments: Any) -> LLM:
-    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise."""
-    llm = LLM(model, **(settings.current().engine_arguments() | arguments))
+    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise. It has `PATIENCE`
+    with its chunk store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composer, "ChunkLoader", partial(ChunkLoader, timeout=PATIENCE))
+        patch.setattr(chunk_stores, "RemoteStoreConfig", partial(RemoteStoreConfig, timeout=PATIENCE))
+        llm = LLM(model, **(settings.current().engine_arguments() | arguments))
     record_chosen(llm)
     return llm
 

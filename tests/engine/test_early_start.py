@@ -15,8 +15,9 @@ import torch
 
 from tests import settings
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.clock import Clock
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, greedy, run, threads, tokens_of
+from tests.engine.engines import PATIENCE, TINY_VOCABULARY, assert_empty, engine, greedy, run, threads, tokens_of
 from tests.engine.test_persistent_store import (
     PARAMS,
     PIECES,
@@ -29,7 +30,7 @@ from tests.engine.test_persistent_store import (
     store_of,
 )
 from vllm_blend import LLM, RequestOutput
-from vllm_blend.kv_store import pending
+from vllm_blend.kv_store import arrivals, pending, prefetch
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader
 from vllm_blend.kv_store.tiered import DISK, Choice
@@ -48,7 +49,7 @@ class Gates:
     """Reads behind the first layer of a chunk that wait until the forward pass is about to compute what lies there."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_held = 0
+        self.num_held = self.num_read = 0
         self.reached = threading.Event()  # the forward pass waits for a layer behind the first
         self.error: Exception | None = None  # of reads from then on
         files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
@@ -57,7 +58,8 @@ class Gates:
         def held(extent: Extent, start: int, into: torch.Tensor) -> None:
             if start:
                 self.num_held += 1
-                assert self.reached.wait(SECONDS)
+                assert self.reached.wait(10 * SECONDS)
+                self.num_read += 1
                 if self.error is not None:
                     raise self.error
             read(extent, start, into)
@@ -104,9 +106,10 @@ def test_a_prompt_runs_while_its_layers_are_read(
     assert_empty(llm)
 
 
-def test_what_arrives_for_an_aborted_prompt_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_arrives_for_an_aborted_prompt_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = tiny_prompt(blend_selector="none")
     llm = stored(tmp_path, prompt)
+    Gates(llm, monkeypatch)
     engine = llm.llm_engine
     engine.add_request("aborted", prompt, PARAMS)
     while not engine.step():
@@ -182,21 +185,17 @@ def test_a_layer_that_does_not_come_is_late(
     """A disk that hangs in the middle of a forward pass holds it up until the deadline of loading, once."""
     llm = stored(tmp_path, tiny_prompt())
     gates = Gates(llm, monkeypatch)
-    gates.reached = threading.Event()  # that nobody sets
-    monkeypatch.setattr(gates.reached, "set", lambda: None)
-    loader = llm.llm_engine.composer.loader
-    assert loader is not None
-    loader.timeout = 0.3
-    start = time.monotonic()
+    clock = Clock(monkeypatch, arrivals, prefetch)
+    # The time is up when the forward pass comes to what hangs.
+    monkeypatch.setattr(gates.reached, "set", lambda: clock.advance(PATIENCE))
     [output] = run(llm, tiny_prompt(), PARAMS)
-    assert time.monotonic() - start < SECONDS / 2
+    assert gates.num_held >= 1 and gates.num_read == 0, "somebody waited for the disk"
     assert_same_logprobs(output, expected(tiny_prompt()))
     found = metrics(llm)
     assert found["prompts_started_early"] == 1 == found["prompts_started_again"]
     assert found["chunks_encoded"] > PIECES and found["chunk_loads_late"] >= 1
     assert_empty(llm)
     threading.Event.set(gates.reached)
-    loader.timeout = SECONDS
     [again] = run(llm, tiny_prompt(), PARAMS)
     assert_same_logprobs(again, output)
 
@@ -235,6 +234,7 @@ def test_the_ratio_rises_with_what_is_left_on_the_disk(tmp_path: Path, monkeypat
     for _ in range(300):  # until what was measured is forgotten
         controller.prefilled(1000, 1.0)
         controller.loaded(Choice(DISK, 1000 * controller.bytes_per_token, 1000), 0.9)
+    monkeypatch.setattr(controller, "loaded", lambda what, seconds: None)  # nor does this machine's speed matter
     gates = Gates(llm, monkeypatch)
     [output] = run(llm, tiny_prompt(), PARAMS)
     assert gates.num_held >= 1 and output.blend is not None
@@ -265,6 +265,43 @@ def long_prompts(count: int) -> list[dict[str, Any]]:
     return [{"prefix": ids[:4], "chunks": pieces[i : i + 3], "suffix": [i, 7]} for i in range(count)]
 
 
+class Unreliable:
+    """Reads that fail, hang and take their time. While `go_on` is cleared, those behind the first layer of a chunk
+    wait for the forward pass to come there, or for something to go wrong: however slow the machine, prompts start
+    early."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.go_on = threading.Event()
+        self._choose, self._lock, self._clock = (
+            random.Random(seed),
+            threading.Lock(),
+            Clock(monkeypatch, arrivals, prefetch),
+        )
+        files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
+        self._read, self._arrivals = files.read, _ReadHook._arrivals
+        monkeypatch.setattr(files, "read", self.read)
+        monkeypatch.setattr(_ReadHook, "_arrivals", lambda hook, layer: self.reaching(hook, layer))
+
+    def read(self, extent: Extent, start: int, into: torch.Tensor) -> None:
+        if start:
+            self.go_on.wait(5.0)
+        with self._lock:
+            what = self._choose.random()
+        if what < 0.02:  # until all that is being loaded is late, and a moment longer
+            self._clock.advance(PATIENCE)
+        if what < 0.02 or what > 0.95:
+            self.go_on.set()
+        time.sleep(0.15 if what < 0.02 else 0.01 if what < 0.3 else 0.0)
+        if what > 0.95:
+            raise self._choose.choice([ChunkFault("damaged", "by the test"), OSError(5, "Input/output error")])
+        self._read(extent, start, into)
+
+    def reaching(self, hook: _ReadHook, layer: int) -> Any:
+        if layer > 0:
+            self.go_on.set()
+        return self._arrivals(hook, layer)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Prompts one by one and at once over a small memory, while reads fail, hang and take their time."""
@@ -276,23 +313,12 @@ def test_faults_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed:
     cold(first)
     size = 140 * first.llm_engine.composer.bytes_per_token  # of two prompts
     llm = persistent(tmp_path, blend_chunk_cache_gib=size / 2**30)
-    choose, lock = random.Random(seed), threading.Lock()
-    files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
-    read = files.read
-
-    def unreliable(extent: Extent, start: int, into: torch.Tensor) -> None:
-        with lock:
-            what = choose.random()
-        time.sleep(0.15 if what < 0.02 else 0.01 if what < 0.3 else 0.0)
-        if what > 0.95:
-            raise choose.choice([ChunkFault("damaged", "by the test"), OSError(5, "Input/output error")])
-        read(extent, start, into)
-
-    monkeypatch.setattr(files, "read", unreliable)
-    loader = llm.llm_engine.composer.loader
-    assert loader is not None
-    loader.timeout = 0.1
-    outputs = [run(llm, [prompt], PARAMS)[0] for prompt in asked[:12]]
+    disk = Unreliable(llm, monkeypatch, seed)
+    outputs = []
+    for prompt in asked[:12]:
+        disk.go_on.clear()
+        outputs += run(llm, [prompt], PARAMS)
+    disk.go_on.set()
     outputs += run(llm, asked[12:], PARAMS)
     for output, other in zip(outputs, wanted, strict=True):
         assert_same_logprobs(output, other)
