@@ -1,6 +1,9 @@
-"""The options of a test run, and the marker of tests that say nothing about another device than the CPU."""
+"""The options of a test run, the marker of tests that say nothing about another device than the CPU, and hypothesis on
+machines of any speed."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 
@@ -18,6 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.use(Settings(*(config.getoption(name) for name in ("device", "dtype", "attention_backend"))))
+    if importlib.util.find_spec("hypothesis") is not None:  # the environment of tests/colbert has none
+        _let_hypothesis_take_its_time()
+
+
+def _let_hypothesis_take_its_time() -> None:
+    """For all tests that do not say otherwise: a busy machine draws examples slowly, which is no error."""
+    import hypothesis
+
+    slow_machine = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("vllm-blend", hypothesis.settings.default, **slow_machine)
+    hypothesis.settings.load_profile("vllm-blend")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

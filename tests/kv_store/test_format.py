@@ -83,7 +83,11 @@ def test_a_damaged_file_is_a_miss_that_names_the_folder_and_the_reason(folder, n
     assert name == "metadata.json" or name in caplog.text
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(name=st.sampled_from(FILES), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_changes_what_is_read(folder, name, where, bit):
     path = folder / name
