@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_blend.core.block_manager import BlockManager
+from vllm_blend.offload import planner
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import BlockCopies, PlainCopies, ThreadCopies, Ticket
 from vllm_blend.offload.kv_cache_scheduler import KVCacheScheduler, MovePolicy
@@ -24,6 +25,14 @@ LAYERS, SIZE, HEADS, DIM = 2, 4, 1, 2
 BLOCK_BYTES = 2 * LAYERS * SIZE * HEADS * DIM * 4
 CHUNKS = [(2, 11), (11, 21), (21, 24), (24, 36)]  # movable blocks: [1], [3, 4], [], [6, 7, 8]
 NUM_BLOCKS = 10  # of a request
+SECONDS = 120.0  # that no thread here takes, on however slow a machine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _patience():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "PLAN_DEADLINE", SECONDS)
+        yield
 
 
 class LateCopies(BlockCopies):
@@ -237,12 +246,13 @@ def test_a_promotion_that_ends_after_its_request_gives_both_sides_back():
 def test_copies_in_a_thread_arrive_and_their_errors_are_raised():
     world = World(ThreadCopies)
     request = world.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while request.resident_chunks != [0, 2] and time.monotonic() < deadline:
         world.scheduler.step({})
     assert request.resident_chunks == [0, 2]
     world.check()
     broken = world.copies.submit([1], [10**6], True)
+    deadline = time.monotonic() + SECONDS
     with pytest.raises(IndexError):
         while time.monotonic() < deadline:
             broken.done()
@@ -258,7 +268,7 @@ def test_threads_end_with_their_engine():
     del world
     gc.collect()
     for thread in started:
-        thread.join(10)
+        thread.join(SECONDS)
         assert not thread.is_alive()
 
 

@@ -159,7 +159,7 @@ def test_several_processes_build_once(nvcc: FakeNvcc, tmp_path: Path) -> None:
     environment = os.environ | {"FAKE_SECONDS": "0.1"}
     command = [sys.executable, "-I", "-c", program]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
-    paths = {process.communicate(timeout=60)[0].strip() for process in running}
+    paths = {process.communicate(timeout=300)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     assert len(paths) == 1 and Path(paths.pop()).is_file()
     assert sum("-shared" in call for call in nvcc.calls) == 1

@@ -26,5 +26,5 @@ def test_a_jax_that_is_installed_does_not_take_the_gpu(tmp_path: Path) -> None:
     )
     environment = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
-    subprocess.run([sys.executable, "-c", "import vllm_blend.pipeline.bm25"], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", "import vllm_blend.pipeline.bm25"], env=environment, check=True, timeout=600)
     assert seen.read_text() == "false"
