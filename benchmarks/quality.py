@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/quality.py --quick --output results/quality_quick
     OMP_NUM_THREADS=1 python benchmarks/quality.py --output benchmarks/results/quality
 
-The settings are the list in vllm_blend/pipeline/quality/settings.py: the rules, then levers. Any model directory and
+The settings are the lists in vllm_blend/pipeline/quality/catalogue.py: rules, then levers. Any model directory and
 any data set in the same format will do; full prefill by the same model is what everything is compared with. Answers
 are greedy, and nothing depends on time: the same command gives the same numbers, but for what another machine rounds
 differently.
@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, SETTINGS
 from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
 from vllm_blend.pipeline.quality.picture import draw, load_pyplot
 from vllm_blend.pipeline.quality.questions import read_questions
 from vllm_blend.pipeline.quality.report import render
 from vllm_blend.pipeline.quality.rows import make_rows
-from vllm_blend.pipeline.quality.settings import QUICK_RATIOS, RATIOS, SETTINGS, find_settings, make_runs
+from vllm_blend.pipeline.quality.settings import find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import Measured, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
     every engine, so that an interrupted run leaves what it had."""
     if not args.no_picture:
         load_pyplot()
-    settings = find_settings(args.settings)
+    settings = find_settings(args.settings, SETTINGS)
     runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
     limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else None)
     data = [read_questions(path, args.style, limit) for path in args.datasets]

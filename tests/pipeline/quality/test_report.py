@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from vllm_blend.pipeline.quality import picture
+from vllm_blend.pipeline.quality.catalogue import SETTINGS
 from vllm_blend.pipeline.quality.report import render, table
-from vllm_blend.pipeline.quality.settings import SETTINGS
 
 
 def row(setting: str, ratio: float | None, f1: float, **columns) -> dict:

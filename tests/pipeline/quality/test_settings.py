@@ -1,24 +1,15 @@
-"""The list of settings, and the runs that it makes."""
+"""Settings, and the runs that they make."""
 
 from __future__ import annotations
 
 import pytest
 
-from vllm_blend.blend.selectors import SELECTORS
-from vllm_blend.pipeline.quality.settings import RATIOS, SETTINGS, Setting, find_settings, make_runs
-
-
-def test_every_selector_is_run_at_every_ratio():
-    runs = make_runs(SETTINGS, RATIOS)
-    chosen = {(run.setting.prompt.get("blend_selector"), run.ratio) for run in runs}
-    rules = {name for name, rule in SELECTORS.items() if rule.fixed_ratio is None}
-    assert {(rule, ratio) for rule in rules for ratio in RATIOS} <= chosen
-    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
-    assert all(setting.paper for setting in SETTINGS)
+from vllm_blend.pipeline.quality.catalogue import RATIOS, SETTINGS
+from vllm_blend.pipeline.quality.settings import Setting, find_settings, make_runs
 
 
 def test_what_computes_the_same_has_the_same_key():
-    runs = make_runs(find_settings(["value_deviation", "gradual", "random"]), (0.0, 0.1, 1.0))
+    runs = make_runs(find_settings(["value_deviation", "gradual", "random"], SETTINGS), (0.0, 0.1, 1.0))
     by_ratio = {ratio: {run.key for run in runs if run.ratio == ratio} for ratio in (0.0, 0.1, 1.0)}
     assert [len(keys) for keys in by_ratio.values()] == [1, 3, 1]
     gradual = next(run for run in runs if run.setting.name == "gradual" and run.ratio == 0.1)
@@ -55,9 +46,9 @@ def test_what_cannot_be_is_found_out_before_anything_runs(settings, ratios, mess
 
 
 def test_settings_are_found_by_name():
-    assert [s.name for s in find_settings(["random", "gradual"])] == ["gradual", "random"]
-    assert find_settings(None) == SETTINGS
+    assert [s.name for s in find_settings(["random", "gradual"], SETTINGS)] == ["gradual", "random"]
+    assert find_settings(None, SETTINGS) == SETTINGS
     with pytest.raises(ValueError, match=r"'randm' is unknown: there are value_deviation"):
-        find_settings(["randm"])
+        find_settings(["randm"], SETTINGS)
     with pytest.raises(ValueError, match="the name of several"):
         find_settings(None, [Setting("a"), Setting("a")])

@@ -13,6 +13,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, normalize_sample
 from vllm_blend.pipeline.evaluate import score_prediction
 from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.quality.catalogue import SETTINGS
 from vllm_blend.pipeline.quality.questions import read_questions
 from vllm_blend.pipeline.quality.rows import make_rows
 from vllm_blend.pipeline.quality.session import Session
@@ -28,7 +29,7 @@ def turned_round(sample: Any, prompt: Any) -> Any:
 
 RUNS = make_runs(
     [
-        *find_settings(["value_deviation", "gradual"]),
+        *find_settings(["value_deviation", "gradual"], SETTINGS),
         Setting("turned round", {"blend_selector": "full"}, arrange=turned_round, ratios=(1.0,)),
     ],
     RATIOS,

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.quality.catalogue import RATIOS, SETTINGS
 from vllm_blend.pipeline.quality.exactness import Difference, check_exactness, explain
 from vllm_blend.pipeline.quality.questions import Questions, fitting, read_questions
 from vllm_blend.pipeline.quality.report import NAMES, table
 from vllm_blend.pipeline.quality.rows import ALL, FULL, make_rows
 from vllm_blend.pipeline.quality.session import Session
-from vllm_blend.pipeline.quality.settings import RATIOS, SETTINGS, Run, Setting, find_settings, make_runs
+from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import Measured, Outcome, answer_in_full, answer_run
 
 DEFAULT = Setting("the default rule")  # of the engine, whatever that is
@@ -79,7 +80,7 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     """The command. Raises ValueError or OSError for bad input."""
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"--max-loss {args.max_loss} is a share of full prefill's score: use a number in [0, 1)")
-    setting = DEFAULT if args.setting is None else find_settings([args.setting])[0]
+    setting = DEFAULT if args.setting is None else find_settings([args.setting], SETTINGS)[0]
     runs = make_runs([setting], args.ratios)
     if not any(0 < run.ratio < 1 for run in runs):
         raise ValueError("--ratios must hold one between 0 and 1: those are what a blend would recompute")

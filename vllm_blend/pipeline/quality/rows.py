@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_blend.pipeline.quality.catalogue import CACHEBLEND
 from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate
-from vllm_blend.pipeline.quality.settings import CACHEBLEND, PLAIN_REUSE, Run
+from vllm_blend.pipeline.quality.settings import PLAIN_REUSE, Run
 from vllm_blend.pipeline.quality.sweep import METRICS, Measured, Outcome
 
 ALL = "all"  # the kind of a row over every question

@@ -1,4 +1,4 @@
-"""What is compared: one list of named settings. To sweep another rule or lever, add a `Setting` to `SETTINGS`."""
+"""What a sweep compares: settings, and the runs they make. The settings there are stand in `catalogue.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from vllm_blend.config import check_ratio
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample
-
-RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
-QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
 
 Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
 
@@ -65,29 +62,12 @@ class Run:
         return self.group, json.dumps(self.prompt, sort_keys=True), id(self.setting.arrange)
 
 
-def _rule(selector: str, paper: str, **engine: Any) -> Setting:
-    return Setting(selector, {"blend_selector": selector}, engine, paper=paper)
-
-
 PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))
 RECOMPUTE_ALL = Setting("recompute all", paper="every token, through the blend's own path", ratios=(1.0,))
-CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
-
-# The rules first, then levers. A lever that changes what is stored has `engine` arguments: an engine is started for
-# each combination of those, and all chunks are encoded again.
-SETTINGS: list[Setting] = [
-    CACHEBLEND,
-    _rule("key_deviation", "LMCache's variant of CacheBlend's rule"),
-    _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
-    _rule("question_attention", "ProphetKV"),
-    _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
-    _rule("random", "a uniform choice"),
-]
 
 
-def find_settings(names: Sequence[str] | None, settings: Sequence[Setting] | None = None) -> list[Setting]:
-    """The settings of these names (None: all), in the order of the list. ValueError lists the known ones."""
-    settings = SETTINGS if settings is None else settings
+def find_settings(names: Sequence[str] | None, settings: Sequence[Setting]) -> list[Setting]:
+    """Those of `settings` with these names (None: all), in their order. ValueError lists the known ones."""
     known = [setting.name for setting in settings]
     for name in known if names is None else names:
         if known.count(name) != 1:

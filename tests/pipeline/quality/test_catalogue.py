@@ -1,0 +1,33 @@
+"""The settings of the sweep can all be run, and say where they come from."""
+
+from __future__ import annotations
+
+from tests.pipeline.quality.small import small_samples
+from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.pipeline import build_qa_prompt, normalize_sample
+from vllm_blend.pipeline.quality.catalogue import LEVERS, RATIOS, RULES, SETTINGS, pages
+from vllm_blend.pipeline.quality.settings import make_runs
+
+
+def test_every_selector_is_run_at_every_ratio():
+    runs = make_runs(SETTINGS, RATIOS)
+    chosen = {(run.setting.prompt.get("blend_selector"), run.ratio) for run in runs}
+    rules = {name for name, rule in SELECTORS.items() if rule.fixed_ratio is None}
+    assert {(rule, ratio) for rule in rules for ratio in RATIOS} <= chosen
+    assert {setting.name for setting in RULES} == rules
+
+
+def test_every_setting_has_a_name_of_its_own_and_a_source():
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+    assert all(setting.paper for setting in SETTINGS)
+    assert all(set(setting.ratios) <= set(RATIOS) for setting in LEVERS)
+
+
+def test_pages_go_on_from_their_last_passage():
+    [raw] = small_samples(1)
+    pieces = [("a", "1"), ("b", "2"), ("a", "3"), (None, "4"), ("a", "5"), (None, "6")]
+    raw["ctxs"] = [{"text": text} | ({} if page is None else {"page_id": page}) for page, text in pieces]
+    sample = normalize_sample(raw | {"gold": [0]})
+    prompt = pages(sample, build_qa_prompt(sample, "musique"))
+    assert prompt["continues"] == [None, None, 0, None, 2, None]
+    assert prompt["chunks"] == build_qa_prompt(sample, "musique")["chunks"]
