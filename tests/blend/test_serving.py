@@ -86,14 +86,14 @@ def test_a_preempted_blend_gives_the_same_output(rule: str, monkeypatch: pytest.
     with engine(TINY, enable_blending=True, **pages_for(120)) as tight:
         chosen: dict[str, list[list[int]]] = {}
         inner: Any = tight.llm_engine
-        record = inner._record_blend
+        record = inner.results.record_blend
 
         def recorded(request: Any, result: Any) -> None:
             chosen.setdefault(request.request_id, []).append(result.computed.tolist())
             record(request, result)
 
         with monkeypatch.context() as patch:
-            patch.setattr(inner, "_record_blend", recorded)
+            patch.setattr(inner.results, "record_blend", recorded)
             outputs = run(tight, prompts, params)
         assert inner.scheduler.num_preemptions > 0
         assert max(map(len, chosen.values())) > 1, "no blended request was preempted"

@@ -120,14 +120,14 @@ def _assert_tie(mine: Mapping[int, Logprob], theirs: Mapping[int, Logprob], x: i
 def record_chosen(llm: LLM) -> None:
     """Remember which context positions each blend of this engine computes, the first time it does."""
     inner: Any = llm.llm_engine
-    record = inner._record_blend
+    record = inner.results.record_blend
 
     def recorded(request: Any, result: Any) -> None:
         record(request, result)
         stats = inner.processor.groups[request].blend
         _chosen.setdefault(id(stats), (stats, result.computed.tolist()))
 
-    inner._record_blend = recorded
+    inner.results.record_blend = recorded
 
 
 def chosen_by(output: RequestOutput) -> list[int] | None:

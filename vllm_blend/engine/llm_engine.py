@@ -18,7 +18,7 @@ from vllm_blend.chunks.registry import ChunkRegistry
 from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.page_manager import PageManager
-from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
 from vllm_blend.engine import chunk_registration, setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
@@ -31,17 +31,17 @@ from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.engine.output_router import OutputRouter
 from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
+from vllm_blend.engine.step_results import StepResults
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.keys import ChunkId
-from vllm_blend.layers.sampler import SamplerOutput
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestMetrics, RequestOutput
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import SamplingParams
-from vllm_blend.worker.model_runner import BlendResult, RunnerOutput
+from vllm_blend.worker.model_runner import RunnerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class LLMEngine:
         self.metrics = EngineMetrics()
         self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
         self._groups: dict[str, RequestGroup] = {}
-        self._last_collected: list[int] = []
+        self.results = StepResults(self)
         self.async_scheduling = config.runs_ahead(device)
         self.offload = make_offload(config.offload, worker.model_runner, self.blocks, self.async_scheduling)
         if self.offload is not None:
@@ -250,7 +250,7 @@ class LLMEngine:
             group = self._groups.get(one)
             for request in group.requests if group is not None else []:
                 if not request.finished:
-                    self._finish(request, "abort")
+                    self.finish(request, "abort")
             if group is not None:
                 self._forget(group)
                 for encoding in self.composer.forget(group.requests):
@@ -372,7 +372,7 @@ class LLMEngine:
     def _read(self, step: _Step) -> list[RequestOutput]:
         """Wait for a step's tokens and hand them on."""
         self.scheduler.settle(step.scheduled)
-        touched = self._process(step.scheduled, step.result)
+        touched = self.results.process(step.scheduled, step.result)
         if self.controller is not None and step.launched is not None:
             device = self.model_executor.driver_worker.device
             observe_step(self.controller, step.scheduled, step.result, device, step.launched)
@@ -409,97 +409,8 @@ class LLMEngine:
             *([] if self.kv_compression is None else self.kv_compression.gauges()),
         ]
 
-    def _process(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[RequestGroup]:
-        touched: dict[RequestGroup, None] = {}
-        for request, blend in result.blends.items():
-            if request in self.processor.groups:
-                self._record_blend(request, blend)
-        for request, error in result.errors.items():
-            self._fail(request, error, touched)
-        for item in scheduled.scheduled:
-            request = item.request
-            if request.finished:
-                continue
-            if request in result.prompt_logprobs:
-                self.processor.add_prompt_logprobs(request, item.start, result.prompt_logprobs[request])
-            if request.collect_from is not None and item.start < request.num_prompt_tokens <= item.stop:
-                self._collected(request)
-        if result.tokens is not None:
-            self._append_drawn(scheduled, result, result.tokens.result(), touched)
-        return list(touched)
-
-    def _append_drawn(
-        self,
-        scheduled: SchedulerOutput,
-        result: RunnerOutput,
-        tokens: SamplerOutput,
-        touched: dict[RequestGroup, None],
-    ) -> None:
-        drafted = {item.request: item for item in scheduled.scheduled if item.drafts}
-        row = 0
-        for request in result.sampled:
-            item = drafted.get(request)
-            drafts = () if item is None else item.drafts
-            rows = range(row, row + 1 + len(drafts))
-            row = rows.stop
-            request.num_in_flight -= 1
-            if request.finished:
-                continue
-            touched[self.processor.groups[request]] = None
-            if self.speculation is not None:
-                rows = rows[: self.speculation.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
-            self._append_rows(request, rows, tokens, item, touched)
-
-    def _append_rows(
-        self,
-        request: Request,
-        rows: range,
-        tokens: SamplerOutput,
-        item: ScheduledRequest | None,
-        touched: dict[RequestGroup, None],
-    ) -> None:
-        """Add the tokens of these rows, up to the one that ends the request; `item` is given where it had drafts."""
-        for index, row in enumerate(rows):
-            if row in tokens.errors:
-                self._fail(request, tokens.errors[row], touched)
-                return
-            self.metrics.generation_tokens += 1
-            ends = self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row])
-            if item is not None and (ends or row == rows[-1]):
-                self.scheduler.accept(item, index)
-            if ends:
-                self._finish(request, request.finish_reason or "stop")
-                return
-
-    def _record_blend(self, request: Request, blend: BlendResult) -> None:
-        self.processor.record_blend(request, blend)
-        plan = blend.plan
-        recomputed = len(blend.computed) + plan.num_prompt_tokens - plan.suffix_start
-        self.metrics.blended_prompts += 1
-        self.metrics.blend_recomputed_tokens += recomputed
-        self.metrics.blend_reused_tokens += plan.num_prompt_tokens - recomputed
-        self.decoder.cache_fuse_metadata.update(
-            imp_indices=blend.computed,
-            org_seq_len=plan.num_prompt_tokens,
-            original_slot_mapping=blend.all_slots,
-            our_slot_mapping=blend.computed_slots,
-        )
-
-    def _collected(self, request: Request) -> None:
-        """The prompt of a request that keeps its KV is complete."""
-        if request.params is None:
-            self._finish_encoding(request)
-            return
-        if request.output_token_ids:
-            return
-        kv = request.collected_kv().flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
-        for layer, (k, v) in zip(self.decoder.layers, zip(*kv, strict=True), strict=True):
-            layer.self_attn.hack_kv = [k, v]
-        self._last_collected = list(request.prompt_token_ids)
-        request.collected.clear()
-        request.collect_from = None
-
-    def _finish_encoding(self, request: Request) -> None:
+    def finish_encoding(self, request: Request) -> None:
+        """The prompt of a chunk that is being encoded has been computed."""
         started = self.composer.encoded(request)
         self.scheduler.finish(request)
         self._schedule_first(started)
@@ -516,14 +427,8 @@ class LLMEngine:
             if not request.finished:
                 self._schedule_first(self.composer.compose(self.processor.groups[request].parsed, [request]))
 
-    def _fail(self, request: Request, error: str, touched: dict[RequestGroup, None]) -> None:
-        if not request.finished:
-            logger.warning("request %s failed: %s", request.request_id, error)
-            request.error = error
-            self._finish(request, "error")
-            touched[self.processor.groups[request]] = None
-
-    def _finish(self, request: Request, reason: str) -> None:
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, unless it has just ended itself, and take its pages back."""
         if not request.finished:
             request.finish(reason)
         self.scheduler.finish(request)
@@ -547,7 +452,7 @@ class LLMEngine:
             worker.num_layers,
             worker.num_kv_heads,
             worker.head_dim,
-            self._last_collected,
+            self.results.last_collected,
         )
 
     def _check_length(self, parsed: ParsedPrompt) -> None:
