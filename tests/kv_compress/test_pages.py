@@ -99,11 +99,23 @@ def test_the_fullest_block_is_used_first() -> None:
     assert pool.num_cut_blocks == 3
 
 
+def test_the_fullest_block_of_every_owner_is_used_first() -> None:
+    pool = HeadPagePool(BlockManager(9, 4), 2, 2)
+    owners, holes = np.array([4, 1]), []
+    for owner in owners:
+        blocks = np.sort(pool.allocate(8, owner).reshape(2, 4))
+        pool.release(np.concatenate([blocks[0, :3], blocks[1, :2]]))
+        holes.append((set(blocks[0, :3]), set(blocks[1, :2])))
+    pages = np.split(pool.allocate_each(np.array([3, 4]), owners), [3])
+    for taken, (three, two) in zip(pages, holes, strict=True):
+        assert set(taken[:2]) == two and set(taken[2:]) <= three
+
+
 def test_pages_of_an_owner_go_back_as_whole_blocks() -> None:
     manager = BlockManager(9, 4)  # eight blocks of four pages
     pool = HeadPagePool(manager, 2, 2)
     owners = np.array([5, 2])
-    held = {owner: [] for owner in owners.tolist()}
+    held: dict[int, list[int]] = {owner: [] for owner in owners.tolist()}
     for _ in range(5):  # three pages of each, in turns
         pages = pool.allocate_each(np.array([1, 2]), owners)
         held[5] += pages[:1].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -189,6 +189,25 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=2),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=20),
+)
+def test_pages_come_just_in_time(lengths: list[int], steps: list[tuple[bool, int]]) -> None:
+    """A head has pages for all of its KVs, and for those that the last `reserve` announced, but no others."""
+    tables = HeadTables(HeadPagePool(BlockManager(120, 3), 1, 2), 1, 2, 3, 200, CPU)
+    index = tables.open(np.array([lengths]))
+    pages = [-(-length // 3) for length in lengths]
+    for reserve, n in steps:
+        assert (tables.reserve if reserve else tables.append)(index, n)
+        pages = [max(had, -(-(length + n) // 3)) for had, length in zip(pages, lengths, strict=True)]
+        lengths = lengths if reserve else [length + n for length in lengths]
+        assert tables.num_pages(index) == tables.pool.num_used_pages == sum(pages)
+        assert (tables.tables[index, 0] > 0).sum(-1).tolist() == pages
+        assert tables.lengths[index].tolist() == [lengths]
 
 
 def test_what_a_batch_was_given_stays_as_it_was() -> None:
