@@ -8,7 +8,7 @@ import torch
 
 from vllm_blend.attention.metadata import LayerCache
 from vllm_blend.kv_compress.moves import CacheMoves
-from vllm_blend.worker.kv_cache import KVCache, _zeros
+from vllm_blend.worker.kv_cache import KVCache, zeros
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class CacheEngine:
         pages = num_layers * num_blocks * kv_heads
         self.head_keys = cache.key.view(pages, block_size, 1, head_dim)
         self.head_values = cache.value.view(pages, block_size, 1, head_dim)
-        self.metric = _zeros((pages, block_size), torch.float32, cache.key.device)
-        self.position = _zeros((pages, block_size), torch.int32, cache.key.device)
+        self.metric = zeros((pages, block_size), torch.float32, cache.key.device)
+        self.position = zeros((pages, block_size), torch.int32, cache.key.device)
 
     @property
     def layer(self) -> LayerCache:

@@ -42,7 +42,7 @@ class KVCache:
         device: torch.device,
     ) -> KVCache:
         shape = (num_layers, num_blocks, block_size, kv_heads, head_dim)
-        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+        return cls(zeros(shape, dtype, device), zeros(shape, dtype, device))
 
 
 def bytes_per_block(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -50,7 +50,8 @@ def bytes_per_block(num_layers: int, block_size: int, kv_heads: int, head_dim: i
     return 2 * num_layers * block_size * kv_heads * head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As torch.zeros, but on the host what is never written takes no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # calloc: the operating system gives pages when they are first written, so an unused pool costs no memory.
