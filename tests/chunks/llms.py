@@ -9,7 +9,7 @@ from typing import Any
 
 from tests import settings
 from tests.engine.compare import record_chosen
-from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, threads, tiny_model
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, patience, threads, tiny_model
 from vllm_blend import ChunkedLLM
 from vllm_blend.chunks.composition import ChunkComposition
 
@@ -21,7 +21,8 @@ _built: dict[str, ChunkedLLM] = {}
 
 def new_chunked_llm(model: str = TINY, **arguments: Any) -> ChunkedLLM:
     """Where the run wants it (see `tests/settings.py`), with small pages."""
-    return ChunkedLLM(model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | arguments))
+    with patience():
+        return ChunkedLLM(model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | arguments))
 
 
 @contextmanager

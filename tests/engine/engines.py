@@ -52,14 +52,20 @@ def hf_model(directory: str) -> Any:
 
 
 def new_llm(model: str = DEMO, **arguments: Any) -> LLM:
-    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise. It has `PATIENCE`
-    with its chunk store."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composer, "ChunkLoader", partial(ChunkLoader, timeout=PATIENCE))
-        patch.setattr(chunk_stores, "RemoteStoreConfig", partial(RemoteStoreConfig, timeout=PATIENCE))
+    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise."""
+    with patience():
         llm = LLM(model, **(settings.current().engine_arguments() | arguments))
     record_chosen(llm)
     return llm
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Engines that are made meanwhile have `PATIENCE` with their chunk stores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composer, "ChunkLoader", partial(ChunkLoader, timeout=PATIENCE))
+        patch.setattr(chunk_stores, "RemoteStoreConfig", partial(RemoteStoreConfig, timeout=PATIENCE))
+        yield
 
 
 @cache
