@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="of each data set, at most")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25, 0.125])
     parser.add_argument("--metrics", nargs="+", default=sorted(METRICS))
-    parser.add_argument("--allocations", nargs="+", default=["global"])
+    parser.add_argument("--allocations", nargs="+", default=["auto"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()

@@ -10,6 +10,7 @@ from tests.engine.engines import DEMO, TINY_VOCABULARY, engine, greedy, new_llm,
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
+from vllm_blend.kv_compress.metrics import METRICS
 
 PROMPT = {"prompt_token_ids": [(5 * i + 2) % TINY_VOCABULARY for i in range(30)]}
 
@@ -80,6 +81,13 @@ def test_defaults_are_the_same_everywhere() -> None:
     assert made.kv_compress == KVCompressConfig(enable_kvc=True)
     assert made.kv_compress.settings_of(greedy().compression) == CompressionSettings()
     assert EngineConfig(made.model).kv_compress == KVCompressConfig()
+
+
+def test_heads_compete_where_their_scores_can_be_compared() -> None:
+    chosen = {name: KVCompressConfig(enable_kvc=True, kvc_metric=name).allocation for name in METRICS}
+    assert {name for name, allocation in chosen.items() if allocation == "global"} == {"kv_compress", "snapkv"}
+    assert set(chosen.values()) == {"global", "head"}
+    assert KVCompressConfig(enable_kvc=True, kvc_metric="knorm", kvc_allocation="layer").allocation == "layer"
 
 
 def test_a_request_goes_before_the_engine() -> None:

@@ -20,7 +20,7 @@ from vllm_blend.config import (
     SchedulerConfig,
 )
 from vllm_blend.engine.cli_args import add_flags, given
-from vllm_blend.kv_compress.config import Aggregation, Allocation, CompressionSettings, KVCompressConfig
+from vllm_blend.kv_compress.config import Aggregation, AllocationChoice, CompressionSettings, KVCompressConfig
 from vllm_blend.spec_decode.config import SpeculativeConfig
 
 _HELP = {
@@ -75,7 +75,7 @@ _HELP = {
     "prefill_metric_collection_window_size": "queries at the end of a prompt that are looked at",
     "kvc_metric": "worth of a KV: kv_compress, snapkv, expected_attention, keydiff, knorm, streaming_llm or random",
     "metric_aggregation": "how kv_compress sums up attention: L1-sum, L1-avg, L2-sum or L2-avg",
-    "kvc_allocation": "who competes for the kept pages: global (all heads), layer (Ada-KV) or head (all keep as many)",
+    "kvc_allocation": "who competes for kept pages: global (all heads), layer (Ada-KV), head (all keep as many) or auto",
 }
 
 
@@ -143,7 +143,7 @@ class EngineArgs:
     prefill_metric_collection_window_size: int = 32
     kvc_metric: str = "kv_compress"
     metric_aggregation: Aggregation = "L2-sum"
-    kvc_allocation: Allocation = "global"
+    kvc_allocation: AllocationChoice = "auto"
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -45,7 +45,7 @@ class KVCompression:
         attentions = [layer.self_attn.attn for layer in runner.model.model.layers]  # type: ignore[union-attr]
         self.metrics = CompressionMetrics(metric, runner.cache.layers, self.cache_engine, attentions[0].scale)
         self.scheduler = KVCompressScheduler(config, self.tables)
-        self.engine = KVCompressEngine(self.tables, self.cache_engine, config.kvc_allocation)
+        self.engine = KVCompressEngine(self.tables, self.cache_engine, config.allocation)
         runner.compressed = CompressedDecode(runner.model, self.cache_engine, self.tables, runner.backend, metric)
         self.window = config.prefill_metric_collection_window_size if metric.watches else 0
         if metric.watches:

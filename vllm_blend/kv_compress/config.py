@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, make_metric, setting_names
 
 Allocation = Literal["global", "layer", "head"]
+AllocationChoice = Literal["auto", "global", "layer", "head"]
 Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
 
 
@@ -82,7 +83,8 @@ class KVCompressConfig:
     `enable_kvc` is given; the ones here are for those that say nothing.
 
     `kvc_metric` says what a KV is worth, `kvc_allocation` who competes for the kept pages: all heads of all layers
-    ("global"), the heads of a layer ("layer", as in Ada-KV), or nobody ("head": each keeps as many). The last
+    ("global"), the heads of a layer ("layer", as in Ada-KV), or nobody ("head": each keeps as many). "auto" is global for
+    metrics that are sums of attention, which mean the same in every head, and head for the others. The last
     `prefill_metric_collection_window_size` queries of a prompt are looked at; a query does not count for the keys
     within `metric_collection_buffer_size` positions before it.
 
@@ -100,7 +102,7 @@ class KVCompressConfig:
     prefill_metric_collection_window_size: int = 32
     kvc_metric: str = "kv_compress"
     metric_aggregation: Aggregation = "L2-sum"
-    kvc_allocation: Allocation = "global"
+    kvc_allocation: AllocationChoice = "auto"
 
     def __post_init__(self) -> None:
         given = self.settings.target_compression_rate, self.settings.max_cache_tokens
@@ -117,7 +119,7 @@ class KVCompressConfig:
         _count("prefill_metric_collection_window_size", self.prefill_metric_collection_window_size, 1)
         for name, choice, known in (
             ("metric_aggregation", self.metric_aggregation, get_args(Aggregation)),
-            ("kvc_allocation", self.kvc_allocation, get_args(Allocation)),
+            ("kvc_allocation", self.kvc_allocation, get_args(AllocationChoice)),
         ):
             require(choice in known, f"{name}={choice!r} is unknown: use one of {', '.join(map(repr, known))}")
         self.check(self.settings)
@@ -128,6 +130,13 @@ class KVCompressConfig:
         settings = {"aggregation": self.metric_aggregation, "buffer": self.metric_collection_buffer_size}
         known = setting_names(self.kvc_metric) if self.kvc_metric in METRICS else frozenset()
         return make_metric(self.kvc_metric, **{name: value for name, value in settings.items() if name in known})
+
+    @property
+    def allocation(self) -> Allocation:
+        """Who competes."""
+        if self.kvc_allocation != "auto":
+            return self.kvc_allocation
+        return "global" if self.make_metric().comparable else "head"
 
     def check(self, settings: CompressionSettings) -> None:
         """Raises ValueError where a request's settings do not go with the engine's."""

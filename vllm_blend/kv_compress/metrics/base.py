@@ -128,6 +128,7 @@ class EvictionMetric(ABC):
     name: ClassVar[str]
     watches: ClassVar[bool] = False  # `score` needs the prompt's last queries
     accumulates: ClassVar[bool] = False  # decode steps add to what is stored
+    comparable: ClassVar[bool] = False  # whether scores of different heads and layers say which KV is worth more
     power: int = 1  # what is added is p ** power: 1 or 2
     buffer: int = 0  # a query adds nothing to the keys nearer than this
 

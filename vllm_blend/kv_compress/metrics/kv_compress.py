@@ -29,6 +29,7 @@ class KVCompress(EvictionMetric):
     name: ClassVar[str] = "kv_compress"
     watches: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
+    comparable: ClassVar[bool] = True
 
     aggregation: str = "L2-sum"
     buffer: int = 0

@@ -28,6 +28,7 @@ class SnapKV(EvictionMetric):
     name: ClassVar[str] = "snapkv"
     watches: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
+    comparable: ClassVar[bool] = True
 
     buffer: int = 0
     pool_size: int = 5
