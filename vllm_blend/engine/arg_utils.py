@@ -75,7 +75,7 @@ _HELP = {
     "prefill_metric_collection_window_size": "queries at the end of a prompt that are looked at",
     "kvc_metric": "worth of a KV: kv_compress, snapkv, expected_attention, keydiff, knorm, streaming_llm or random",
     "metric_aggregation": "how kv_compress sums up attention: L1-sum, L1-avg, L2-sum or L2-avg",
-    "kvc_allocation": "who competes for kept pages: global (all heads), layer (Ada-KV), head (all keep as many) or auto",
+    "kvc_allocation": "who competes for pages: global (all heads), layer (Ada-KV), head (all keep as many) or auto",
 }
 
 

@@ -83,8 +83,8 @@ class KVCompressConfig:
     `enable_kvc` is given; the ones here are for those that say nothing.
 
     `kvc_metric` says what a KV is worth, `kvc_allocation` who competes for the kept pages: all heads of all layers
-    ("global"), the heads of a layer ("layer", as in Ada-KV), or nobody ("head": each keeps as many). "auto" is global for
-    metrics that are sums of attention, which mean the same in every head, and head for the others. The last
+    ("global"), the heads of a layer ("layer", as in Ada-KV), or nobody ("head": each keeps as many). "auto" is "global"
+    for metrics that are sums of attention, which mean the same in every head, and "head" for the others. The last
     `prefill_metric_collection_window_size` queries of a prompt are looked at; a query does not count for the keys
     within `metric_collection_buffer_size` positions before it.
 
