@@ -58,7 +58,7 @@ class Gates:
         def held(extent: Extent, start: int, into: torch.Tensor) -> None:
             if start:
                 self.num_held += 1
-                assert self.reached.wait(10 * SECONDS)
+                assert self.reached.wait(SECONDS)
                 self.num_read += 1
                 if self.error is not None:
                     raise self.error

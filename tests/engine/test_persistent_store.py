@@ -90,7 +90,7 @@ class Held:
 
         def held(key: str, allocate: Any) -> ChunkKV | None:
             self.entered.set()
-            assert self.opened.wait(10 * SECONDS)
+            assert self.opened.wait(SECONDS)
             return read(key, allocate)
 
         tier.read = held

@@ -36,7 +36,7 @@ class Held:
         read = store.space.files.read
 
         def held(*arguments: Any) -> None:
-            assert self.go_on.wait(10 * DEADLINE)
+            assert self.go_on.wait(DEADLINE)
             self.num_done += 1
             read(*arguments)
 
