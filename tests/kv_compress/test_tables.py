@@ -124,8 +124,15 @@ class Requests(RuleBasedStateMachine):
         index = data.draw(st.sampled_from(sorted(self.lengths)))
         assert self.tables.close(index) == self.pages.pop(index).sum()
         del self.lengths[index]
-        with pytest.raises(RuntimeError, match=f"index {index} is not open"):
-            self.tables.close(index)
+        empty = np.zeros(self.shape, np.int64)
+        for use in (
+            self.tables.close,
+            self.tables.append,
+            self.tables.reserve,
+            lambda at: self.tables.shrink(at, empty),
+        ):
+            with pytest.raises(RuntimeError, match=f"index {index} is not open"):
+                use(index)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())

@@ -123,7 +123,7 @@ class HeadTables:
 
     def append(self, indices: Indices, n: Counts = 1) -> bool:
         """Room for n more KVs in every head of every request, and lengths that count them. False as `reserve`."""
-        if isinstance(indices, int) and isinstance(n, int) and self._spare[indices] >= n:
+        if isinstance(indices, int) and isinstance(n, int) and self._spare[indices] >= n and self._open[indices]:
             self._check(int(self._longest[indices]) + n, n)
             self.lengths[indices] += n
             self._longest[indices] += n
@@ -150,7 +150,7 @@ class HeadTables:
     def shrink(self, indices: Indices, new_lengths: np.ndarray) -> int:
         """Heads keep their first `new_lengths` [L, H] slots ([indices, L, H] where indices are several); the number of
         pages that are released."""
-        at = self._at(indices)
+        at = self._opened(indices)
         new_lengths = new_lengths.reshape(self.lengths[at].shape)
         if (new_lengths < 0).any() or (new_lengths > self.lengths[at]).any():
             raise ValueError(f"new_lengths of index {indices} must be between 0 and its lengths")
@@ -170,8 +170,7 @@ class HeadTables:
 
     def close(self, index: int) -> int:
         """Release all pages of a request, and how many they are; its index may be another's from now on."""
-        if index == PADDING or not self._open[index]:
-            raise RuntimeError(f"index {index} is not open")
+        self._opened(index)
         width = int(self._room[index].max()) // self.block_size
         table = self.tables[index, ..., :width]
         pages = table[table > 0]
@@ -233,8 +232,15 @@ class HeadTables:
     def _at(self, indices: Indices) -> np.ndarray:
         return np.array(indices, np.int64, ndmin=1)
 
-    def _batch(self, indices: Indices, n: Counts) -> tuple[np.ndarray, np.ndarray]:
+    def _opened(self, indices: Indices) -> np.ndarray:
+        """Indices of requests. Raises RuntimeError for one that is none."""
         at = self._at(indices)
+        if not self._open[at].all():
+            raise RuntimeError(f"index {at[~self._open[at]][0]} is not open")
+        return at
+
+    def _batch(self, indices: Indices, n: Counts) -> tuple[np.ndarray, np.ndarray]:
+        at = self._opened(indices)
         return at, np.broadcast_to(np.asarray(n, np.int64), at.shape)
 
     def _short(self, indices: Indices, n: Counts) -> tuple[np.ndarray, np.ndarray]:
