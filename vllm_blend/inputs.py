@@ -30,6 +30,7 @@ class _ChunkedPromptOptions(TypedDict, total=False):
     chunk_ranking: list[int]
     in_place_chunks: list[int]
     continues: list[int | None]
+    encode_after: list[str | list[int]]
 
 
 class ChunkedPrompt(_ChunkedPromptOptions):
@@ -39,7 +40,8 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     numbers of chunks, most relevant first: where chunks move while decoding, the first ones are on the device at first.
     `in_place_chunks` has numbers of chunks that are not worth storing: where nothing is stored for one, it is computed
     where it stands, as prefill does it, and leaves nothing in the store. `continues` names, for every chunk, the one
-    before it in the prompt that it goes on from on its own page, or None: it may be encoded after that.
+    before it in the prompt that it goes on from on its own page, or None: it may be encoded after that. `encode_after`
+    has, for every chunk, text or token ids that are no part of the prompt, which it may be encoded after; "" for none.
     """
 
     prefix: str | list[int]
@@ -58,6 +60,7 @@ _CHUNKED_KEYS = {
     "chunk_ranking",
     "in_place_chunks",
     "continues",
+    "encode_after",
 }
 
 
@@ -93,6 +96,7 @@ class ParsedPrompt:
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
     continues: tuple[int | None, ...] = ()  # for every chunk, or empty
+    encode_after: tuple[tuple[int, ...], ...] = ()  # likewise
     pieces: tuple[StoredPiece, ...] = ()
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
 
@@ -131,8 +135,8 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         raise ValueError(
             f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}"
         )
-    given = prompt.get("continues")
-    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, given)
+    given = (prompt.get("continues"), prompt.get("encode_after"))
+    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, *given)
     suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
     if not suffix:
         raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
@@ -145,6 +149,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         _check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
         _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
         context.continues,
+        context.encode_after,
     )
 
 
@@ -190,6 +195,7 @@ def parse_context(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     continues: Sequence[int | None] | None = None,
+    encode_after: Sequence[str | Sequence[int]] | None = None,
 ) -> ParsedPrompt:
     """Prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
@@ -202,7 +208,16 @@ def parse_context(
             raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
         bounds.append((len(ids), len(ids) + len(piece)))
         ids = ids + piece
-    return ParsedPrompt(ids, None, tuple(bounds), continues=_check_continues(continues, len(bounds)))
+    before: list[tuple[int, ...]] = []
+    if encode_after is not None:
+        if isinstance(encode_after, str) or not isinstance(encode_after, Sequence) or len(encode_after) != len(bounds):
+            raise ValueError(
+                f"encode_after must be a list with a str or token ids for each of the {len(bounds)} chunks"
+            )
+        for index, given in enumerate(encode_after):
+            before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
+    checked = _check_continues(continues, len(bounds))
+    return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before))
 
 
 def parse_piece(

@@ -228,7 +228,7 @@ class ChunkComposer:
         prefix = ids[:first]
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
         chunks = tuple(tuple(ids[start:stop]) for start, stop in parsed.chunk_bounds)
-        given = ContextPieces(tuple(prefix), chunks, parsed.continues)
+        given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
             context = self.encoding.before(given, index, self.max_model_len - (stop - start))
             chunk = ChunkId.of(self.model, context, ids[start:stop])

@@ -261,17 +261,19 @@ class LLMEngine:
         prefix: str | Sequence[int],
         chunks: Sequence[str | Sequence[int]],
         continues: Sequence[int | None] | None = None,
+        encode_after: Sequence[str | Sequence[int]] | None = None,
     ) -> tuple[ChunkId | None, list[ChunkId]]:
         """How the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing.
-        `continues` as in a `ChunkedPrompt`."""
-        vocab_size = self.hf_config.vocab_size
-        return self.composer.identify(parse_context(prefix, chunks, self.tokenizer, vocab_size, continues))
+        `continues` and `encode_after` as in a `ChunkedPrompt`."""
+        sizes = (self.tokenizer, self.hf_config.vocab_size)
+        return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after))
 
     def encode_chunks(
         self,
         prefix: str | Sequence[int],
         chunks: Sequence[str | Sequence[int]],
         continues: Sequence[int | None] | None = None,
+        encode_after: Sequence[str | Sequence[int]] | None = None,
     ) -> list[ChunkKV]:
         """The KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`, unless
         told otherwise), just as a prompt of these pieces would have it done.
@@ -281,8 +283,8 @@ class LLMEngine:
         """
         if self.scheduler.has_requests or self._groups:  # chunks may still arrive that nobody waits for any more
             raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
-        vocab_size = self.hf_config.vocab_size
-        return run_encodings(self, parse_context(prefix, chunks, self.tokenizer, vocab_size, continues))
+        sizes = (self.tokenizer, self.hf_config.vocab_size)
+        return run_encodings(self, parse_context(prefix, chunks, *sizes, continues, encode_after))
 
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""

@@ -13,7 +13,7 @@ from vllm_blend.blend.encoding_contexts import (
 from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
 from vllm_blend.blend.encoding_contexts.filler import COUNT, Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller, AfterFillerAndNeighbour, AfterFillerAndPage
-from vllm_blend.blend.encoding_contexts.related import AfterNeighbour, AfterPage
+from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterNeighbour, AfterPage
 
 pytestmark = pytest.mark.cpu_only
 
@@ -40,6 +40,13 @@ def test_after_the_passages_of_the_same_page():
     expected = [PREFIX, (*PREFIX, 1, 1), PREFIX, (*PREFIX, 1, 1, 2, 2, 2)]
     assert [AfterPage().before(PIECES, i, ROOM) for i in range(4)] == expected
     assert AfterPage().before(ContextPieces(PREFIX, CHUNKS), 3, ROOM) == PREFIX
+
+
+def test_after_what_is_given():
+    pieces = ContextPieces(PREFIX, CHUNKS, (), ((), (7, 8), (), (8,)))
+    expected = [PREFIX, (*PREFIX, 7, 8), PREFIX, (*PREFIX, 8)]
+    assert [AfterGiven().before(pieces, i, ROOM) for i in range(4)] == expected
+    assert AfterGiven().before(PIECES, 1, ROOM) == PREFIX
 
 
 def test_after_the_neighbour():

@@ -16,11 +16,12 @@ from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ContextPieces
 PARAMS = greedy(6, logprobs=2)
 PASSAGES = 5
 CONTINUES = [None, 0, None, 2, None]
+AFTER = ["", "Salt is old.\n\n", "", "Bread is new.\n\n", "Salt is old.\n\n"]
 NAMES = list(ENCODING_CONTEXTS)
 
 
 def prompt(index: int = 3, **options: Any) -> Any:
-    return demo_prompt(index, passages=PASSAGES, **{"continues": CONTINUES, **options})
+    return demo_prompt(index, passages=PASSAGES, **{"continues": CONTINUES, "encode_after": AFTER, **options})
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
@@ -32,8 +33,9 @@ def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_t
         inner = llm.llm_engine
         run(llm, prompt(), greedy(1))
         prefix, chunks, _ = pieces_of(llm, prompt())
-        pieces = ContextPieces(tuple(prefix), tuple(map(tuple, chunks)), tuple(CONTINUES))
-        _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES)
+        after = tuple(tuple(llm.get_tokenizer().encode(text, add_special_tokens=False)) for text in AFTER)
+        pieces = ContextPieces(tuple(prefix), tuple(map(tuple, chunks)), tuple(CONTINUES), after)
+        _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES, AFTER)
         for index, (chunk_id, own) in enumerate(zip(ids, chunks, strict=True)):
             before = inner.composer.encoding.before(pieces, index, 500)
             stored = inner.chunk_store.get(chunk_id.key)
@@ -105,11 +107,12 @@ def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
             for _ in range(2):
                 run(llm, prompt(), greedy(1))
             assert inner.composer.num_encoded - encoded == 1 + PASSAGES
-            _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES)
+            _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES, AFTER)
             keys[name] = [chunk.key for chunk in ids]
     assert len({key for name in ("prefix", "bos", "ordinal", "neighbour") for key in keys[name][2:]}) == 4 * 3
     assert keys["page"][0] == keys["ordinal"][0] == keys["prefix"][0]  # after the prefix, whoever says so
     assert keys["page"][1] == keys["neighbour"][1] == keys["ordinal_page"][1]
+    assert keys["given"][0] == keys["prefix"][0] and keys["given"][1] not in (keys["prefix"][1], keys["page"][1])
     assert keys["page"][3] not in (keys["ordinal"][3], keys["ordinal_page"][3])
 
 
@@ -137,6 +140,19 @@ def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
 def test_pages_that_cannot_be(continues: Any, error: type[Exception], message: str) -> None:
     with engine(tiny_model("llama"), enable_blending=True) as llm, pytest.raises(error, match=message):
         run(llm, tiny_prompt(continues=continues), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a", "encode_after must be a list with text or token ids for each of the 4 chunks"),
+        (["a"], "encode_after must be a list with text or token ids for each of the 4 chunks"),
+        ([[], [], [10**6], []], r"encode_after\[2\]\[0\] is 1000000, outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_encoded_after(given: Any, message: str) -> None:
+    with engine(tiny_model("llama"), enable_blending=True) as llm, pytest.raises(ValueError, match=message):
+        run(llm, tiny_prompt(encode_after=given), PARAMS)
 
 
 @pytest.mark.cpu_only

@@ -15,7 +15,7 @@ from vllm_blend.blend.encoding_contexts.ordinal import (
     AfterFillerAndNeighbour,
     AfterFillerAndPage,
 )
-from vllm_blend.blend.encoding_contexts.related import AfterNeighbour, AfterPage
+from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterNeighbour, AfterPage
 
 ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
     context.name: context
@@ -23,6 +23,7 @@ ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
         AfterPrefix,
         AfterBos,
         AfterPage,
+        AfterGiven,
         AfterNeighbour,
         AfterFiller,
         AfterFillerAndPage,

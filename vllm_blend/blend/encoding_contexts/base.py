@@ -18,6 +18,7 @@ class ContextPieces:
     prefix: Tokens
     chunks: tuple[Tokens, ...]
     continues: tuple[int | None, ...] = ()  # of each chunk, the earlier one of its page that it goes on from
+    encode_after: tuple[Tokens, ...] = ()  # of each chunk, what the prompt says it is to be encoded after
 
     def page_before(self, index: int) -> list[int]:
         """The chunks that chunk `index` goes on from, in the order of their page."""

@@ -22,6 +22,18 @@ class AfterPage(EncodingContext):
 
 
 @dataclass(frozen=True)
+class AfterGiven(EncodingContext):
+    """After the prefix and what the prompt names (`encode_after`): passages of its page that the prompt does not have,
+    or those of the corpus that are nearest to it (FusionRAG). Its key names them: where they are chosen without the
+    question, the KV is reused as often as without."""
+
+    name: ClassVar[str] = "given"
+
+    def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
+        return [pieces.encode_after[index]] if pieces.encode_after else []
+
+
+@dataclass(frozen=True)
 class AfterNeighbour(EncodingContext):
     """After the prefix and the chunk that precedes it in this prompt, whatever that is. Its key names the neighbour, so
     it serves other prompts only where the two stand side by side again."""
