@@ -211,9 +211,7 @@ def parse_context(
     before: list[tuple[int, ...]] = []
     if encode_after is not None:
         if isinstance(encode_after, str) or not isinstance(encode_after, Sequence) or len(encode_after) != len(bounds):
-            raise ValueError(
-                f"encode_after must be a list with text or token ids for each of the {len(bounds)} chunks"
-            )
+            raise ValueError(f"encode_after must be a list with text or token ids for each of the {len(bounds)} chunks")
         for index, given in enumerate(encode_after):
             before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
     checked = _check_continues(continues, len(bounds))
