@@ -14,7 +14,7 @@ from vllm_blend.kv_compress.compression_metrics import CompressionMetrics
 from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
 from vllm_blend.kv_compress.engine import KVCompressEngine
 from vllm_blend.kv_compress.pages import HeadPagePool
-from vllm_blend.kv_compress.scheduler import Eviction, KVCompressScheduler
+from vllm_blend.kv_compress.scheduler import Eviction, KVCompressScheduler, KVCompressSchedulerOutput
 from vllm_blend.kv_compress.state import CompressionState
 from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.request import Request
@@ -90,10 +90,13 @@ class KVCompression:
         for request in self.core.running:
             self._take_back(request)
         output = self.scheduler.run(self.core.running)
-        if output.evictions:
-            self.cache_engine.execute_cache_moves(self.engine.run(self.metrics, output))
+        self._evict(output)
         for adoption in output.adoptions:
             self._adopt(adoption)
+
+    def _evict(self, output: KVCompressSchedulerOutput) -> None:
+        if output.evictions:
+            self.cache_engine.execute_cache_moves(self.engine.run(self.metrics, output))
 
     def _take_back(self, request: Request) -> None:
         """Slots that a step was to fill which failed before it was queued hold no KV that could be moved."""
@@ -103,12 +106,14 @@ class KVCompression:
             state.num_tokens = request.num_computed_tokens
 
     def _adopt(self, adoption: Eviction) -> None:
-        """Have a request go on in head pages. Where these do not fit, the request that started last gives its pages
-        back, as when a block is missing."""
+        """Have a request go on in head pages. Where these do not fit, others are compressed first; then the request that
+        started last gives its pages back, as when a block is missing."""
         request, state = adoption.request, adoption.state
         if request not in self.core.running:  # it has just given its pages back to one adopted before it
             return
         survivors = self.engine.gather(self.metrics, adoption)
+        if not self.engine.fits(survivors, self._released_with(request)):
+            self._evict(self.scheduler.run(self.core.running, everybody=True))
         # With all others gone, what it keeps fits in the blocks that it holds.
         while not self.engine.fits(survivors, self._released_with(request)):
             self.core.preempt_last()

@@ -54,10 +54,10 @@ class KVCompressScheduler:
         """Whether a request in head pages has grown enough, and holds more than it keeps."""
         return state.num_tokens - state.compressed_at >= self.config.kvc_interval and self._excess(state) > 0
 
-    def run(self, running: Sequence[Request]) -> KVCompressSchedulerOutput:
+    def run(self, running: Sequence[Request], everybody: bool = False) -> KVCompressSchedulerOutput:
         """What the next step starts with. Prompts that are complete always leave their blocks. When the pages do not
-        hold one more token of everybody, all are compressed: a request that gave its pages back would be computed again
-        from the start."""
+        hold one more token of everybody, all are compressed, as with `everybody`: a request that gave its pages back
+        would be computed again from the start."""
         output = KVCompressSchedulerOutput()
         compressed: list[Eviction] = []
         indices = []
@@ -70,7 +70,7 @@ class KVCompressScheduler:
                 compressed.append(Eviction(request, state, self._excess(state)))
             elif is_complete(request):
                 output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
-        everybody = self.is_full or not self.tables.can_append(indices, 1)
+        everybody = everybody or self.is_full or not self.tables.can_append(indices, 1)
         if everybody:
             self._num_new_tokens = 0
         self._evict([one for one in compressed if one.num_pages and (everybody or self.is_due(one.state))], output)
