@@ -12,7 +12,7 @@ from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.kv_compress.compression_metrics import CompressionMetrics
 from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
-from vllm_blend.kv_compress.engine import KVCompressEngine
+from vllm_blend.kv_compress.engine import Kept, KVCompressEngine
 from vllm_blend.kv_compress.pages import HeadPagePool
 from vllm_blend.kv_compress.scheduler import Eviction, KVCompressScheduler, KVCompressSchedulerOutput
 from vllm_blend.kv_compress.state import CompressionState
@@ -83,6 +83,7 @@ class KVCompression:
     def launched(self, step: SchedulerOutput) -> None:
         """A step has been queued."""
         self.scheduler.step_taken(sum(item.num_tokens for item in step.scheduled if item.request.in_head_pages))
+        self._reserve()
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -91,8 +92,10 @@ class KVCompression:
             self._take_back(request)
         output = self.scheduler.run(self.core.running)
         self._evict(output)
-        for adoption in output.adoptions:
-            self._adopt(adoption)
+        if output.adoptions:
+            for kept in self.engine.choose(self.metrics, output.adoptions):
+                self._adopt(kept)
+        self._reserve()
 
     def _evict(self, output: KVCompressSchedulerOutput) -> None:
         if output.evictions:
@@ -106,8 +109,8 @@ class KVCompression:
             state.num_tokens = request.num_computed_tokens
 
     def _adopt(self, adoption: Eviction) -> None:
-        """Have a request go on in head pages. Where these do not fit, others are compressed first; then the request that
-        started last gives its pages back, as when a block is missing."""
+        """Have a request go on in head pages. Where these do not fit, others are compressed first; then the request
+        that started last gives its pages back, as when a block is missing."""
         request, state = adoption.request, adoption.state
         if request not in self.core.running:  # it has just given its pages back to one adopted before it
             return
@@ -123,7 +126,7 @@ class KVCompression:
         # find again by their content, stay as they are.
         self.blocks.release(request.block_table)
         request.block_table = []
-        self.engine.adopt(state, survivors)
+        self.engine.adopt(kept, survivors)
 
     def _released_with(self, request: Request) -> int:
         """Pages that the blocks of a request would become."""
