@@ -14,6 +14,7 @@ from tests.blend.test_reference import pieces_of
 from tests.engine.compare import assert_same_choice, assert_same_logprobs
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, run
 from vllm_blend.blend.selectors import SELECTORS, Evidence, make_selector, register_selector
+from vllm_blend.blend.selectors.attention_deviation import AttentionDeviation
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
 LAYERS = 12
@@ -147,6 +148,41 @@ def test_who_looks_beside_changes_nothing(settings: str) -> None:
 def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         QuestionAttention(**settings)
+
+
+@pytest.mark.cpu_only
+def test_attention_times_deviation_by_hand() -> None:
+    old, new = torch.zeros(3, 2, 2), torch.zeros(3, 2, 2)
+    new[0, 0, 0], new[1, 1, 1] = 2.0, -3.0
+    mass = torch.tensor([5.0, 1.0, 9.0])
+    evidence = Evidence(torch.arange(3), torch.arange(3), 0, mass, v_old=old, v_new=new)
+    for power, expected in ((1.0, [10.0, 3.0, 0.0]), (2.0, [20.0, 9.0, 0.0]), (0.0, [5.0, 1.0, 9.0])):
+        assert make_selector(f"attention_deviation(power={power})").score(evidence).tolist() == expected
+
+
+def test_attention_times_deviation_in_the_engine_is_that_of_a_plain_forward() -> None:
+    """The mass, beside rules that look at one of the two."""
+    reference = BlendReference(hf_model(DEMO))
+    with engine(enable_blending=True) as llm:
+        prompt, context, suffix = question(llm, reference)
+        rules = ["attention_deviation", "value_deviation", "watching"]
+        prompts = [{**prompt, "blend_selector": rule, "blend_recompute_ratio": RATIO} for rule in rules]
+        together = run(llm, prompts, greedy(4, logprobs=2))
+        [alone] = run(llm, prompts[0], greedy(4, logprobs=2))
+        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+    assert_same_logprobs(together[0], alone)
+    budget = int(RATIO * len(context.ids))
+    mass = reduce(suffix_weights(reference, context, suffix, []), QuestionAttention())
+    deviation = reference.blend(context, suffix, "value_deviation", budget).strengths
+    scores = mass * deviation.clamp(min=0)
+    assert_same_choice(chosen, reference._best(scores, context, budget).tolist())
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("settings", [{"power": -1.0}, {"first_round": 0.5}])
+def test_settings_of_attention_times_deviation_that_cannot_be(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        AttentionDeviation(**settings)
 
 
 @pytest.mark.cpu_only

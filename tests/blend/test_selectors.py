@@ -127,9 +127,9 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
         assert only.positions.tolist() == list(range(exact, context))
         offsets = [offset for chunk in prompt["chunks"][1:] for offset in range(len(chunk))]
         assert only.chunk_offsets.tolist() == offsets
-        assert (only.question_mass is not None) == (looks_at is LooksAt.QUESTION)
+        assert (only.question_mass is not None) == looks_at.asks
         for tensor in (only.k_new, only.k_old, only.v_new, only.v_old):
-            assert (tensor is not None) == (looks_at is LooksAt.LAYERS)
+            assert (tensor is not None) == looks_at.checks
             assert tensor is None or tensor.shape == (context - exact, 2, HEAD_DIM)
 
 

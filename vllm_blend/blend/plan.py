@@ -114,7 +114,7 @@ class BlendPlan:
     def num_scheduled_tokens(self) -> int:
         """Tokens of the largest step this plan needs, generated ones left out."""
         suffix = self.num_prompt_tokens - self.suffix_start
-        chosen = len(self.candidates) if self.looks_at is LooksAt.LAYERS else self.final_budget
+        chosen = len(self.candidates) if self.looks_at.checks else self.final_budget
         return chosen + len(self.holes) + suffix
 
 
@@ -135,7 +135,7 @@ def make_plan(
             f"the suffix must hold at least the last of the prompt's {n} tokens, but starts at {suffix_start}"
         )
     check_layer_numbers("check_layers", check_layers)
-    if selector.looks_at is LooksAt.LAYERS and max(check_layers) >= num_layers:
+    if selector.looks_at.checks and max(check_layers) >= num_layers:
         raise ValueError(f"blend_check_layers={list(check_layers)}: the model has layers 0..{num_layers - 1}")
     if selector.fixed_ratio is not None:
         if ratio is not None and ratio != selector.fixed_ratio:
@@ -145,7 +145,7 @@ def make_plan(
             )
         ratio = selector.fixed_ratio
     if recompute_ratios is not None:
-        if selector.looks_at is not LooksAt.LAYERS:
+        if not selector.looks_at.checks:
             raise ValueError(
                 f"recompute ratios {list(recompute_ratios)} are given per check layer, but the selector "
                 f"{selector.name!r} looks at none: give a single ratio, or choose a selector that compares layers"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.chunks.chunk import Chunk
 from vllm_blend.core.block_manager import ChunkSpan
 from vllm_blend.inputs import ParsedPrompt
@@ -114,7 +113,7 @@ def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendP
     None where they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
     another: what question attention repairs serves its own question alone.
     """
-    by_question = asked.selector.looks_at is LooksAt.QUESTION and 0 < asked.shares[-1] < 1
+    by_question = asked.selector.looks_at.asks and 0 < asked.shares[-1] < 1
     if not (not by_question if parsed.retain is None else parsed.retain):
         return None
     context = parsed.token_ids[: asked.suffix_start]

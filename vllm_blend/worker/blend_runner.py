@@ -10,7 +10,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, Look, LooksAt, choose
+from vllm_blend.blend.selectors import Evidence, Look, choose
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -25,15 +25,16 @@ def first_positions(
     backend: AttentionBackend,
     arriving: Sequence[LayerHook] = (),
     graphs: QuestionGraphs | None = None,
-) -> tuple[list[torch.Tensor], dict[int, str]]:
-    """The ascending positions ([n] int64) each blended request starts its forward with, and which selectors failed.
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], dict[int, str]]:
+    """The ascending positions ([n] int64) each blended request starts its forward with, the mass ([tokens] float32)
+    of those whose question has looked, until the next step, and which selectors failed.
 
     The stored KV must be in place, or be put there by the hooks `arriving`. Requests whose selector looks at the
     question share one pass of their suffixes, and their positions stay on the device: the blend's forward is queued
     behind that pass without waiting for it.
     """
     plans = [_plan(request) for request in requests]
-    asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
+    asking = [i for i, plan in enumerate(plans) if plan.looks_at.asks]
     masses: list[torch.Tensor] = []
     if graphs is not None and len(asking) == 1 and not arriving:
         masses = _replayed_mass(requests[asking[0]], graphs)
@@ -44,7 +45,7 @@ def first_positions(
     repaired: dict[int, torch.Tensor] = {}  # what a request chose that looks twice: computed before its second look
     for index in asking:
         count = int(plans[index].selector.first_share() * plans[index].final_budget)
-        if count:
+        if count and not plans[index].looks_at.checks:
             try:
                 repaired[index] = _choose(plans[index], mass_of[index], count)
             except Exception as error:
@@ -55,14 +56,14 @@ def first_positions(
     result = []
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
         chosen = plan.candidates
-        if plan.looks_at is not LooksAt.LAYERS and plan.final_budget < len(chosen):
+        if not plan.looks_at.checks and plan.final_budget < len(chosen):
             try:
                 chosen = _choose(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
                 errors[index] = _failure(plan, error)
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
         result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
-    return result, errors
+    return result, mass_of, errors
 
 
 def question_mass(

@@ -34,10 +34,13 @@ class LayerEvidence(Evidence):
         v: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
+        mass: torch.Tensor | None,
     ) -> None:
-        """k (rotated), v: [tokens, kv_heads, head_dim] of the whole step."""
+        """k (rotated), v: [tokens, kv_heads, head_dim] of the whole step; mass: [tokens] of the request."""
         # Into the dictionary, as Evidence is frozen; what it has beside these are the properties below.
-        self.__dict__.update(positions=metadata.positions[rows], seed=plan.content_seed, question_mass=None)
+        positions = metadata.positions[rows]
+        self.__dict__.update(positions=positions, seed=plan.content_seed)
+        self.__dict__.update(question_mass=None if mass is None else mass[positions])
         self.__dict__.update(_plan=plan, _rows=rows, _k=k, _v=v, _cache=cache, _slots=metadata.slot_mapping)
 
     def k_deviation(self) -> torch.Tensor:

@@ -107,6 +107,7 @@ class _Narrowing:
     plan: BlendPlan
     candidates: torch.Tensor  # still in the running
     others: torch.Tensor  # holes, suffix, generated tokens: never dropped
+    mass: torch.Tensor | None  # [tokens] float32, what the question looks at
 
 
 class NarrowingHook(LayerHook):
@@ -116,11 +117,14 @@ class NarrowingHook(LayerHook):
     stay is known before which ones, so nothing here waits for the device.
     """
 
-    def __init__(self, plans: dict[int, tuple[BlendPlan, torch.Tensor]], device: torch.device) -> None:
-        """plans: request of the step -> its plan, and the positions it starts with ([n] int64, on the host)."""
+    def __init__(
+        self, plans: dict[int, tuple[BlendPlan, torch.Tensor, torch.Tensor | None]], device: torch.device
+    ) -> None:
+        """plans: request of the step -> its plan, the positions it starts with ([n] int64, on the host), and what its
+        question looks at ([tokens] float32, on the device), where it does."""
         self.errors: dict[int, str] = {}
-        self._state = {request: _start(plan, positions, device) for request, (plan, positions) in plans.items()}
-        self._layers = {layer for plan, _ in plans.values() for layer in plan.check_layers}
+        self._state = {request: _start(*given, device) for request, given in plans.items()}
+        self._layers = {layer for plan, _, _ in plans.values() for layer in plan.check_layers}
 
     def wants_kv(self, layer_idx: int) -> bool:
         return layer_idx in self._layers
@@ -164,20 +168,20 @@ class NarrowingHook(LayerHook):
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            evidence = LayerEvidence(plan, start + state.candidates, k, v, cache, metadata)
+            evidence = LayerEvidence(plan, start + state.candidates, k, v, cache, metadata, state.mass)
             chosen = state.candidates[choose(plan.selector, evidence, budget)]
         except Exception as error:  # a user's selector may raise anything; it may only cost its own request
             self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
             return None
         rows = torch.cat([chosen, state.others]).sort().values
         self._state[request] = _Narrowing(
-            plan, torch.searchsorted(rows, chosen), torch.searchsorted(rows, state.others)
+            plan, torch.searchsorted(rows, chosen), torch.searchsorted(rows, state.others), state.mass
         )
         return rows
 
 
-def _start(plan: BlendPlan, positions: torch.Tensor, device: torch.device) -> _Narrowing:
+def _start(plan: BlendPlan, positions: torch.Tensor, mass: torch.Tensor | None, device: torch.device) -> _Narrowing:
     is_candidate = torch.isin(positions, plan.candidates)
     rows = torch.arange(len(positions))
     candidates, others = rows[is_candidate], rows[~is_candidate]
-    return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True))
+    return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True), mass)

@@ -11,7 +11,6 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.transfer import StagingRing
@@ -143,10 +142,10 @@ class ModelRunner:
                 result.queries = self.decode_graphs.tap
                 return
         arriving = self.placement.start([item.request for item in items if item.is_blend])
-        spans = self._spans(items, arriving, result)
+        spans, masses = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.cache.key.device, self._drawn)
         capture = _capture_hook(items, self.cache.key.shape[0])
-        narrowing = _narrowing_hook(spans, self.cache.key.device)
+        narrowing = _narrowing_hook(spans, masses, self.cache.key.device)
         result.queries = QueryTap(self.tapped_layers) if self.tapped_layers else None
         watching = None if self.prompt_metric is None else self.prompt_metric.hook(items)
         shift = mean_shift_hook(spans, self.placement.rotaries)
@@ -203,13 +202,16 @@ class ModelRunner:
 
     def _spans(
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
-    ) -> list[Span]:
+    ) -> tuple[list[Span], dict[Request, torch.Tensor]]:
+        """And what the questions of blended requests have looked at, where they did."""
         blended = [item.request for item in items if item.is_blend]
         graphs = self.question_graphs
-        starts, errors = first_positions(blended, self.model, self.cache, self.backend, arriving, graphs)
+        starts, masses, errors = first_positions(blended, self.model, self.cache, self.backend, arriving, graphs)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
-        return [Span(i.request, i.start, i.stop, positions[i.request] if i.is_blend else None, i.drafts) for i in items]
+        where = [positions[item.request] if item.is_blend else None for item in items]
+        spans = [Span(i.request, i.start, i.stop, at, i.drafts) for i, at in zip(items, where, strict=True)]
+        return spans, {blended[index]: mass for index, mass in masses.items()}
 
     def _read_out(
         self,
@@ -288,13 +290,13 @@ def _first_row_position(item: ScheduledRequest) -> int:
     return item.request.blend.suffix_start if item.is_blend and item.request.blend else item.start
 
 
-def _narrowing_hook(spans: Sequence[Span], device: torch.device) -> NarrowingHook | None:
+def _narrowing_hook(
+    spans: Sequence[Span], masses: dict[Request, torch.Tensor], device: torch.device
+) -> NarrowingHook | None:
     plans = {
-        index: (span.request.blend, span.positions)
+        index: (span.request.blend, span.positions, masses.get(span.request))
         for index, span in enumerate(spans)
-        if span.positions is not None
-        and span.request.blend is not None
-        and span.request.blend.looks_at is LooksAt.LAYERS
+        if span.positions is not None and span.request.blend is not None and span.request.blend.looks_at.checks
     }
     return NarrowingHook(plans, device) if plans else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_blend.blend.selectors.attention_deviation import AttentionDeviation
 from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, best, choose
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
 from vllm_blend.blend.selectors.gradual import Gradual
@@ -31,6 +32,7 @@ for _selector in (
     KeyDeviation,
     Gradual,
     QuestionAttention,
+    AttentionDeviation,
     FirstTokens,
     Random,
     NoRecompute,

@@ -21,6 +21,17 @@ class LooksAt(Enum):
     POSITIONS = "positions"  # nothing computed: the forward starts with the final token set
     QUESTION = "question"  # a pass of the suffix alone over the reused cache, then the same
     LAYERS = "layers"  # the whole context is computed up to a check layer, where the token set shrinks
+    QUESTION_AND_LAYERS = "question and layers"  # both of these, and pays for both
+
+    @property
+    def asks(self) -> bool:
+        """Whether the question looks first."""
+        return self in (LooksAt.QUESTION, LooksAt.QUESTION_AND_LAYERS)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the token set shrinks at check layers."""
+        return self in (LooksAt.LAYERS, LooksAt.QUESTION_AND_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,10 @@ class Evidence:
     positions: torch.Tensor  # [n] int64, ascending
     chunk_offsets: torch.Tensor  # [n] int64, how far into its chunk each token is
     seed: int  # of the context's tokens: the same context gives the same random choice, whatever is asked
-    question_mass: torch.Tensor | None = None  # [n] float32, with LooksAt.QUESTION
-    k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, with LooksAt.LAYERS; K is rotated on both sides
+    question_mass: torch.Tensor | None = None  # [n] float32, where `LooksAt.asks`
+    k_new: torch.Tensor | None = (
+        None  # [n, kv_heads, head_dim] each, where `LooksAt.checks`; K is rotated in both
+    )
     k_old: torch.Tensor | None = None
     v_new: torch.Tensor | None = None
     v_old: torch.Tensor | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
+from vllm_blend.blend.selectors.base import Evidence, Look, Selector
 from vllm_blend.blend.selectors.levers import LEVERS, Lever
 
 _PART = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*")
@@ -65,7 +65,7 @@ def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Select
         return rule
     if rule.fixed_ratio is not None:
         raise ValueError(f"blend_selector={text!r}: {rule.name!r} leaves nothing to choose: leave the levers out")
-    if rule.looks_at is not LooksAt.QUESTION and any(lever.name == "coverage" for lever in levers):
+    if not rule.looks_at.asks and any(lever.name == "coverage" for lever in levers):
         raise ValueError(
             f"blend_selector={text!r}: coverage is of the question's attention, which {rule.name!r} does not look at: "
             "use question_attention, or leave it out"
