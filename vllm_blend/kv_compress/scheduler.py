@@ -52,14 +52,17 @@ class KVCompressScheduler:
 
     def is_due(self, state: CompressionState) -> bool:
         """Whether a request in head pages has grown enough, and holds more than it keeps."""
-        return state.num_tokens - state.compressed_at >= self.config.kvc_interval and self._excess(state) > 0
+        return self._has_grown(state) and self._excess(state) > 0
+
+    def _has_grown(self, state: CompressionState) -> bool:
+        return state.num_tokens - state.compressed_at >= self.config.kvc_interval
 
     def run(self, running: Sequence[Request], everybody: bool = False) -> KVCompressSchedulerOutput:
         """What the next step starts with. Prompts that are complete always leave their blocks. When the pages do not
         hold one more token of everybody, all are compressed, as with `everybody`: a request that gave its pages back
         would be computed again from the start."""
         output = KVCompressSchedulerOutput()
-        compressed: list[Eviction] = []
+        in_head_pages: list[tuple[Request, CompressionState]] = []
         indices = []
         for request in running:
             state = request.compression
@@ -67,13 +70,15 @@ class KVCompressScheduler:
                 continue
             if state.index is not None:
                 indices.append(state.index)
-                compressed.append(Eviction(request, state, self._excess(state)))
+                in_head_pages.append((request, state))
             elif is_complete(request):
                 output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
         everybody = everybody or self.is_full or not self.tables.can_append(indices, 1)
         if everybody:
             self._num_new_tokens = 0
-        self._evict([one for one in compressed if one.num_pages and (everybody or self.is_due(one.state))], output)
+        due = ((request, state) for request, state in in_head_pages if everybody or self._has_grown(state))
+        candidates = (Eviction(request, state, self._excess(state)) for request, state in due)
+        self._evict((one for one in candidates if one.num_pages), output)
         return output
 
     def _evict(self, due: Iterable[Eviction], output: KVCompressSchedulerOutput) -> None:

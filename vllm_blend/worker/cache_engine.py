@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.attention.metadata import LayerCache
-from vllm_blend.kv_compress.moves import CacheMoves
+from vllm_blend.kv_compress.moves import CacheMoves, true_at
 from vllm_blend.worker.kv_cache import KVCache, zeros
 
 
@@ -47,15 +47,22 @@ class CacheEngine:
         return num_layers * block_size * kv_heads * (torch.float32.itemsize + torch.int32.itemsize)
 
     def gather(
-        self, block_table: torch.Tensor, kept: torch.Tensor, metric: torch.Tensor, positions: torch.Tensor
+        self,
+        block_table: torch.Tensor,
+        kept: torch.Tensor,
+        metric: torch.Tensor,
+        positions: torch.Tensor,
+        count: int | None = None,
     ) -> Survivors:
         """Read the KVs that stay of a request in ordinary blocks, before these are released.
 
         `block_table` [blocks] integers on the device, `kept` [L, H, n] bool, `metric` [L, H, n], `positions` [L, H, n]
-        or [n]: KV t of every head is that of token t in the blocks.
+        or [n]: KV t of every head is that of token t in the blocks. `count`: how many stay; a GPU is waited for where
+        it is not given.
         """
         _, num_blocks, block_size, kv_heads, head_dim = self.cache.key.shape
-        layer, head, token = kept.nonzero().unbind(-1)
+        at, n = true_at(kept, count), kept.shape[-1]
+        token, head, layer = at % n, at // n % kv_heads, at // (n * kv_heads)
         block = block_table.long()[token // block_size]
         row = ((layer * num_blocks + block) * block_size + token % block_size) * kv_heads + head
         keys, values = (tensor.view(-1, head_dim)[row] for tensor in (self.cache.key, self.cache.value))
@@ -69,10 +76,12 @@ class CacheEngine:
 
     def store(self, survivors: Survivors, slots: torch.Tensor) -> None:
         """Write what `gather` read to `slots` [L, H, n_max] int64, of which each head's first `lengths` are not -1 (see
-        `HeadTables.slots_of`). Raises RuntimeError when they are not as many, having written nothing."""
-        target = slots[slots >= 0]
-        if len(target) != len(survivors.metric):
-            raise RuntimeError(f"{len(survivors.metric)} KVs do not go into {len(target)} slots")
+        `HeadTables.slots_of`). Raises RuntimeError when they are not as many (on a CPU: nothing waits for a GPU),
+        having written nothing."""
+        count, there = len(survivors.metric), slots >= 0
+        if slots.is_cpu and int(there.sum()) != count:
+            raise RuntimeError(f"{count} KVs do not go into {int(there.sum())} slots")
+        target = slots.reshape(-1)[true_at(there, count)]
         values = (survivors.key, survivors.value, survivors.metric, survivors.position)
         for tensor, value in zip(self._slots(), values, strict=True):
             tensor[target] = value
