@@ -27,6 +27,7 @@ SPECS = [
     "first_tokens+smoothing",
     "question_attention+mean_shift",
     "gradual+mean_shift(strength=0.5)",
+    "attention_deviation+temperature",
 ]
 
 

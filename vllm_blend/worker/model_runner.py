@@ -28,10 +28,10 @@ from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.compressed_decode import CompressedDecode
 from vllm_blend.worker.compression_hooks import PromptMetric
+from vllm_blend.worker.corrections import correction_hooks
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
 from vllm_blend.worker.kv_cache import KVCache
-from vllm_blend.worker.mean_shift import mean_shift_hook
 from vllm_blend.worker.question_graphs import QuestionGraphs
 
 
@@ -148,8 +148,7 @@ class ModelRunner:
         narrowing = _narrowing_hook(spans, masses, self.cache.key.device)
         result.queries = QueryTap(self.tapped_layers) if self.tapped_layers else None
         watching = None if self.prompt_metric is None else self.prompt_metric.hook(items)
-        shift = mean_shift_hook(spans, self.placement.rotaries)
-        own = (capture, narrowing, shift, result.queries, watching)
+        own = (capture, narrowing, *correction_hooks(spans, self.placement.rotaries), result.queries, watching)
         hooks = [*arriving, *(hook for hook in own if hook is not None)]
         backend = self.backend
         if missing and self.host_blocks is not None:

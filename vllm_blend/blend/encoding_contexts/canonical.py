@@ -22,7 +22,7 @@ class AfterPrefix(EncodingContext):
 @dataclass(frozen=True)
 class AfterBos(AfterPrefix):
     """After BOS alone, where the prefix begins with it, else after nothing: one entry of the store serves all prefixes
-    (Prompt Cache, Gim et al., MLSys 2024, section 3.4, encodes its modules without what stands before them)."""
+    (Prompt Cache, Gim et al., MLSys 2024, encodes its modules without what stands before them)."""
 
     name: ClassVar[str] = "bos"
     bos_token_id: int | None = None

@@ -66,9 +66,7 @@ class Evidence:
     chunk_offsets: torch.Tensor  # [n] int64, how far into its chunk each token is
     seed: int  # of the context's tokens: the same context gives the same random choice, whatever is asked
     question_mass: torch.Tensor | None = None  # [n] float32, where `LooksAt.asks`
-    k_new: torch.Tensor | None = (
-        None  # [n, kv_heads, head_dim] each, where `LooksAt.checks`; K is rotated in both
-    )
+    k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, where `LooksAt.checks`; K is rotated in both
     k_old: torch.Tensor | None = None
     v_new: torch.Tensor | None = None
     v_old: torch.Tensor | None = None
@@ -113,6 +111,10 @@ class Selector(ABC):
 
     def mean_shift(self) -> float:
         """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
+        return 0.0
+
+    def temperature(self) -> float:
+        """What the scores of tokens that are not recomputed are divided by; 0 for nothing."""
         return 0.0
 
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:

@@ -45,6 +45,9 @@ class Composed(Selector):
     def mean_shift(self) -> float:
         return max(lever.mean_shift() for lever in self.levers)
 
+    def temperature(self) -> float:
+        return max(lever.temperature() for lever in self.levers)
+
     def question_layers(self, num_layers: int) -> int:
         return self.rule.question_layers(num_layers)
 

@@ -8,9 +8,10 @@ from vllm_blend.blend.selectors.levers.chunk_minimum import ChunkMinimum
 from vllm_blend.blend.selectors.levers.coverage import Coverage
 from vllm_blend.blend.selectors.levers.mean_shift import MeanShift
 from vllm_blend.blend.selectors.levers.smoothing import Smoothing
+from vllm_blend.blend.selectors.levers.temperature import Temperature
 
 LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (ChunkHeads, ChunkMinimum, Smoothing, Coverage, MeanShift)
+    lever.name: lever for lever in (ChunkHeads, ChunkMinimum, Smoothing, Coverage, MeanShift, Temperature)
 }
 
 __all__ = ["LEVERS", "Lever"]

@@ -28,6 +28,10 @@ class Lever(ABC):
         """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
         return 0.0
 
+    def temperature(self) -> float:
+        """What the scores of tokens that are not recomputed are divided by; 0 for nothing."""
+        return 0.0
+
 
 def chunk_starts(evidence: Evidence) -> torch.Tensor:
     """[n] int64, ascending: where the chunk of each candidate begins, which tells chunks apart."""

@@ -14,7 +14,7 @@ from vllm_blend.blend.selectors.levers.base import Lever, chunk_starts
 @dataclass(frozen=True)
 class Smoothing(Lever):
     """The mean of the scores of the `window` candidates around each, of the same chunk (as SnapKV pools its scores,
-    arXiv:2404.14469, section 4): what is chosen comes in runs of tokens that make sense together."""
+    arXiv:2404.14469): what is chosen comes in runs of tokens that make sense together."""
 
     name: ClassVar[str] = "smoothing"
     window: int = 7

@@ -1,4 +1,4 @@
-"""Tokens that are not computed again are moved as those that are."""
+"""What is done to tokens that are not computed again: moved as those that are, attended to more sharply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_blend.ops import rotary_embedding
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
-from vllm_blend.worker.mean_shift import mean_shift_hook
+from vllm_blend.worker.corrections import correction_hooks
 
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 LAYERS, HEADS, DIM, SIZE = 2, 2, 16, 8
@@ -40,8 +40,7 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
     spans = [Span(other, 0, 3), Span(request, 0, 17, torch.tensor(positions))]
     metadata = build_batch(spans, SIZE, torch.device("cpu")).metadata
     rotary = build_rotary(tiny_hf_model("llama", head_dim=DIM).config, 64)
-    hook = mean_shift_hook(spans, [rotary] * LAYERS)
-    assert hook is not None
+    [hook] = correction_hooks(spans, [rotary] * LAYERS)
     for layer in range(LAYERS):
         key, value = torch.randn(2, 6, SIZE, HEADS, DIM)
         before = [key.clone(), value.clone()]
@@ -69,13 +68,40 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
 
 
 @pytest.mark.cpu_only
+def test_a_temperature_divides_the_keys_of_what_is_reused() -> None:
+    """And of nothing else: 0 and 1 are exact, 3 and 6 are computed, 7 and 8 are the question."""
+    kvs = [ChunkKV(torch.randn(1, n, HEADS, DIM), torch.randn(1, n, HEADS, DIM)) for n in (2, 5)]
+    selector = make_selector("question_attention+temperature(value=0.5)")
+    plan = BlendPlan((Segment(0, kvs[0], exact=True), Segment(2, kvs[1])), tuple(range(9)), 7, selector, 0.5)
+    request = Request("one", list(range(9)), None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[2, 0])
+    spans = [Span(request, 0, 9, torch.tensor([3, 6, 7, 8]))]
+    metadata = build_batch(spans, SIZE, torch.device("cpu")).metadata
+    [hook] = correction_hooks(spans, [])
+    key, value = torch.randn(2, 3, SIZE, HEADS, DIM)
+    expected, values = key.clone(), value.clone()
+    expected[2, [2, 4, 5]] *= 2
+    k = torch.randn(4, HEADS, DIM)
+    hook.on_kv(0, k, k, k, LayerCache(key, value), metadata)
+    torch.testing.assert_close(key, expected)
+    assert torch.equal(value, values)
+
+
+@pytest.mark.cpu_only
 def test_no_hook_where_nobody_asked() -> None:
     plan = BlendPlan((), (1, 2), 1, make_selector("question_attention+smoothing"), 0.5)
     request = Request("one", [1, 2], None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[0])
-    assert mean_shift_hook([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) is None
+    assert correction_hooks([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) == []
 
 
-@pytest.mark.parametrize("rule", ["question_attention+mean_shift", "value_deviation+mean_shift(strength=0.5)"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "question_attention+mean_shift",
+        "value_deviation+mean_shift(strength=0.5)",
+        "question_attention+temperature(value=0.8)",
+        "question_attention+mean_shift+temperature(value=0.8)",
+    ],
+)
 def test_batch_mates_change_nothing(rule: str) -> None:
     """And what is stored stays as it is: the second time gives the same."""
     rules = [rule, rule.split("+")[0], rule]
@@ -93,3 +119,5 @@ def test_batch_mates_change_nothing(rule: str) -> None:
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"mean_shift: strength=2 must be in \(0, 1\]"):
         make_selector("question_attention+mean_shift(strength=2)")
+    with pytest.raises(ValueError, match=r"temperature: value=0 must be in \[0.1, 2\]"):
+        make_selector("question_attention+temperature(value=0)")
