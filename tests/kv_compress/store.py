@@ -8,7 +8,7 @@ import torch
 
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.kv_compress.evictions import Evictions, schedule_evictions
-from vllm_blend.kv_compress.moves import schedule_moves
+from vllm_blend.kv_compress.moves import num_moves, schedule_moves
 from vllm_blend.kv_compress.pages import HeadPagePool
 from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.worker.cache_engine import CacheEngine
@@ -65,13 +65,12 @@ class Store:
 
     def adopt(self, table: list[int], metric: torch.Tensor, evictions: Evictions) -> int:
         """Move what stays of a prompt from ordinary blocks into head pages."""
-        n = metric.shape[2]
-        survivors = self.engine.gather(
-            torch.tensor(table, dtype=torch.int32, device=self.device),
-            ~evictions.evicted,
-            metric,
-            torch.arange(n, device=self.device),
-        )
+        at, kept = torch.arange(metric.shape[2], device=self.device), ~evictions.evicted
+        blocks = torch.tensor(table, dtype=torch.int32, device=self.device)
+        survivors = self.engine.gather(blocks, kept, metric, at)
+        told = self.engine.gather(blocks, kept, metric, at, int(kept.sum()))  # as many as the host says
+        for name, tensor in vars(survivors).items():
+            assert torch.equal(tensor, getattr(told, name))
         self.blocks.release(table)
         index = self.tables.open(survivors.lengths.cpu().numpy())
         self.engine.store(survivors, self.tables.slots_of(index))
@@ -97,6 +96,8 @@ class Store:
         limits = (num_blocks, sinks, protected_from, self.shape.block_size, allocation)
         evictions = schedule_evictions(metric, positions, lengths, *limits)  # type: ignore[arg-type]
         moves, new_lengths = schedule_moves(evictions, lengths, slots)
+        told, _ = schedule_moves(evictions, lengths, slots, int(num_moves(evictions, new_lengths)))
+        assert torch.equal(moves.source, told.source) and torch.equal(moves.target, told.target)
         assert len(moves) == len(moves.source) == len(moves.target)
         assert len(set(moves.target.tolist())) == len(moves)  # unique
         assert not set(moves.target.tolist()) & set(moves.source.tolist())

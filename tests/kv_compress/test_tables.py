@@ -233,6 +233,34 @@ def test_what_a_batch_was_given_stays_as_it_was() -> None:
         assert torch.equal(tensor, before)
 
 
+def test_an_index_that_is_used_again() -> None:
+    """Beside a longer request, whose tables are wide enough to show what is left of the one before it."""
+    tables = HeadTables(HeadPagePool(BlockManager(40, 2), 1, 2), 1, 2, 2, MAX_LEN, CPU, 2)
+    longer, first = tables.open(np.array([[20, 20]])), tables.open(np.array([[12, 9]]))
+    tables.flush()
+    tables.close(first)
+    tables.flush()
+    second = tables.open(np.array([[3, 1]]))
+    assert second == first
+    batch = tables.decode_batch([second, longer])
+    assert np.array_equal(batch.block_tables[0].numpy(), tables.tables[[second, longer], 0].reshape(4, -1)[:, :10])
+    assert (batch.block_tables[0, :2] > 0).sum(-1).tolist() == [2, 1]
+
+
+def test_what_happened_between_two_flushes() -> None:
+    tables = HeadTables(HeadPagePool(BlockManager(40, 2), 1, 2), 1, 2, 2, MAX_LEN, CPU, 2)
+    index = tables.open(np.array([[2, 3]]))
+    tables.flush()
+    tables.append(index, 3)
+    tables.append(index)
+    assert tables.lengths_of(index).tolist() == [[6, 7]]
+    tables.append(index)
+    tables.shrink(index, np.array([[1, 5]]))
+    tables.append([index], 2)
+    assert tables.lengths_of([index]).tolist() == [[[3, 7]]]
+    assert np.array_equal(tables.decode_batch([index]).block_tables[0].numpy(), tables.tables[index, 0][:, :4])
+
+
 def test_more_than_max_len() -> None:
     tables = HeadTables(HeadPagePool(BlockManager(90, 2), 1, 1), 1, 1, 2, MAX_LEN, CPU)
     with pytest.raises(ValueError, match=f"max_len={MAX_LEN}"):
