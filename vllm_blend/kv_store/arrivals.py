@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ class Arrivals:
         pending = None if begun is None else begun.pending.get(key)
         if pending is None or not pending.has(0):
             return None
-        return ChunkKV(pending.kv.k, pending.kv.v, arriving=LayerArrivals(pending, deadline))
+        return replace(pending.kv, arriving=LayerArrivals(pending, deadline))
 
     def _came(self, key: str) -> None:
         self._without.discard(key)  # atomic

@@ -39,6 +39,10 @@ class Arriving(Protocol):
 class ChunkKV:
     """K before RoPE and V of a chunk, each [layers, tokens, kv_heads, head_dim].
 
+    Of a compressed chunk of `length` tokens, every head has only as many KVs as `positions` [layers, KVs, kv_heads]
+    int32 names, and K and V are [layers, KVs, kv_heads, head_dim]: which tokens of the chunk they are of, ascending for
+    each head. These are on the host, wherever K and V are.
+
     `written` is set where a GPU fills the tensors in the background: a stream that reads them waits for it, and the
     host calls `wait` before it looks. `arriving` is set where other threads fill them from a disk: whoever reads a
     layer asks it first. `content` says which chunk it is, where somebody knows: keys are digests, and whoever exports
@@ -50,12 +54,25 @@ class ChunkKV:
     written: torch.cuda.Event | None = None
     arriving: Arriving | None = None
     content: ChunkId | None = None
+    positions: torch.Tensor | None = None  # None: of all tokens, in order
+    length: int | None = None  # given with `positions`
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
             raise ValueError(
                 f"chunk K {list(self.k.shape)} and V {list(self.v.shape)} must both be "
                 "[layers, tokens, kv_heads, head_dim]"
+            )
+        if (self.positions is None) != (self.length is None):
+            raise ValueError("positions and length of a compressed chunk must both be given, or neither")
+        if self.positions is not None and (
+            self.positions.shape != self.k.shape[:3]
+            or self.positions.dtype != torch.int32
+            or self.positions.device.type != "cpu"
+        ):
+            raise ValueError(
+                f"positions {self.positions.dtype} {list(self.positions.shape)} on {self.positions.device} must be "
+                f"int32 {list(self.k.shape[:3])} [layers, KVs, kv_heads] on the host, as K and V are"
             )
 
     @cached_property
@@ -65,7 +82,21 @@ class ChunkKV:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the chunk; a compressed one has fewer KVs."""
+        return self.k.shape[1] if self.length is None else self.length
+
+    @property
+    def num_kvs(self) -> int:
+        """KVs of each head."""
         return self.k.shape[1]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether `positions` are ascending positions of the chunk, for each head."""
+        if self.positions is None or self.length is None:
+            return True
+        inside = int(self.positions.min()) >= 0 and int(self.positions.max()) < self.length
+        return inside and bool((self.positions.diff(dim=1) > 0).all())
 
     def wait(self) -> None:
         """Return when the tensors are filled. Raises ChunkLost where they will not be."""
@@ -80,7 +111,12 @@ class ChunkKV:
         self.wait()
         contiguous = torch.contiguous_format
         k, v = (t.clone(memory_format=contiguous) for t in (self.k, self.v))
-        return ChunkKV(k, v, content=self.content)
+        return self.moved(k, v)
+
+    def moved(self, k: torch.Tensor, v: torch.Tensor, written: torch.cuda.Event | None = None) -> ChunkKV:
+        """The same KV, whose K and V are elsewhere."""
+        positions = None if self.positions is None else self.positions.clone()
+        return replace(self, k=k, v=v, written=written, arriving=None, positions=positions)
 
     def of(self, content: ChunkId) -> ChunkKV:
         """The same KV, known to be that of `content`."""
@@ -88,4 +124,4 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + self.v.nbytes + (0 if self.positions is None else self.positions.nbytes)

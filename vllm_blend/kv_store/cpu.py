@@ -60,7 +60,7 @@ class MemoryChunkStore:
             if not self._evict():
                 return chunk
         if self.device is not None:
-            chunk = ChunkKV(chunk.k.to(self.device), chunk.v.to(self.device), content=chunk.content)
+            chunk = chunk.moved(chunk.k.to(self.device), chunk.v.to(self.device))
         self._keep(key, chunk)
         return chunk
 

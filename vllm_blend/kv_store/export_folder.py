@@ -3,7 +3,8 @@
     python -m vllm_blend.kv_store.export_folder /var/cache/chunks results/exported
 
 The store may be in use. fp8 and int8 chunks are written as they are read: in the model's dtype, rounded. Chunks that
-were stored by a version that kept no token ids cannot be exported, and are counted as `unnamed`.
+were stored by a version that kept no token ids cannot be exported, nor compressed ones, whose positions the format has
+no place for: these are counted as `unnamed`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,15 @@ class ChunkMiss(Exception):
 
 
 def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFingerprint) -> int:
-    """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses."""
+    """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses.
+
+    Raises ValueError for a compressed chunk: the format has no place for its positions.
+    """
+    if kv.positions is not None:
+        raise ValueError(
+            f"chunk {chunk.key} holds a part of its KVs, and the .pt format has no place for which: leave "
+            "blend_chunk_kept_share out where folders are written, or keep chunks in a chunk_store_path"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METADATA).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """What makes two pieces of chunk KV the same: content, never origin.
 
 A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it
-was encoded, and its token ids. Whatever stood beside the chunk in some request is no part of it.
+was encoded, its token ids, and how it was compressed, where it was. Whatever stood beside the chunk in some request is
+no part of it.
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ def context_id(context_token_ids: Sequence[int]) -> str:
     return _ids_digest(context_token_ids)
 
 
-def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int]) -> str:
-    """The key of a chunk's KV: 32 hex digits."""
+def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int], compression: str = "") -> str:
+    """The key of a chunk's KV: 32 hex digits. `compression` says how it was compressed, empty for not at all."""
     content = f"{model.digest}/{context}/{_ids_digest(token_ids)}"
+    if compression:
+        content += f"/{compression}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -83,10 +86,12 @@ class ChunkId:
     token_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: ModelFingerprint, context: Sequence[int], token_ids: Sequence[int]) -> ChunkId:
+    def of(
+        cls, model: ModelFingerprint, context: Sequence[int], token_ids: Sequence[int], compression: str = ""
+    ) -> ChunkId:
         """The chunk `token_ids`, encoded after the tokens `context`."""
         identity = context_id(context)
-        return cls(chunk_key(model, identity, token_ids), identity, tuple(token_ids))
+        return cls(chunk_key(model, identity, token_ids, compression), identity, tuple(token_ids))
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """One chunk's KV as bytes, for the disk and for remote stores: a header that vouches for itself and for every layer,
 and the layers.
 
-A layer is one piece: [scales |] K | V, each [tokens, kv_heads, head_dim] (quantization.py). Layers start on 4 KiB
+A layer is one piece: [scales |] K | V, each [tokens, kv_heads, head_dim] (quantization.py); of a compressed chunk, it
+has the positions of the KVs too, behind V, or before the scales. Layers start on 4 KiB
 pages, so that each can be read by itself past the page cache, straight to where it is wanted. Where a layer is so
 small that rounding it up would cost more than 1/64 of it, layers are packed (16-byte aligned), and reading one reads
 the pages that it touches.
@@ -36,7 +37,7 @@ PACK_BELOW = 64 * PAGE  # bytes of a layer
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FORMATS = get_args(StoredFormat)
-_HEAD = struct.Struct("<8sHBBI16s16sIIII")  # magic, version, format, dtype, 0, key, model, shape
+_HEAD = struct.Struct("<8sHBBI16s16sIIII")  # magic, version, format, dtype, length of compressed, key, model, shape
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -53,11 +54,12 @@ class ChunkLayout:
     """Where the bytes of a chunk lie; everything follows from its shape, its dtype and the format it is stored in."""
 
     num_layers: int
-    num_tokens: int
+    num_tokens: int  # that there are KVs of
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # as the chunk was put, and comes back
     format: StoredFormat
+    length: int = 0  # of a compressed chunk, in tokens; 0: whole
 
     @classmethod
     def of(cls, kv: ChunkKV, stored: StoredFormat) -> ChunkLayout:
@@ -68,7 +70,7 @@ class ChunkLayout:
         if kv.k.numel() == 0:
             raise ValueError(f"chunk K {list(kv.k.shape)} must not be empty")
         layers, tokens, kv_heads, head_dim = kv.k.shape
-        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored)
+        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored, kv.length or 0)
 
     @property
     def layer_shape(self) -> tuple[int, int, int]:
@@ -80,11 +82,17 @@ class ChunkLayout:
         """Number of elements and dtype of what makes up a layer, in order. The largest dtypes come first: all are
         aligned."""
         count = prod(self.layer_shape)
+        positions = [(self.num_positions, torch.int32)] if self.length else []
         if self.format == "auto":
-            return [(count, self.dtype)] * 2
+            return [(count, self.dtype), (count, self.dtype), *positions]
         how = QUANTIZATIONS[self.format]
         steps = [(number, torch.uint8) for number in how.scale_counts(self.layer_shape)]
-        return [(1, torch.float32), (1, torch.float32), *steps, (count, how.dtype), (count, how.dtype)]
+        return [*positions, (1, torch.float32), (1, torch.float32), *steps, (count, how.dtype), (count, how.dtype)]
+
+    @property
+    def num_positions(self) -> int:
+        """Of a layer."""
+        return self.num_tokens * self.num_kv_heads if self.length else 0
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -105,7 +113,12 @@ class ChunkLayout:
         """Bytes of memory for the chunk as it comes back, in whole pages."""
         if self.format == "auto":
             return self.payload_bytes
-        return _round_up(self.num_layers * 2 * prod(self.layer_shape) * self.dtype.itemsize, PAGE)
+        return _round_up(self.num_layers * self._decoded_stride, PAGE)
+
+    @property
+    def _decoded_stride(self) -> int:
+        """Bytes of a layer as it comes back from a format that rounds."""
+        return 2 * prod(self.layer_shape) * self.dtype.itemsize + self.num_positions * torch.int32.itemsize
 
     def layer_span(self, layer: int) -> tuple[int, int]:
         """The bytes of a layer: start and stop in the payload."""
@@ -113,17 +126,22 @@ class ChunkLayout:
 
     def kv_in(self, memory: torch.Tensor) -> ChunkKV:
         """The chunk as views of `memory` ([at least kv_bytes] uint8, aligned to 16 bytes), of whatever it holds."""
-        stride = self.stride if self.format == "auto" else 2 * prod(self.layer_shape) * self.dtype.itemsize
+        stride = self.stride if self.format == "auto" else self._decoded_stride
         elements = memory[: self.kv_bytes].view(self.dtype)
         size = (self.num_layers, *self.layer_shape)
         strides = (stride // self.dtype.itemsize, self.num_kv_heads * self.head_dim, self.head_dim, 1)
         start, count = elements.storage_offset(), prod(self.layer_shape)
         k, v = (torch.as_strided(elements, size, strides, start + offset) for offset in (0, count))
-        return ChunkKV(k, v)
+        if not self.length:
+            return ChunkKV(k, v)
+        numbers = memory[: self.kv_bytes].view(torch.int32)
+        behind = numbers.storage_offset() + 2 * count * self.dtype.itemsize // torch.int32.itemsize
+        steps = (stride // torch.int32.itemsize, self.num_kv_heads, 1)
+        return ChunkKV(k, v, positions=torch.as_strided(numbers, size[:3], steps, behind), length=self.length)
 
     def write_layer(self, kv: ChunkKV, layer: int, payload: torch.Tensor) -> None:
         """Encode a layer into the payload [payload_bytes] uint8."""
-        for target, source in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
+        for target, source in zip(self._stored(payload, layer), self._parts_of(kv, layer), strict=True):
             if isinstance(target, QuantizedTensor):
                 target.write(source.cpu())
             else:
@@ -131,24 +149,33 @@ class ChunkLayout:
 
     def read_layer(self, payload: torch.Tensor, layer: int, kv: ChunkKV) -> None:
         """Decode a layer of the payload into `kv`."""
-        for source, target in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
+        for source, target in zip(self._stored(payload, layer), self._parts_of(kv, layer), strict=True):
             if isinstance(source, QuantizedTensor):
                 source.read(target)
             else:
                 target.copy_(source)
 
     def _stored(self, payload: torch.Tensor, layer: int) -> list[torch.Tensor | QuantizedTensor]:
-        """K and V of a layer where they are stored."""
+        """K, V and, of a compressed chunk, positions of a layer where they are stored."""
         start, pieces = layer * self.stride, []
         for count, dtype in self.parts:
             stop = start + count * dtype.itemsize
             pieces.append(payload[start:stop].view(dtype))
             start = stop
+        positions: list[torch.Tensor] = []
+        if self.length:
+            numbers = pieces.pop() if self.format == "auto" else pieces.pop(0)
+            positions = [numbers.view(self.num_tokens, self.num_kv_heads)]
         kv = [piece.view(self.layer_shape) for piece in pieces[-2:]]
         if self.format == "auto":
-            return [*kv]
+            return [*kv, *positions]
         how = QUANTIZATIONS[self.format]
-        return [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
+        rounded = [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
+        return [*rounded, *positions]
+
+    def _parts_of(self, kv: ChunkKV, layer: int) -> list[torch.Tensor]:
+        """What `_stored` stores of a chunk."""
+        return [kv.k[layer], kv.v[layer], *([] if kv.positions is None else [kv.positions[layer]])]
 
 
 _layout = lru_cache(256)(ChunkLayout)  # chunks of one length are alike, and what follows is derived once
@@ -170,7 +197,7 @@ class ChunkHeader:
             VERSION,
             _FORMATS.index(layout.format),
             _DTYPES.index(layout.dtype),
-            0,
+            layout.length,
             bytes.fromhex(self.key),
             bytes.fromhex(self.model),
             layout.num_layers,
@@ -186,7 +213,7 @@ class ChunkHeader:
         if len(data) < _HEAD.size + _CHECKSUM.size:
             raise ChunkFault("truncated", f"its header has {len(data)} bytes")
         body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
-        magic, version, stored, dtype, _, found_key, found_model, layers, tokens, kv_heads, head_dim = (
+        magic, version, stored, dtype, length, found_key, found_model, layers, tokens, kv_heads, head_dim = (
             _HEAD.unpack_from(body)
         )
         if magic != MAGIC:
@@ -200,9 +227,10 @@ class ChunkHeader:
         if found_key.hex() != key:
             raise ChunkFault("foreign", "it is another chunk")
         checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
-        if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or len(checksums) != layers:
+        fits = len(checksums) == layers and (length == 0 or length >= tokens)
+        if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or not fits:
             raise ChunkFault("damaged", "its header contradicts itself")
-        layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
+        layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored], length)
         if exact and layout.format != "auto":
             raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
         return cls(key, model, layout, tuple(checksums.tolist()))
@@ -236,6 +264,8 @@ def serialize(
         whole = layout.kv_in(payload)
         whole.k.copy_(kv.k)
         whole.v.copy_(kv.v)
+        if whole.positions is not None and kv.positions is not None:
+            whole.positions.copy_(kv.positions)
     else:
         for layer in range(layout.num_layers):
             layout.write_layer(kv, layer, payload)

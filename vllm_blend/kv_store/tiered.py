@@ -302,7 +302,7 @@ class TieredChunkStore:
         device = self.memory.device
         if device is not None and chunk.k.device != device:
             k, v = chunk.k.to(device), chunk.v.to(device)  # not under the lock: this takes a while
-            chunk = ChunkKV(k, v, content=chunk.content)
+            chunk = chunk.moved(k, v)
         elif not self.memory.holds(chunk):
             with self._lock:
                 memory = self.memory.allocate(chunk.nbytes)

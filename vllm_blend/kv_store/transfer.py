@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -57,8 +57,8 @@ def copy_to_host(chunk: ChunkKV, memory: torch.Tensor, in_flight: InFlight) -> C
     """`chunk` in `memory` (host, [chunk.nbytes] uint8), as [layers, 2, tokens, kv_heads, head_dim]: a layer lies in one
     piece. From a GPU, this queues the copies and returns; `ChunkKV.written` says when they are done."""
     layers, *rows = chunk.k.shape
-    packed = memory.view(chunk.k.dtype).view(layers, 2, *rows)
-    result = ChunkKV(packed[:, 0], packed[:, 1], content=chunk.content)
+    packed = memory[: 2 * chunk.k.nbytes].view(chunk.k.dtype).view(layers, 2, *rows)
+    result = chunk.moved(packed[:, 0], packed[:, 1])
     if not chunk.k.is_cuda:
         chunk.wait()
         result.k.copy_(chunk.k)
@@ -74,7 +74,7 @@ def copy_to_host(chunk: ChunkKV, memory: torch.Tensor, in_flight: InFlight) -> C
     written = torch.cuda.Event()
     written.record(stream)
     in_flight.hold(written, memory)
-    return ChunkKV(result.k, result.v, written, content=chunk.content)
+    return replace(result, written=written)
 
 
 @cache
