@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, SETTINGS
+from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, RULES, SETTINGS
 from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
 from vllm_blend.pipeline.quality.picture import draw, load_pyplot
 from vllm_blend.pipeline.quality.questions import read_questions
@@ -35,7 +35,7 @@ from vllm_blend.pipeline.quality.sweep import Measured, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json", "samsum.json")]
-QUICK_SAMPLES = 24
+SAMPLES, QUICK_SAMPLES = 120, 12
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--style", help="how they are asked (musique, wikimqa, samsum), where a file's name does not say it")
     add("--settings", nargs="+", metavar="NAME", help=f"of {', '.join(s.name for s in SETTINGS)} (default: all)")
     add("--ratios", nargs="+", type=float, metavar="RATIO", help="shares from 0 to 1, rising, 0 among them")
-    add("--samples", type=int, help="of each data set, equally many of each kind (default: all)")
+    add("--samples", type=int, help=f"of each data set, equally many of each kind (default: {SAMPLES})")
     add("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples a data set, ratios {QUICK_RATIOS}")
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
     add("--dtype", default="auto")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
         load_pyplot()
     settings = find_settings(args.settings, SETTINGS)
     runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
-    limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else None)
+    limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else SAMPLES)
     data = [read_questions(path, args.style, limit) for path in args.datasets]
     paths = [args.output.with_name(args.output.name + end) for end in (".json", ".md", ".png")]
     started = time.perf_counter()
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
         paths[1].write_text(render(about, rows, settings), encoding="utf-8")
     if args.no_picture:
         return paths[:2]
-    draw(rows, paths[2])
+    draw(rows, paths[2], [setting.name for setting in RULES])
     return paths
 
 

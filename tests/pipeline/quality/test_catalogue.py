@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tests.pipeline.quality.small import small_samples
 from vllm_blend.blend.selectors import SELECTORS
-from vllm_blend.pipeline import build_qa_prompt, normalize_sample
-from vllm_blend.pipeline.quality.catalogue import LEVERS, RATIOS, RULES, SETTINGS, pages
+from vllm_blend.pipeline.quality.catalogue import LEVERS, RATIOS, RULES, SETTINGS
 from vllm_blend.pipeline.quality.settings import make_runs
 
 
@@ -21,13 +19,3 @@ def test_every_setting_has_a_name_of_its_own_and_a_source():
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert all(setting.paper for setting in SETTINGS)
     assert all(set(setting.ratios) <= set(RATIOS) for setting in LEVERS)
-
-
-def test_pages_go_on_from_their_last_passage():
-    [raw] = small_samples(1)
-    pieces = [("a", "1"), ("b", "2"), ("a", "3"), (None, "4"), ("a", "5"), (None, "6")]
-    raw["ctxs"] = [{"text": text} | ({} if page is None else {"page_id": page}) for page, text in pieces]
-    sample = normalize_sample(raw | {"gold": [0]})
-    prompt = pages(sample, build_qa_prompt(sample, "musique"))
-    assert prompt["continues"] == [None, None, 0, None, 2, None]
-    assert prompt["chunks"] == build_qa_prompt(sample, "musique")["chunks"]

@@ -63,7 +63,8 @@ def test_the_report_says_how_it_was_measured():
 
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    picture.draw([*ROWS, row("full prefill", None, 0.9, dataset="e")], tmp_path / "p.png")
+    rows = [*ROWS, row("lever", 0.08, 0.7), row("full prefill", None, 0.9, dataset="e")]
+    picture.draw(rows, tmp_path / "p.png", ["random"])
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

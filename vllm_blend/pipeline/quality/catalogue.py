@@ -2,30 +2,23 @@
 
 A lever on the choice is text of `blend_selector` (see blend/selectors/spec.py). One that changes what is stored has
 arguments of the engine: an engine is started for each combination of those, and all chunks are encoded again.
+Selectors, levers and encoding contexts that are registered and not listed here are swept with their defaults.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from vllm_blend.inputs import ChunkedPrompt
-from vllm_blend.pipeline.datasets import Sample
-from vllm_blend.pipeline.quality.settings import Setting
+from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
+from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
+from vllm_blend.pipeline.quality.arrangements import nearest_passage, pages, relevant_first
+from vllm_blend.pipeline.quality.settings import Arrange, Setting
 
 RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
 QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
 GOALS = (0.08, 0.15)  # where levers are compared
-
-
-def pages(sample: Sample, prompt: ChunkedPrompt) -> ChunkedPrompt:
-    """Say of every passage which earlier one of its page it goes on from, where the data set knows pages."""
-    last: dict[str, int] = {}
-    continues: list[int | None] = []
-    for index, passage in enumerate(sample.passages):
-        continues.append(None if passage.page_id is None else last.get(passage.page_id))
-        if passage.page_id is not None:
-            last[passage.page_id] = index
-    return prompt | {"continues": continues}
 
 
 def _rule(selector: str, paper: str, **engine: Any) -> Setting:
@@ -36,11 +29,10 @@ def _choice(selector: str, paper: str, *ratios: float) -> Setting:
     return Setting(selector, {"blend_selector": selector}, paper=paper, ratios=ratios or GOALS)
 
 
-def _encoded(after: str, paper: str) -> Setting:
+def _encoded(after: str, paper: str, arrange: Arrange | None = None, also: str = "") -> Setting:
     engine = {"blend_encoding_context": after}
-    prompt = {"blend_selector": "question_attention"}
-    arrange = pages if "page" in after else None
-    return Setting(f"question_attention, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
+    prompt = {"blend_selector": f"question_attention{also}"}
+    return Setting(f"question_attention{also}, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
 
 
 CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
@@ -51,6 +43,7 @@ RULES = [
     _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
     _rule("question_attention", "ProphetKV"),
     _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
+    _rule("attention_deviation", "question attention times CacheBlend's deviation"),
     _rule("random", "a uniform choice"),
 ]
 
@@ -69,12 +62,48 @@ LEVERS = [
     _choice("question_attention+coverage(share=0.6)", "stop at a share of the attention", 0.15, 0.30),
     _choice("question_attention+mean_shift", "AgentKVShift: the other tokens of a chunk move as those recomputed do"),
     _choice("value_deviation+mean_shift", "the same after CacheBlend's choice"),
+    _choice("question_attention+temperature(value=0.9)", "APE (arXiv:2502.05431), section 4.2, without its scale"),
+    Setting(
+        "question_attention, relevant pages first",
+        {"blend_selector": "question_attention"},
+        arrange=relevant_first,
+        paper="what stands first is exact: BM25's best pages",
+        ratios=(0.0, *GOALS),
+    ),
     _encoded("bos", "Prompt Cache (Gim et al., MLSys 2024), section 3.4: no instruction before a chunk"),
-    _encoded("page", "after the passages it goes on from on its page"),
-    _encoded("neighbour", "FusionRAG's enrichment, by the passage before it in the prompt"),
+    _encoded("page", "after the passages it goes on from on its page", pages),
+    _encoded("neighbour", "after the passage before it in the prompt"),
+    _encoded("given", "FusionRAG's enrichment: after the passage that BM25 finds nearest", nearest_passage),
     _encoded("ordinal", "after as many filler passages as will stand before it"),
-    _encoded("ordinal_page", "the same, its page's passages in place of the last ones"),
+    _encoded("ordinal_page", "the same, its page's passages in place of the last ones", pages),
     _encoded("ordinal_neighbour", "the same, the passage before it in the prompt in place of the last one"),
 ]
 
+
+def _described(kind: type[Any]) -> str:
+    """The first sentence of a class, on one line."""
+    return " ".join((kind.__doc__ or "").split(". ")[0].split()).rstrip(".")
+
+
+def _is_listed(name: str) -> bool:
+    listed = [*RULES, *LEVERS]
+    texts = [str(value) for setting in listed for value in (*setting.prompt.values(), *setting.engine.values())]
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+
+RULES += [
+    _rule(name, _described(rule))
+    for name, rule in SELECTORS.items()
+    if rule.fixed_ratio is None and not _is_listed(name)
+]
+LEVERS += [
+    _choice(f"question_attention+{name}", _described(lever))
+    for name, lever in SELECTOR_LEVERS.items()
+    if not _is_listed(name)
+]
+LEVERS += [
+    _encoded(name, _described(context))
+    for name, context in ENCODING_CONTEXTS.items()
+    if name != "prefix" and not _is_listed(name)
+]
 SETTINGS = RULES + LEVERS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_blend.pipeline.quality.report import NAMES
 from vllm_blend.pipeline.quality.rows import ALL, FULL
+from vllm_blend.pipeline.quality.settings import PLAIN_REUSE
 
 
 def load_pyplot() -> Any:
@@ -25,35 +26,46 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per data set: each setting's score over the token-layers it took, with intervals, below 60% of full
-    prefill's; the levels of full prefill and plain reuse as lines."""
+def draw(rows: Sequence[dict[str, Any]], path: Path, rules: Collection[str]) -> None:
+    """Each setting's score over the token-layers it took, with intervals, below 60% of full prefill's. A column per
+    data set; `rules` are drawn above, other settings below, with plain reuse in both."""
     pyplot = load_pyplot()
     rows = [row for row in rows if row["kind"] == ALL]
     names = list(dict.fromkeys(row["dataset"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(names), figsize=(6.5 * len(names), 5.5), squeeze=False)
-    for name, panel in zip(names, panels[0], strict=True):
-        _draw_panel(panel, name, [row for row in rows if row["dataset"] == name])
-    panels[0][-1].legend(fontsize="small", loc="lower right")
+    settings = list(dict.fromkeys(row["setting"] for row in rows if _is_cheap(row) and row["setting"] != FULL))
+    others = [name for name in settings if name != PLAIN_REUSE.name]
+    parts = [[name for name in others if (name in rules) is wanted] for wanted in (True, False)]
+    parts = [[PLAIN_REUSE.name, *part] for part in parts if part] or [[PLAIN_REUSE.name]]
+    size = (5 * len(names) + 4, 4.5 * len(parts))
+    figure, panels = pyplot.subplots(len(parts), len(names), figsize=size, squeeze=False, sharey="col")
+    for part, line in zip(parts, panels, strict=True):
+        for name, panel in zip(names, line, strict=True):
+            _draw_panel(panel, name, [row for row in rows if row["dataset"] == name], part)
+        line[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.02))
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
-def _draw_panel(panel: Any, name: str, rows: Sequence[dict[str, Any]]) -> None:
+def _is_cheap(row: dict[str, Any]) -> bool:
+    return bool(row["token_layers"] < 0.6)
+
+
+def _draw_panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], settings: Sequence[str]) -> None:
     metric = rows[0]["metric"]
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["setting"] == FULL:
-            panel.axhline(100 * row[metric], color="black", linewidth=1, label=FULL)
-        elif row["token_layers"] < 0.6:
-            curves.setdefault(row["setting"], []).append(row)
-    for number, (setting, points) in enumerate(curves.items()):
+    full = next(row for row in rows if row["setting"] == FULL)
+    panel.axhline(100 * full[metric], color="black", linewidth=1, label=FULL)
+    for number, setting in enumerate(settings):
+        points = [row for row in rows if row["setting"] == setting and _is_cheap(row)]
         x, y = ([100 * point[column] for point in points] for column in ("token_layers", metric))
         below, above = ([abs(100 * (p[f"{metric}{end}"] - p[metric])) for p in points] for end in ("_low", "_high"))
-        marker = "osv^D*Px"[number % 8]
-        panel.errorbar(x, y, (below, above), label=setting, marker=marker, markersize=4, linewidth=1.2, elinewidth=0.4)
-    panel.set_title(f"{name}, {rows[0]['samples']} questions")
+        style = {"marker": "osv^D*Px<>"[number % 10], "color": f"C{number % 10}", "linestyle": "-"}
+        if number >= 10:
+            style["linestyle"] = "--" if number < 20 else ":"
+        _, _, bars = panel.errorbar(x, y, (below, above), label=setting, markersize=4, linewidth=1.1, **style)
+        for bar in bars:
+            bar.set_alpha(0.15)
+    panel.set_title(f"{name}, {full['samples']} questions", fontsize="medium")
     panel.set_xlabel("token-layers computed, % of full prefill")
     panel.set_ylabel(f"{NAMES[metric]}, %")
     panel.grid(alpha=0.3)
