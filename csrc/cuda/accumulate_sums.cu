@@ -2,8 +2,9 @@
 //
 // A row is one KV head of one request. Its keys are dealt to `splits` blocks of four warps, so that few rows fill the chip too.
 // One kernel finds maximum and sum of each block's share, a second joins them and adds powers of the probabilities: a slot is
-// written by one thread, so nothing depends on an order. Which blocks have keys is decided on the device, by `lengths`: a
-// launch depends on the widths of tensors alone, and can be captured.
+// written by one thread, so nothing depends on an order. Where attention has found the log-sum-exp, the second is all there is.
+// Which blocks have keys is decided on the device, by `lengths`: a launch depends on the widths of tensors alone, and can be
+// captured.
 #include "kv_sums.cuh"
 
 namespace vb {
@@ -19,7 +20,8 @@ struct SumsParams {
   const int64_t* lengths;
   const int32_t* key_positions;
   const int64_t* query_positions;
-  float2* stats;  // [rows, splits, group]
+  float2* stats;     // [rows, splits, group]
+  const float* lse;  // [rows, group], natural log, or null: by stats
   int64_t q_row_stride, page_stride, slot_stride, table_stride, buffer;
   int log_block, group, splits, power;
   float scale_log2;
@@ -91,12 +93,16 @@ __global__ void __launch_bounds__(kThreads) accumulate_sums_kernel(SumsParams p)
     }
   } else {
     if (split * kWarps * Span::kKeys >= length) return;
-    for (int head = warp; head < p.group; head += kWarps) {
-      float2 all = make_float2(-INFINITY, 0.f);
-      for (int i = lane; i < p.splits; i += 32) all = join(all, stats[i * p.group + head]);
+    if (p.lse) {
+      if (threadIdx.x < p.group) shifts[threadIdx.x] = p.lse[int64_t(row) * p.group + threadIdx.x] * kLog2e;
+    } else {
+      for (int head = warp; head < p.group; head += kWarps) {
+        float2 all = make_float2(-INFINITY, 0.f);
+        for (int i = lane; i < p.splits; i += 32) all = join(all, stats[i * p.group + head]);
 #pragma unroll
-      for (int o = 16; o; o >>= 1) all = join_lanes(all, o);
-      if (lane == 0) shifts[head] = log2_sum(all);
+        for (int o = 16; o; o >>= 1) all = join_lanes(all, o);
+        if (lane == 0) shifts[head] = log2_sum(all);
+      }
     }
     __syncthreads();
     const int64_t last = p.query_positions[row] - p.buffer;
@@ -154,22 +160,25 @@ extern "C" int vb_accumulate_splits(int rows, int max_length) {
 
 extern "C" int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_stride, const int32_t* tables, int64_t table_stride,
                                   const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions,
-                                  float* stats, int rows, int splits, int group, int64_t buffer, float scale, int power,
-                                  const VbCache* c, void* stream) {
+                                  float* stats, const float* lse, int rows, int splits, int group, int64_t buffer, float scale,
+                                  int power, const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (c->kv_heads != 1 || group < 1 || group > kMaxGroup) return VB_ERROR_HEADS;
   if (rows < 0 || rows > 65535 || splits < 1 || splits > kMaxSplits || buffer < 0 || (power != 1 && power != 2)) return VB_ERROR_SHAPE;
   if (!aligned16(q) || q_row_stride & 7) return VB_ERROR_ALIGNMENT;
   if (rows == 0) return 0;
-  const SumsParams p{metric, q, c->key, tables, lengths, key_positions, query_positions, reinterpret_cast<float2*>(stats),
+  if (!stats && !lse) return VB_ERROR_WORKSPACE;
+  const SumsParams p{metric, q, c->key, tables, lengths, key_positions, query_positions, reinterpret_cast<float2*>(stats), lse,
                      q_row_stride, c->page_stride, c->slot_stride, table_stride, buffer, floor_log2(c->block_size), group, splits,
                      power, scale * kLog2e};
   return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
     constexpr int D = decltype(d)::value;
     const dim3 grid(splits, rows);
     const cudaStream_t s = static_cast<cudaStream_t>(stream);
-    accumulate_sums_kernel<decltype(t), D, true><<<grid, kThreads, 0, s>>>(p);
-    if (const cudaError_t e = cudaGetLastError()) return e;
+    if (!lse) {
+      accumulate_sums_kernel<decltype(t), D, true><<<grid, kThreads, 0, s>>>(p);
+      if (const cudaError_t e = cudaGetLastError()) return e;
+    }
     accumulate_sums_kernel<decltype(t), D, false><<<grid, kThreads, 0, s>>>(p);
     return cudaGetLastError();
   });

@@ -154,11 +154,12 @@ int vb_window_sums(const void* q, int64_t q_token_stride, const int64_t* positio
 // For each row, one KV head of one request: metric[slot] += sum over the group's query heads q [rows, group, head_dim] of
 // p ^ power, p the softmax over the first lengths[row] slots of tables[row], where key_positions[slot] <= query_positions[row] -
 // buffer. The cache is one of pages with one KV head; metric and key_positions are [pages, block_size]. Rows of length 0 are
-// skipped, others share no page. stats: [rows, splits, group, 2], splits from vb_accumulate_splits (negative: an error).
+// skipped, others share no page. stats: [rows, splits, group, 2], splits from vb_accumulate_splits (negative: an error); null
+// where lse [rows, group], the natural log-sum-exp of the scores, is given: the keys are then read once.
 int vb_accumulate_splits(int rows, int max_length);
 int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_stride, const int32_t* tables, int64_t table_stride,
-                       const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions, float* stats, int rows,
-                       int splits, int group, int64_t buffer, float scale, int power, const VbCache* cache, void* stream);
+                       const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions, float* stats,
+                       const float* lse, int rows, int splits, int group, int64_t buffer, float scale, int power, const VbCache* cache, void* stream);
 
 // The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
 // top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.

@@ -54,7 +54,8 @@ class CUDABackend(AttentionBackend):
                 f"'torch_native': {reason}"
             )
         self._step: _Step | None = None
-        self._attended: tuple[torch.Tensor, torch.Tensor] | None = None  # queries and output of a mass measurement
+        # Queries, and the output that came with their log-sum-exp before the layer asked for it.
+        self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(
         self,
@@ -90,6 +91,13 @@ class CUDABackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.empty(q.shape[:2], device=q.device)
         return self._attend(q, cache, metadata, scale, None, lse), lse
+
+    def attend_early(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        lse = torch.empty(q.shape[:2], device=q.device)
+        self._attended = (q, self._attend(q, cache, metadata, scale, None, lse))
+        return lse
 
     def add_attention_mass(
         self,

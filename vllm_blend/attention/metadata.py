@@ -142,6 +142,14 @@ class AttentionBackend(ABC):
         out, lse = ops.attention_states(q, cache.key, cache.value, *states)
         return out.to(q.dtype), lse
 
+    def attend_early(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor | None:
+        """The log-sum-exp [tokens, heads] float32 of the scores of decode steps, before their layer attends: the output
+        that comes with it is kept for `attend` of the same q, which is next. None where it would take another pass over
+        the keys."""
+        return None
+
     def add_attention_mass(
         self,
         masses: list[torch.Tensor],

@@ -20,6 +20,7 @@ from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.request import Request
 from vllm_blend.worker.cache_engine import CacheEngine
 from vllm_blend.worker.compressed_decode import CompressedDecode
+from vllm_blend.worker.compressed_step import CompressedStep
 from vllm_blend.worker.compression_hooks import PromptMetric
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class KVCompression:
         self.cache_engine = CacheEngine(runner.cache)
         self.pool = HeadPagePool(self.blocks, worker.num_layers, worker.num_kv_heads)
         sizes = (worker.num_layers, worker.num_kv_heads, runner.cache.block_size, worker.max_model_len)
-        self.tables = scheduler.head_tables = HeadTables(self.pool, *sizes, worker.device)
+        most = worker.config.scheduler.max_num_seqs
+        self.tables = scheduler.head_tables = HeadTables(self.pool, *sizes, worker.device, most)
         attentions = [layer.self_attn.attn for layer in runner.model.model.layers]  # type: ignore[union-attr]
         self.metrics = CompressionMetrics(metric, runner.cache.layers, self.cache_engine, attentions[0].scale)
         self.scheduler = KVCompressScheduler(config, self.tables)
         self.engine = KVCompressEngine(self.tables, self.cache_engine, config.allocation)
-        runner.compressed = CompressedDecode(runner.model, self.cache_engine, self.tables, runner.backend, metric)
+        step = CompressedStep(runner.model, self.cache_engine, runner.backend, metric)
+        runner.compressed = CompressedDecode(step, self.tables, worker.capture_compressed(step))
         self.window = config.prefill_metric_collection_window_size if metric.watches else 0
         if metric.watches:
             runner.prompt_metric = PromptMetric(metric, self.window, [attention.rotary for attention in attentions])

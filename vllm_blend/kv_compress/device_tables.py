@@ -39,6 +39,7 @@ class DeviceTables:
         if len(rows):
             self._entries.append((rows, columns))
 
+    @torch.inference_mode()  # whoever asks first: some tensors are made within an engine's step
     def flush(self, tables: np.ndarray, lengths: np.ndarray) -> None:
         """Become what the host's `tables` [indices, L, H, W] and `lengths` [indices, L, H] are. Nothing waits."""
         self._grow(tables.shape[0], tables.shape[3])

@@ -15,7 +15,7 @@ from vllm_blend.ops.fp8 import (
     rms_norm_quant,
     silu_and_mul_quant,
 )
-from vllm_blend.ops.kv_compress import accumulate_sums, window_sums
+from vllm_blend.ops.kv_compress import accumulate_sums, sums_take_lse, window_sums
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.penalties import penalize
@@ -54,5 +54,6 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "sums_take_lse",
     "window_sums",
 ]

@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "vb_window_workspace_bytes": ((_I,) * 4, c_size_t),
     "vb_window_sums": ((_P, _L, _P, _P, _P, _P, c_size_t, _I, _I, _I, _L, _F, _I, _P, _P), _I),
     "vb_accumulate_splits": ((_I, _I), _I),
-    "vb_accumulate_sums": ((_P, _P, _L, _P, _L, _P, _P, _P, _P, _I, _I, _I, _L, _F, _I, _P, _P), _I),
+    "vb_accumulate_sums": ((_P, _P, _L, _P, _L, _P, _P, _P, _P, _P, _I, _I, _I, _L, _F, _I, _P, _P), _I),
 }
 
 
@@ -86,18 +86,20 @@ def accumulate_sums(
     scale: float,
     power: int,
     buffer: int,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """`ops.accumulate_sums`. A launch depends on the shapes alone: captured into a graph, it fits every replay."""
     functions, view = _functions(), cache_view(head_keys, head_keys)
     rows, group, _ = q.shape
     splits = functions.vb_accumulate_splits(rows, tables.shape[1] * metric.shape[1])
     _check("accumulate_sums", min(splits, 0))
-    stats = torch.empty(rows, splits, group, 2, dtype=torch.float32, device=q.device)
+    stats = None if lse is not None else torch.empty(rows, splits, group, 2, dtype=torch.float32, device=q.device)
     code = functions.vb_accumulate_sums(
         _expect(metric, "metric", torch.float32), _rows(q, "q", head_keys.dtype), q.stride(0),
         _expect(tables, "tables", torch.int32, contiguous=False), tables.stride(0),
         _expect(lengths, "lengths", torch.int64), _expect(key_positions, "key_positions", torch.int32),
-        _expect(query_positions, "query_positions", torch.int64), stats.data_ptr(), rows, splits, group, buffer, scale,
-        power, view.address, _stream(q),
+        _expect(query_positions, "query_positions", torch.int64), None if stats is None else stats.data_ptr(),
+        None if lse is None else _expect(lse, "lse", torch.float32), rows, splits, group, buffer, scale, power,
+        view.address, _stream(q),
     )  # fmt: skip
     _check("accumulate_sums", code)

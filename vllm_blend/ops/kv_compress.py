@@ -59,6 +59,7 @@ def accumulate_sums(
     scale: float,
     power: int,
     buffer: int,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Add to `metric` [pages, block_size] float32, in place, what each key receives from the one query of its row: the
     sum over the row's query heads of p ** power, p the softmax probability over all keys of the row.
@@ -67,11 +68,14 @@ def accumulate_sums(
     are the first lengths[row] ([rows] int64) slots of the pages tables[row] ([rows, W] int32) of head_keys [pages,
     block_size, 1, head_dim], in any order of position; key_positions [pages, block_size] int32 says which. A key with
     position > query position - buffer receives nothing. A row of length 0 is skipped. Rows share no page but page 0,
-    which pads tables. Nothing waits for the device: it can be captured into a CUDA graph. Raises IndexError for a page
-    out of range (on a CPU), ValueError for tensors that do not fit together.
+    which pads tables. Nothing waits for the device: it can be captured into a CUDA graph.
+
+    `lse` [rows, group] float32: the natural log-sum-exp of a head's scores over all keys of the row, where attention
+    has found it already: the keys are then read once and not twice. Raises IndexError for a page out of range (on a
+    CPU), ValueError for tensors that do not fit together.
     """
     _check_rule(power, buffer)
-    rows, _, head_dim = q.shape
+    rows, group, head_dim = q.shape
     if head_keys.shape[2:] != (1, head_dim) or metric.shape != head_keys.shape[:2]:
         raise ValueError(
             f"q {tuple(q.shape)}, metric {tuple(metric.shape)} and head_keys {tuple(head_keys.shape)} do not fit "
@@ -80,17 +84,29 @@ def accumulate_sums(
     _expect(key_positions, "key_positions", torch.int32, tuple(metric.shape))
     _expect(lengths, "lengths", torch.int64, (rows,))
     _expect(query_positions, "query_positions", torch.int64, (rows,))
+    if lse is not None:
+        _expect(lse, "lse", torch.float32, (rows, group))
     if not metric.is_contiguous():
         raise ValueError("metric must be contiguous: it is added to in place")
     if tables.dtype != torch.int32 or tables.dim() != 2 or len(tables) != rows or tables.stride(1) != 1:
         raise ValueError(f"tables must be int32 [{rows}, W] with rows in one piece, not {tables.dtype} {tables.shape}")
     rule = (tables, lengths, key_positions, query_positions, scale, power, buffer)
     if metric.dtype == torch.float32 and cuda_kv_compress.takes(q, head_keys):
-        return cuda_kv_compress.accumulate_sums(metric, q, head_keys, *rule)
+        return cuda_kv_compress.accumulate_sums(metric, q, head_keys, *rule, lse)
     kernels = kernels_for(q)
-    if kernels is not None and metric.dtype == torch.float32 and cpu.takes_attention(q, head_keys, head_keys):
+    if (
+        lse is None
+        and kernels is not None
+        and metric.dtype == torch.float32
+        and cpu.takes_attention(q, head_keys, head_keys)
+    ):
         return cpu.accumulate_sums(kernels, metric, q, head_keys, *rule)
-    return accumulate_sums_reference(metric, q, head_keys, *rule)
+    return accumulate_sums_reference(metric, q, head_keys, *rule, lse)
+
+
+def sums_take_lse(q: torch.Tensor, head_keys: torch.Tensor) -> bool:
+    """Whether `accumulate_sums` is faster when it is told the log-sum-exp of the scores."""
+    return cuda_kv_compress.takes(q, head_keys)
 
 
 def window_sums_reference(
@@ -137,6 +153,7 @@ def accumulate_sums_reference(
     scale: float,
     power: int,
     buffer: int,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """The plain torch twin of `accumulate_sums`, some rows at a time; float64 q gives float64 probabilities."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -151,7 +168,8 @@ def accumulate_sums_reference(
         keys = head_keys[pages].flatten(1, 3).to(dtype)  # [rows, width * block_size, head_dim]
         scores = torch.bmm(q[at].to(dtype), keys.transpose(1, 2)).mul_(scale)
         held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[at, None]
-        received = scores.masked_fill_(~held[:, None], float("-inf")).softmax(-1)
+        scores = scores.masked_fill_(~held[:, None], float("-inf"))
+        received = scores.softmax(-1) if lse is None else (scores - lse[at, :, None]).exp_()
         sums = (received if power == 1 else received.square_()).sum(1)
         far = key_positions[pages].flatten(1) <= (query_positions[at] - buffer)[:, None]
         added = torch.where(held & far, sums, 0.0).to(metric.dtype)  # 0 wherever a table is padded

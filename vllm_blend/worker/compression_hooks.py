@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend import ops
 from vllm_blend.attention.context import LayerHook
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.core.scheduler import ScheduledRequest
 from vllm_blend.kv_compress.metrics import BlockView, EvictionMetric, Rotary, Window
 from vllm_blend.kv_compress.state import CompressionState
@@ -92,9 +92,12 @@ class PromptMetric:
 class DecodeMetricHook(LayerHook):
     """Adds what the queries of a decode step attend to, in head pages, to what is known of each KV."""
 
-    def __init__(self, metric: EvictionMetric, sums: torch.Tensor, positions: torch.Tensor) -> None:
-        """sums [pages, block_size] float32 and positions [pages, block_size] int32, of the KVs in head pages."""
-        self.metric, self.sums, self.positions = metric, sums, positions
+    def __init__(
+        self, metric: EvictionMetric, sums: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend
+    ) -> None:
+        """sums [pages, block_size] float32 and positions [pages, block_size] int32, of the KVs in head pages. `backend`
+        is what the pass attends with."""
+        self.metric, self.sums, self.positions, self.backend = metric, sums, positions, backend
 
     def on_query(
         self,
@@ -106,6 +109,9 @@ class DecodeMetricHook(LayerHook):
         window: int | None,
     ) -> None:
         assert metadata.rope_positions is not None
+        lse = None
+        if window is None and ops.sums_take_lse(q, cache.key):
+            lse = self.backend.attend_early(q, cache, metadata, scale)
         ops.accumulate_sums(
             self.sums,
             q,
@@ -117,4 +123,5 @@ class DecodeMetricHook(LayerHook):
             scale,
             self.metric.power,
             self.metric.buffer,
+            lse,
         )

@@ -20,6 +20,8 @@ from vllm_blend.offload.attention import tapped_layers
 from vllm_blend.worker.cache_engine import CacheEngine
 from vllm_blend.worker.cascade import CascadePlanner, min_saved_tokens
 from vllm_blend.worker.cascade_graphs import CascadeGraphs
+from vllm_blend.worker.compressed_graphs import CompressedGraphs, can_be_captured
+from vllm_blend.worker.compressed_step import CompressedStep
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.kv_cache import KVCache, bytes_per_block
 from vllm_blend.worker.memory import GIB, Pool, Share, Usage, measure_tensors, must_fit
@@ -125,6 +127,17 @@ class Worker:
             return decode, None
         depth = make_selector(config.blend.selector).question_layers(self.num_layers)
         return decode, QuestionGraphs(model, cache, backend, self.max_model_len, depth, decode.pool)
+
+    @torch.inference_mode()
+    def capture_compressed(self, step: CompressedStep) -> CompressedGraphs | None:
+        """Graphs of the steps of requests in head pages, where the engine uses those."""
+        if not (self.wants_graphs and can_be_captured(step.decoder, step.metric)):
+            return None
+        graphs = self.model_runner.decode_graphs
+        remedy = "lower gpu_memory_utilization, max_num_seqs or max_model_len, or give enforce_eager=True"
+        with must_fit("the CUDA graphs of requests in head pages", remedy, self.device):
+            sizes = (self.config.scheduler.max_num_seqs, self.max_model_len)
+            return CompressedGraphs(step, *sizes, pool=None if graphs is None else graphs.pool)
 
     @torch.inference_mode()
     def _add_cascade(self, runner: ModelRunner, graphs: DecodeGraphs | None) -> None:
