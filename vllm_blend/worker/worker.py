@@ -107,6 +107,17 @@ class Worker:
             return own
         return own + CacheEngine.bytes_per_block(self.num_layers, size, self.num_kv_heads)
 
+    @property
+    def _head_table_bytes(self) -> int:
+        """Tables of requests in head pages, at most: the engine's, those that they replace when they grow, a step's,
+        and what graphs read."""
+        config = self.config
+        if not config.kv_compress.enable_kvc:
+            return 0
+        width = -(-self.max_model_len // config.cache.block_size)
+        one = self.num_layers * config.scheduler.max_num_seqs * self.num_kv_heads * width * torch.int32.itemsize
+        return (4 if self.wants_graphs else 3) * one
+
     def _allocate(self, num_blocks: int) -> KVCache:
         size = self.config.cache.block_size
         return KVCache.allocate(
@@ -191,7 +202,7 @@ class Worker:
             utilization=self.config.cache.gpu_memory_utilization,
             other=now.other,
             weights=now.reserved,
-            activations=activations,
+            activations=activations + self._head_table_bytes,
             graphs=graphs,
             chunk_store=int(blend.chunk_cache_gib * GIB) if chunks_here else 0,
         )
