@@ -18,7 +18,7 @@ from vllm_blend.pipeline.quality.settings import Arrange, Setting
 
 RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
 QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
-GOALS = (0.08, 0.15)  # where levers are compared
+GOALS = (0.02, 0.08, 0.15)  # where levers are compared: about 8, 14 and 21% of the token-layers, all included
 
 
 def _rule(selector: str, paper: str, **engine: Any) -> Setting:
