@@ -23,6 +23,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -113,7 +114,7 @@ class Row:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else float("nan")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny shape on a CPU")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--results", type=Path, help="rows of this run go here, and those of earlier ones are read")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     work = described(args)
     rows = earlier(args.results, work)
     print(f"{work.name}; {work.blocks(False) - 1} blocks, compressed {work.blocks(True) - 1}", flush=True)

@@ -10,6 +10,7 @@ import torch
 from vllm_blend.attention.metadata import LayerCache
 from vllm_blend.kv_compress.metrics import BlockView, EvictionMetric, HeadView
 from vllm_blend.kv_compress.state import CompressionState
+from vllm_blend.ops.host_copy import to_device
 
 
 class HeadPages(Protocol):
@@ -32,7 +33,7 @@ class CompressionMetrics:
         """Scores of a prompt that is complete, in its ordinary blocks: [layers, kv_heads, num_tokens] float32."""
         if self.metric.watches:
             return torch.stack([state.scores[layer] for layer in range(len(self.layers))])
-        table = torch.tensor(block_table, dtype=torch.int32, device=self.layers[0].key.device)
+        table = to_device(torch.tensor(block_table, dtype=torch.int32), self.layers[0].key.device)
         views = (
             BlockView(index, len(self.layers), self.scale, layer.key, layer.value, table, num_tokens)
             for index, layer in enumerate(self.layers)
