@@ -115,6 +115,16 @@ class DecodeProblem:
         names = ("q", "tables", "lengths", "query_positions")
         return replace(self, **{name: getattr(self, name)[rows].contiguous() for name in names})
 
+    def lse(self) -> torch.Tensor:
+        """The log-sum-exp of every head's scores, [rows, group] float32; infinite where a row has no key."""
+        size, found = self.metric.shape[1], torch.full(self.q.shape[:2], torch.inf)
+        for row, length in enumerate(self.lengths.tolist()):
+            if length:
+                at = torch.arange(length)
+                keys = self.head_keys[self.tables[row].long()[at // size], at % size, 0].double()
+                found[row] = (self.q[row].double() @ keys.T * self.scale).logsumexp(1).float()
+        return found
+
     def expected(self) -> torch.Tensor:
         """The metric afterwards, float64, row by row."""
         metric, size = self.metric.double().clone(), self.metric.shape[1]

@@ -104,6 +104,15 @@ def test_the_twin_of_accumulate_sums_keeps_float64(data: st.DataObject) -> None:
     torch.testing.assert_close(metric, problem.expected(), rtol=1e-12, atol=1e-14)
 
 
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_log_sum_exp_that_is_known_changes_nothing(data: st.DataObject) -> None:
+    problem = data.draw(decode_problems(torch.float32))
+    metric = problem.metric.clone()
+    accumulate_sums(*problem.arguments(torch.float32, metric), problem.lse())
+    assert_near(metric, problem.expected(), torch.float32, SLACK)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_of_a_batch_are_each_row_alone(isa: str) -> None:
     """Bit for bit: what a request's KVs are worth must not depend on its batch mates or on the number of threads."""
@@ -225,6 +234,9 @@ def test_tensors_that_do_not_fit_are_errors() -> None:
         decode(lengths=torch.tensor([40]))
     with pytest.raises(ValueError, match="query_positions"):
         decode(query_positions=torch.tensor([40]))
+    problem = decode_problem([40, 30], 4, 64, torch.float32)
+    with pytest.raises(ValueError, match="lse"):
+        accumulate_sums(*problem.arguments(torch.float32, problem.metric), problem.lse()[:, :2])
     with pytest.raises(ValueError, match="tables"):
         decode(tables=torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="tables"):

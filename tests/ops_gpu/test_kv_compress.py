@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.head_pages import DecodeProblem, WindowProblem, decode_problem, window_problem
+from vllm_blend.attention.cuda import CUDABackend
+from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.ops import cuda_kv_compress, kv_compress
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +55,9 @@ def check_decode(problem: DecodeProblem) -> None:
     metric = problem.metric.cuda()
     cuda_kv_compress.accumulate_sums(*on_gpu(problem.arguments(problem.q.dtype, metric)))
     assert torch.equal(metric, problem.metric.cuda() + results[0])
+    by_lse = torch.zeros_like(problem.metric, device="cuda")
+    cuda_kv_compress.accumulate_sums(*on_gpu((*problem.arguments(problem.q.dtype, by_lse), problem.lse())))
+    assert_near(by_lse, received(problem))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,6 +125,27 @@ def test_a_graph_follows_lengths_and_tables() -> None:
         metric.zero_()
         graph.replay()
         assert_near(metric, received(problem))
+
+
+@pytest.mark.parametrize("lengths", [[300, 40, 1], [20] * 300, [6000], [17] * 2048])
+def test_attention_finds_the_log_sum_exp(lengths: list[int]) -> None:
+    """The sums by what decoding attention leaves behind; its output is kept for the layer, which asks for it next."""
+    problem = decode_problem(lengths, 4, 128, torch.bfloat16)
+    metric, q, keys, tables, held, positions, at, *rule = on_gpu(
+        problem.arguments(torch.bfloat16, torch.zeros_like(problem.metric))
+    )
+    values = torch.randn(keys.shape, device="cuda").to(keys.dtype)
+    rows = len(lengths)
+    metadata = AttentionMetadata(
+        held - 1, torch.zeros_like(held), tables, list(range(rows + 1)), lengths, rope_positions=at, per_head=True
+    )
+    backend, cache = CUDABackend(), LayerCache(keys, values)
+    expected = backend.attend(q, cache, metadata, problem.scale)
+    lse = backend.attend_early(q, cache, metadata, problem.scale)
+    assert torch.equal(backend.attend(q, cache, metadata, problem.scale), expected)
+    torch.testing.assert_close(lse.cpu(), problem.lse(), rtol=1e-4, atol=1e-3)
+    cuda_kv_compress.accumulate_sums(metric, q, keys, tables, held, positions, at, *rule, lse)
+    assert_near(metric, received(problem))
 
 
 def test_the_twins_run_on_a_gpu() -> None:
