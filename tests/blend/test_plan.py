@@ -152,7 +152,7 @@ def narrowed(step: list[Member]) -> list[list[list[int]]]:
         offsets,
         [99] * len(step),
     )
-    blended = {i: (member.plan, member.positions) for i, member in enumerate(step) if member.plan is not None}
+    blended = {i: (m.plan, m.positions, None) for i, m in enumerate(step) if m.plan is not None}
     hook = NarrowingHook(blended, CPU)
     kept: list[list[list[int]]] = [[] for _ in step]
     for layer in range(LAYERS):
