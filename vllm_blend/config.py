@@ -13,7 +13,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from vllm_blend.kv_compress.chunks import ChunkCompression
 from vllm_blend.kv_compress.config import KVCompressConfig
+from vllm_blend.kv_compress.metrics import METRICS, make_metric
 from vllm_blend.spec_decode.config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -184,6 +186,9 @@ class BlendConfig:
     `chunk_device` is where stored chunk KV lives. "auto" is the engine's device: what is on the GPU already costs no
     time to bring there. "cpu" leaves the GPU's memory to the KV cache and pins `chunk_cache_gib` of the host's; chunk
     KV then arrives layer by layer while the layers before are computed.
+
+    With `chunk_kept_share` below 1, chunks are stored with that share of their KVs, chosen for each head by
+    `chunk_metric`, one of `kv_compress/metrics` that looks at no query.
     """
 
     enable_blending: bool = False
@@ -198,6 +203,8 @@ class BlendConfig:
     encoding_context: str = "prefix"
     ordinals: list[int] | None = None
     controller: bool = False  # raise the ratio while that hides behind loading, compute what loads slower (section 5.1)
+    chunk_kept_share: float | None = None  # None: chunks are stored whole
+    chunk_metric: str = "keydiff"
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.recompute_ratio)
@@ -214,6 +221,26 @@ class BlendConfig:
             self.chunk_device in ("auto", "cpu", "cuda"),
             f"blend_chunk_device={self.chunk_device!r} is unknown: use 'auto', 'cpu' or 'cuda'",
         )
+        self.chunk_compression()
+
+    def chunk_compression(self) -> ChunkCompression | None:
+        """How chunks are compressed before they are stored; None where they are not. Raises ValueError naming the
+        setting and the fix."""
+        queryless = sorted(name for name, metric in METRICS.items() if not metric.watches)
+        require(
+            self.chunk_metric in queryless,
+            f"blend_chunk_metric={self.chunk_metric!r}: no question is known when a chunk is stored, so use a metric "
+            f"that looks at none: {', '.join(queryless)}",
+        )
+        share = self.chunk_kept_share
+        if share is None:
+            return None
+        number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        require(
+            number and 0 < share <= 1,
+            f"blend_chunk_kept_share={share!r} is the share of a chunk's KVs that is stored: use a number in (0, 1]",
+        )
+        return ChunkCompression(make_metric(self.chunk_metric), float(share))
 
     def resolve_chunk_device(self, device: torch.device) -> torch.device:
         """Where chunk KV of an engine on `device` lives."""
@@ -363,6 +390,7 @@ class EngineConfig:
                 "drafts, nor moved by chunk, nor shared: leave one of them out",
             )
         for name, given in (
+            ("blend_chunk_kept_share", self.blend.chunk_kept_share),
             ("chunk_store_path", self.chunk_store.path),
             ("chunk_store_url", self.chunk_store.url),
             ("blend_controller", self.blend.controller or None),
@@ -371,6 +399,21 @@ class EngineConfig:
                 given is None or self.blend.enable_blending,
                 f"{name}={given!r}, but the engine does not blend: give enable_blending=True too, or leave it out",
             )
+
+        if self.blend.chunk_kept_share is not None:
+            self._check_compressed_chunks()
+
+    def _check_compressed_chunks(self) -> None:
+        share = f"blend_chunk_kept_share={self.blend.chunk_kept_share}"
+        require(
+            self.kv_compress.enable_kvc,
+            f"{share}: prompts over such chunks are computed in pages of single heads, so give enable_kvc=True too",
+        )
+        require(
+            not self.blend.controller,
+            f"{share} and blend_controller exclude each other, as the controller weighs whole chunks: leave one out",
+        )
+        self.kv_compress.check_compressed_chunks(self.kv_compress.settings)
 
     def runs_ahead(self, device: torch.device) -> bool:
         """Whether a step is queued before the last one is read, where nobody drafts."""

@@ -141,6 +141,11 @@ class Request:
         return self.residency is None or not self.residency.approximate
 
     @property
+    def awaits_blend(self) -> bool:
+        """Whether all of it is still to be computed, as a blend: what its pages hold is nothing yet."""
+        return self.blend is not None and self.num_computed_tokens == 0
+
+    @property
     def in_head_pages(self) -> bool:
         """Whether each KV head has pages of its own, and the block table is empty."""
         return self.compression is not None and self.compression.index is not None

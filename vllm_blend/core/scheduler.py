@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_blend.core.block_manager import BlockManager, Retained, chain_digest
+import numpy as np
+
+from vllm_blend.core.block_manager import BlockManager, OutOfBlocks, Retained, chain_digest
+from vllm_blend.kv_compress.config import CompressionSettings
+from vllm_blend.kv_compress.state import CompressionState
 from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.request import CompositionKey, Request, RequestStatus
 
@@ -154,7 +158,7 @@ class Scheduler:
                 index += 1
                 continue
             # A blend whose step failed is still to be done, and as a blend: whole, whatever the budget.
-            is_blend = request.blend is not None and request.num_computed_tokens == 0
+            is_blend = request.awaits_blend
             remaining = request.num_tokens - request.num_computed_tokens
             count = remaining if is_blend else min(remaining, budget)
             while not self._grow(request, request.num_computed_tokens + count):
@@ -221,7 +225,8 @@ class Scheduler:
             # A blend is one step by nature: it may exceed the budget, but only where nothing else is being prefilled.
             if _blend_cost(request) > budget and any(item.is_prefill for item in output.scheduled):
                 return None
-            if not self._grow(request, request.num_tokens):
+            open_pages = self._open_heads if request.blend.compressed else self._grow
+            if not open_pages(request, request.num_tokens):
                 return None
             return ScheduledRequest(request, 0, request.num_tokens, is_blend=True)
         cached = self._cached_blocks(request)
@@ -318,6 +323,19 @@ class Scheduler:
         if not self.head_tables.append(state.index, num_tokens - state.num_tokens):
             return False
         state.num_tokens = num_tokens
+        return True
+
+    def _open_heads(self, request: Request, num_tokens: int) -> bool:
+        """`_grow` of a waiting request whose chunks are compressed: it has head pages from the start."""
+        assert self.head_tables is not None and request.blend is not None
+        lengths = np.full(self.head_tables.lengths.shape[1:], request.blend.num_kvs(num_tokens))
+        try:
+            index = self.head_tables.open(lengths)
+        except OutOfBlocks:
+            return False
+        if request.compression is None:
+            request.compression = CompressionState(CompressionSettings())  # which evict nothing
+        request.compression.begin(index, num_tokens)
         return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:

@@ -49,6 +49,8 @@ _HELP = {
     "blend_chunk_device": "where stored chunk KV lives",
     "blend_encoding_context": "what stands before a chunk when its KV is computed: prefix, bos, page, ordinal, ...",
     "blend_ordinals": "numbers of filler passages before a chunk that variants of it are stored with",
+    "blend_chunk_kept_share": "share of a chunk's KVs that is stored, in (0, 1]; needs --enable-kvc",
+    "blend_chunk_metric": "which of them: keydiff, knorm, streaming_llm or random",
     "speculative_config": 'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 8}',
     "blend_controller": "recompute more where that hides behind loading, and compute what would load slower",
     "chunk_store_path": "folder in which chunk KV outlives the process",
@@ -117,6 +119,8 @@ class EngineArgs:
     blend_chunk_device: ChunkDevice = "auto"
     blend_encoding_context: str = "prefix"
     blend_ordinals: list[int] | None = None
+    blend_chunk_kept_share: float | None = None
+    blend_chunk_metric: str = "keydiff"
     speculative_config: dict[str, Any] | None = None
     blend_controller: bool = False
     chunk_store_path: str | None = None
@@ -191,6 +195,8 @@ class EngineArgs:
                 encoding_context=self.blend_encoding_context,
                 ordinals=self.blend_ordinals,
                 controller=self.blend_controller,
+                chunk_kept_share=self.blend_chunk_kept_share,
+                chunk_metric=self.blend_chunk_metric,
             ),
             chunk_store=ChunkStoreConfig(
                 path=self.chunk_store_path,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 
 if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -40,8 +40,17 @@ def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
 
 
 def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
-    """Raise ValueError unless `kv` has the shape and dtype that this model's KV of `chunk` has."""
-    shape = [model.num_layers, len(chunk.token_ids), model.num_kv_heads, model.head_dim]
+    """Raise ValueError unless `kv` has the shape and dtype that this model's KV of `chunk` has, and holds a part of it
+    if and only if the key says so."""
+    tokens = len(chunk.token_ids)
+    compressed = chunk.key != chunk_key(model, chunk.context, chunk.token_ids)
+    if compressed != (kv.positions is not None) or kv.num_tokens != tokens or not kv.is_sound:
+        raise ValueError(
+            f"the KV given for chunk {chunk.key} is {kv.num_kvs} KVs of {kv.num_tokens} tokens, but the chunk has "
+            f"{tokens}, of which its key says that {'a part is' if compressed else 'all are'} kept "
+            "(blend_chunk_kept_share): encode the chunk with this model and these settings"
+        )
+    shape = [model.num_layers, kv.num_kvs if compressed else tokens, model.num_kv_heads, model.head_dim]
     dtype = str(kv.k.dtype).removeprefix("torch.")
     if list(kv.k.shape) != shape or dtype != model.dtype or kv.v.dtype != kv.k.dtype:
         raise ValueError(

@@ -26,6 +26,7 @@ from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
 from vllm_blend.engine.composition import Composition, Piece, Turns
+from vllm_blend.engine.compressed_chunks import check_selector, sound
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.arrivals import Arrivals
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -60,6 +61,7 @@ class ChunkComposer:
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
         self.rounds = rounds
         self.encoding, self.max_model_len = encoding, max_model_len
+        self.compression = config.chunk_compression()  # of chunks; a prefix is stored whole, and registered chunks are
         self.bytes_per_token, self.controller = bytes_per_token, controller
         self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
         self.num_encoded = 0
@@ -73,11 +75,17 @@ class ChunkComposer:
         if config.enable_blending:  # settings that exclude each other are an error now, not with the first prompt
             ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
             make_plan((), (0,), 0, selector, *ratios, num_layers)
+            if self.compression is not None:
+                check_selector(selector, num_layers)
 
     def blends(self, parsed: ParsedPrompt) -> bool:
         """Whether a prompt is blended: without chunks, or with a context below `min_tokens`, it stays a plain one."""
         bounds = parsed.chunk_bounds
         return self.config.enable_blending and bool(bounds) and bounds[-1][1] >= self.config.min_tokens
+
+    def compresses(self, parsed: ParsedPrompt) -> bool:
+        """Whether the chunks of a prompt are stored compressed."""
+        return self.compression is not None and not parsed.pieces
 
     def check(self, parsed: ParsedPrompt) -> BlendPlan:
         """What the prompt asks for, as a plan without segments. Raises ValueError if that cannot be."""
@@ -89,6 +97,8 @@ class ChunkComposer:
         Returns new requests to schedule first; `requests` are blocked until those are done. `patient` ones do not
         `start_early`.
         """
+        # Which KVs a compressed chunk has decides where all others go: nothing runs before that is known.
+        patient = patient or self.compresses(parsed)
         composition = Composition(parsed, list(requests), self._pieces(parsed), patient=patient)
         if self.loader is None:  # nothing is held for longer than the store would
             return self._start(composition)
@@ -105,9 +115,16 @@ class ChunkComposer:
         for key, kv in self.loader.poll():
             self._loading.pop(key, None)
             for composition in self._waiting.pop(key, []):
-                composition.fill(key, kv)
+                composition.fill(key, self._sound(composition, key, kv))
                 started += self._advance(composition)
         return started + self._take_turns()
+
+    def _sound(self, composition: Composition, key: str, kv: ChunkKV | None) -> ChunkKV | None:
+        """A chunk that was loaded; None where it is not what the prompt wants."""
+        piece = next((piece for piece in composition.pieces if piece.id.key == key), None)
+        if kv is None or piece is None or self.compression is None or not piece.compressed:
+            return kv
+        return sound(self.compression, piece.id, kv)
 
     def start_early(self) -> bool:
         """Let a prompt run while its chunks arrive: the first one that waits only for chunks of which the disk has
@@ -194,8 +211,12 @@ class ChunkComposer:
         k, v = encode.collected_kv().unbind(0)
         key = encode.request_id
         start = encode.collect_from
-        content = ChunkId.of(self.model, encode.prompt_token_ids[:start], encode.prompt_token_ids[start:])
-        kv = self.store.put(key, ChunkKV(k.contiguous(), v.contiguous(), content=content))
+        ids = encode.prompt_token_ids
+        kv = ChunkKV(k.contiguous(), v.contiguous(), content=ChunkId.of(self.model, ids[:start], ids[start:]))
+        if self.compression is not None and kv.content is not None and kv.content.key != key:
+            content = ChunkId.of(self.model, ids[:start], ids[start:], self.compression.name)
+            kv = self.compression.compress(kv).of(content)
+        kv = self.store.put(key, kv)
         self.num_encoded += 1
         del self._encoding[key]
         started: list[Request] = []
@@ -229,12 +250,14 @@ class ChunkComposer:
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
         chunks = tuple(tuple(ids[start:stop]) for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
+        how = "" if self.compression is None else self.compression.name
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
             context = self.encoding.before(given, index, self.max_model_len - (stop - start))
-            chunk = ChunkId.of(self.model, context, ids[start:stop])
+            chunk = ChunkId.of(self.model, context, ids[start:stop], how)
             own = None if list(context) == prefix else context
             is_exact = list(context) == ids[:start]
-            pieces.append(Piece(start, chunk, is_exact, in_place=index in parsed.in_place_chunks, context=own))
+            in_place = index in parsed.in_place_chunks
+            pieces.append(Piece(start, chunk, is_exact, in_place=in_place, context=own, compressed=bool(how)))
         return pieces
 
     def _advance(self, composition: Composition) -> list[Request]:
@@ -355,6 +378,9 @@ class ChunkComposer:
 
     def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
+        selector = make_selector(parsed.blend_selector or self.config.selector)
+        if self.compresses(parsed):
+            check_selector(selector, self.num_layers)
         ratio, ratios = parsed.blend_recompute_ratio, None
         if ratio is None and parsed.blend_selector is None:  # the engine's ratios are meant for its own selector
             ratio, ratios = self.config.recompute_ratio, self.config.recompute_ratios
@@ -362,7 +388,7 @@ class ChunkComposer:
             segments,
             parsed.token_ids,
             parsed.chunk_bounds[-1][1],
-            make_selector(parsed.blend_selector or self.config.selector),
+            selector,
             ratio,
             self.config.check_layers,
             ratios,

@@ -23,6 +23,7 @@ class Piece:
     kv: ChunkKV | None = None
     in_place: bool = False  # computed where it stands unless it is stored
     context: tuple[int, ...] | None = None  # the tokens it is encoded after, where that is not the prefix
+    compressed: bool = False  # stored with a part of its KVs
 
 
 @dataclass(eq=False)

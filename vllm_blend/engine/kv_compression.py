@@ -20,6 +20,7 @@ from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.request import Request
 from vllm_blend.worker.cache_engine import CacheEngine
 from vllm_blend.worker.compressed_decode import CompressedDecode
+from vllm_blend.worker.compressed_prefill import CompressedPrefill
 from vllm_blend.worker.compressed_step import CompressedStep
 from vllm_blend.worker.compression_hooks import PromptMetric
 
@@ -50,6 +51,7 @@ class KVCompression:
         self.engine = KVCompressEngine(self.tables, self.cache_engine, config.allocation)
         step = CompressedStep(runner.model, self.cache_engine, runner.backend, metric)
         runner.compressed = CompressedDecode(step, self.tables, worker.capture_compressed(step))
+        runner.compressed_prefill = CompressedPrefill(runner.model, self.cache_engine, self.tables, runner.backend)
         self.window = config.prefill_metric_collection_window_size if metric.watches else 0
         if metric.watches:
             runner.prompt_metric = PromptMetric(metric, self.window, [attention.rotary for attention in attentions])
@@ -85,7 +87,8 @@ class KVCompression:
 
     def launched(self, step: SchedulerOutput) -> None:
         """A step has been queued."""
-        self.scheduler.step_taken(sum(item.num_tokens for item in step.scheduled if item.request.in_head_pages))
+        appending = (item for item in step.scheduled if item.request.in_head_pages and not item.is_blend)
+        self.scheduler.step_taken(sum(item.num_tokens for item in appending))
         self._reserve()
 
     @torch.inference_mode()
@@ -107,7 +110,9 @@ class KVCompression:
     def _take_back(self, request: Request) -> None:
         """Slots that a step was to fill which failed before it was queued hold no KV that could be moved."""
         state = request.compression
-        if state is not None and state.index is not None and state.num_tokens > request.num_computed_tokens:
+        if state is None or state.index is None or request.awaits_blend:  # a blend is done again as a whole
+            return
+        if state.num_tokens > request.num_computed_tokens:
             self.tables.unappend(state.index, state.num_tokens - request.num_computed_tokens)
             state.num_tokens = request.num_computed_tokens
 

@@ -172,7 +172,9 @@ class LLMEngine:
             )
         if self.config.blend.enable_blending and parsed.chunk_bounds:
             asked = self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend
-            if blending and parsed.retain is not False:
+            if blending and self.composer.compresses(parsed):
+                self.config.kv_compress.check_compressed_chunks(compression)
+            elif blending and parsed.retain is not False:
                 composition = composition_key(self.fingerprint, parsed, asked)
         if not blending and hooks.get("check"):
             plan = self._plan_from_hooks(parsed)

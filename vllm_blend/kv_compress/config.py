@@ -147,6 +147,15 @@ class KVCompressConfig:
             "first, or lower the second",
         )
 
+    def check_compressed_chunks(self, settings: CompressionSettings) -> None:
+        """Raises ValueError where KV of prompts over compressed chunks cannot be evicted by these settings."""
+        require(
+            not (settings.evicts and self.make_metric().watches),
+            f"kvc_metric={self.kvc_metric!r} looks at the last queries of a prompt in ordinary pages, where one over "
+            "compressed chunks (blend_chunk_kept_share) never is: to evict KV of such prompts "
+            "(target_compression_rate, max_cache_tokens), use a metric that looks at none, such as keydiff",
+        )
+
     def settings_of(self, wishes: dict[str, Any]) -> CompressionSettings:
         """What holds for a request: its own wishes, where they are not None, before the engine's settings.
 

@@ -70,7 +70,8 @@ class KVCompressScheduler:
                 continue
             if state.index is not None:
                 indices.append(state.index)
-                in_head_pages.append((request, state))
+                if not request.awaits_blend:
+                    in_head_pages.append((request, state))
             elif is_complete(request):
                 output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
         everybody = everybody or self.is_full or not self.tables.can_append(indices, 1)

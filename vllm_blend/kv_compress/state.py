@@ -11,8 +11,9 @@ from vllm_blend.kv_compress.config import CompressionSettings
 
 @dataclass
 class CompressionState:
-    """Of a request whose KV may be evicted. Its prompt is computed in ordinary blocks; from the end of that on its KV
-    is in head pages, in the row `index` of the engine's `HeadTables`."""
+    """Of a request whose KV may be evicted, or whose prompt has compressed chunks. Its prompt is computed in ordinary
+    blocks, and from the end of that on its KV is in head pages, in the row `index` of the engine's `HeadTables`; with
+    compressed chunks it is there from the start."""
 
     settings: CompressionSettings
     window: int = 0  # of the prompt's last queries, how many the metric looks at
@@ -26,6 +27,11 @@ class CompressionState:
     num_prompt_tokens: int = 0  # that were in the cache when it came into head pages
     compressed_at: int = 0  # tokens that it had when it was last compressed, or came into head pages
     num_compressions: int = 0  # that have evicted something
+
+    def begin(self, index: int, num_tokens: int) -> None:
+        """Its KV is in head pages from now on, or about to be written there."""
+        self.index = index
+        self.num_tokens = self.num_prompt_tokens = self.compressed_at = num_tokens
 
     def reset(self) -> None:
         """The request gives its pages back, and is computed again from the start if it goes on."""

@@ -47,9 +47,9 @@ def first_positions(
         count = int(plans[index].selector.first_share() * plans[index].final_budget)
         if count and not plans[index].looks_at.checks:
             try:
-                repaired[index] = _choose(plans[index], mass_of[index], count)
+                repaired[index] = choose_positions(plans[index], mass_of[index], count)
             except Exception as error:
-                errors[index] = _failure(plans[index], error)
+                errors[index] = failure(plans[index], error)
     if repaired:
         again = question_mass([requests[i] for i in repaired], model, cache, backend, arriving, list(repaired.values()))
         mass_of |= zip(repaired, again, strict=True)
@@ -58,9 +58,9 @@ def first_positions(
         chosen = plan.candidates
         if not plan.looks_at.checks and plan.final_budget < len(chosen):
             try:
-                chosen = _choose(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
+                chosen = choose_positions(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                errors[index] = _failure(plan, error)
+                errors[index] = failure(plan, error)
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
         result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
     return result, mass_of, errors
@@ -84,7 +84,7 @@ def question_mass(
     for index, request in enumerate(requests):
         plan = _plan(request)
         looks.append(plan.selector.look(len(cache.layers)))
-        positions, num_suffix = _question_positions(plan)
+        positions, num_suffix = question_positions(plan)
         if beside:
             rest = positions.to(beside[index].device, non_blocking=True)
             positions = torch.cat([beside[index], rest]).sort().values
@@ -103,18 +103,20 @@ def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tenso
     plan = _plan(request)
     if plan.selector.look(len(graphs.cache.layers)) != Look(graphs.num_layers):
         return []
-    positions, num_suffix = _question_positions(plan)
+    positions, num_suffix = question_positions(plan)
     mass = graphs.run(request, positions.numpy(), num_suffix)
     return [] if mass is None else [mass[: plan.num_prompt_tokens]]
 
 
-def _question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
+def question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
     """What the question's pass computes, holes first: positions [n] int64, and how many of them are the question."""
     suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
     return torch.cat([plan.holes, suffix]) if len(plan.holes) else suffix, len(suffix)
 
 
-def _choose(plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.Tensor | None = None) -> torch.Tensor:
+def choose_positions(
+    plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     """The `count` positions a selector picks, those `kept` among them, on the device of what it looked at."""
     if count == 0:
         return plan.candidates[:0]
@@ -133,7 +135,7 @@ def _choose(plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.
     return chosen if kept is None else torch.cat([kept, chosen])
 
 
-def _failure(plan: BlendPlan, error: Exception) -> str:
+def failure(plan: BlendPlan, error: Exception) -> str:
     return f"the selector {plan.selector.name!r} failed: {error!r}"
 
 

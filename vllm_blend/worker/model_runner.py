@@ -27,6 +27,7 @@ from vllm_blend.worker.cascade import CascadePlanner
 from vllm_blend.worker.cascade_graphs import CascadeGraphs
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.compressed_decode import CompressedDecode
+from vllm_blend.worker.compressed_prefill import CompressedPrefill
 from vllm_blend.worker.compression_hooks import PromptMetric
 from vllm_blend.worker.corrections import correction_hooks
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
@@ -41,8 +42,8 @@ class BlendResult:
 
     plan: BlendPlan
     computed: torch.Tensor  # [n] int64, ascending, holes included
-    all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer
-    computed_slots: torch.Tensor  # [m] int64, of the rows whose K and V the last layer computed
+    all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer; none of a blend in head pages
+    computed_slots: torch.Tensor  # [m] int64, of the rows whose K and V the last layer computed; likewise
 
 
 @dataclass
@@ -82,6 +83,7 @@ class ModelRunner:
         self.cascade: CascadePlanner | None = None  # where shared pages are attended once
         self.cascade_graphs: CascadeGraphs | None = None
         self.compressed: CompressedDecode | None = None  # where requests may have head pages
+        self.compressed_prefill: CompressedPrefill | None = None  # likewise
         self.prompt_metric: PromptMetric | None = None  # scores KVs by the last queries of their prompt
 
     @torch.inference_mode()
@@ -109,15 +111,32 @@ class ModelRunner:
         states: list[SamplingState] = []
         if in_blocks:
             self._run(in_blocks, result, logits, states)
-        if in_head_pages:
-            assert self.compressed is not None
-            hidden = self.compressed.run(in_head_pages, self._drawn)
-            logits.append(self.model.compute_logits(hidden))  # type: ignore[operator]
-            states += [state for item in in_head_pages for state in _states(item)]
-            result.sampled += [item.request for item in in_head_pages]
+        for is_blend in (True, False):
+            some = [item for item in in_head_pages if item.is_blend == is_blend]
+            if some:
+                hidden = self._prefill_in_head_pages(some, result) if is_blend else self._decode_in_head_pages(some)
+                logits.append(self.model.compute_logits(hidden))  # type: ignore[operator]
+                states += [state for item in some for state in _states(item)]
+                result.sampled += [item.request for item in some]
         if logits:
             result.tokens = self.sampler.start(logits[0] if len(logits) == 1 else torch.cat(logits), states)
         return result
+
+    def _decode_in_head_pages(self, items: Sequence[ScheduledRequest]) -> torch.Tensor:
+        assert self.compressed is not None
+        return self.compressed.run(items, self._drawn)
+
+    def _prefill_in_head_pages(self, items: Sequence[ScheduledRequest], result: RunnerOutput) -> torch.Tensor:
+        """Of prompts over compressed chunks: hidden states [requests, hidden_size] of their last tokens."""
+        assert self.compressed_prefill is not None
+        requests = [item.request for item in items]
+        done = self.compressed_prefill.run(requests)
+        result.errors |= {requests[index]: text for index, text in done.errors.items()}
+        no_slots = torch.empty(0, dtype=torch.int64)  # in ordinary blocks
+        for request, computed in zip(requests, done.computed, strict=True):
+            assert request.blend is not None
+            result.blends[request] = BlendResult(request.blend, computed, no_slots, no_slots)
+        return done.hidden
 
     def _run(
         self,
