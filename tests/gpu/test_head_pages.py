@@ -11,7 +11,8 @@ import torch
 
 from tests.kv_compress.store import Shape, Store
 from tests.kv_compress.worlds import ALLOCATIONS
-from vllm_blend.kv_compress.evictions import schedule_evictions
+from vllm_blend.kv_compress.evictions import SORTED_BYTES, schedule_evictions
+from vllm_blend.kv_compress.moves import num_moves, schedule_moves
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,20 @@ def test_ties_and_odd_values(allocation: str) -> None:
         actual = schedule_evictions(*on_gpu, 16, allocation)  # type: ignore[arg-type,call-arg]
     assert torch.equal(actual.evicted.cpu(), expected.evicted)
     assert torch.equal(actual.num_blocks.cpu(), expected.num_blocks)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("shape", [(8, 16, 8, 4096), (1, 32, 8, 8192), (64, 32, 8, 64)])
+def test_memory_that_choosing_takes(allocation: str, shape: tuple[int, ...]) -> None:
+    """Engines leave so much of a GPU's memory free."""
+    metric = torch.rand(shape, device=CUDA)
+    positions = torch.arange(shape[-1], device=CUDA).expand(shape).contiguous()
+    lengths = torch.full(shape[:-1], shape[-1], device=CUDA)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    evictions = schedule_evictions(metric, positions, lengths, 1000, 4, shape[-1] - 32, 16, allocation)  # type: ignore[arg-type]
+    schedule_moves(evictions, lengths, positions, int(num_moves(evictions, evictions.new_lengths(lengths))))
+    assert torch.cuda.max_memory_allocated() - before <= SORTED_BYTES * metric.numel() + (16 << 20)
 
 
 def test_a_step_waits_for_nothing() -> None:

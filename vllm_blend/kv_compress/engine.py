@@ -15,15 +15,13 @@ import torch.nn.functional as F
 
 from vllm_blend.kv_compress.compression_metrics import CompressionMetrics
 from vllm_blend.kv_compress.config import Allocation
-from vllm_blend.kv_compress.evictions import schedule_evictions
+from vllm_blend.kv_compress.evictions import SORTED_TOGETHER, schedule_evictions
 from vllm_blend.kv_compress.moves import CacheMoves, num_moves, schedule_moves
 from vllm_blend.kv_compress.scheduler import Eviction, KVCompressSchedulerOutput
 from vllm_blend.kv_compress.state import CompressionState
 from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.worker.cache_engine import CacheEngine, Survivors
-
-SORTED_TOGETHER = 1 << 22  # KVs of several requests, padding counted: sorting takes some 100 bytes for each
 
 
 @dataclass(frozen=True)

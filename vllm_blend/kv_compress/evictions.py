@@ -15,6 +15,8 @@ import torch
 
 from vllm_blend.kv_compress.config import Allocation
 
+SORTED_TOGETHER = 1 << 22  # KVs of several requests at a time, padding counted; of one, as many as it has
+SORTED_BYTES = 100  # what sorting takes for each beside its metric and position, at most
 _LAST = torch.iinfo(torch.int64).max  # sorts behind everything
 
 

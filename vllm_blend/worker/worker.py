@@ -14,6 +14,7 @@ from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import EngineConfig, require
+from vllm_blend.kv_compress.evictions import SORTED_BYTES, SORTED_TOGETHER
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
 from vllm_blend.offload.attention import tapped_layers
@@ -118,6 +119,14 @@ class Worker:
         one = self.num_layers * config.scheduler.max_num_seqs * self.num_kv_heads * width * torch.int32.itemsize
         return (4 if self.wants_graphs else 3) * one
 
+    @property
+    def _eviction_bytes(self) -> int:
+        """What choosing KVs to evict takes between two steps, at most."""
+        if not self.config.kv_compress.enable_kvc:
+            return 0
+        most = max(SORTED_TOGETHER, self.num_layers * self.num_kv_heads * self.max_model_len)
+        return most * (SORTED_BYTES + torch.float32.itemsize + torch.int64.itemsize)
+
     def _allocate(self, num_blocks: int) -> KVCache:
         size = self.config.cache.block_size
         return KVCache.allocate(
@@ -202,7 +211,7 @@ class Worker:
             utilization=self.config.cache.gpu_memory_utilization,
             other=now.other,
             weights=now.reserved,
-            activations=activations + self._head_table_bytes,
+            activations=max(activations, self._eviction_bytes) + self._head_table_bytes,
             graphs=graphs,
             chunk_store=int(blend.chunk_cache_gib * GIB) if chunks_here else 0,
         )
