@@ -35,7 +35,7 @@ from vllm_blend.pipeline.quality.sweep import Measured, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json", "samsum.json")]
-SAMPLES, QUICK_SAMPLES = 90, 9  # about 60 and 5 minutes of one core of an AMD EPYC
+SAMPLES, QUICK_SAMPLES = 90, 9  # to stay below 60 and 5 minutes on two cores
 
 
 def make_parser() -> argparse.ArgumentParser:
