@@ -80,6 +80,7 @@ class CompressedReference(BlendReference):
             k_all, v_all = (torch.cat([t, torch.zeros(more, *t.shape[1:], dtype=t.dtype)]) for t in context.kv[index])
             k_all[active], v_all[active] = k, v
             there = torch.cat([kept[index], torch.ones(more, k.shape[1], dtype=torch.bool)])
+            there[active] = True
             group = q.shape[1] // k.shape[1]
             keys = self._rotate(k_all, positions).repeat_interleave(group, 1)
             scores = torch.einsum("nhd,mhd->hnm", self._rotate(q, active), keys) / self._head_dim**0.5

@@ -43,9 +43,6 @@ class BlendPlan:
 
     Positions fall into four kinds: exact (left alone), candidates (reused; the selector picks from them), holes
     (nothing stored) and the suffix with whatever was generated since. Holes and suffix are always computed.
-
-    Where a prompt begins with a compressed chunk, positions before which some head of it has kept nothing are no
-    candidates either: there would be nothing that their queries could see.
     """
 
     segments: tuple[Segment, ...]
@@ -62,13 +59,10 @@ class BlendPlan:
 
     @cached_property
     def _kinds(self) -> np.ndarray:
-        """[suffix_start] int8: 0 hole, 1 candidate, 2 exact, 3 reused and never computed."""
+        """[suffix_start] int8: 0 hole, 1 candidate, 2 exact."""
         kinds = np.zeros(self.suffix_start, np.int8)
         for segment in self.segments:
             kinds[segment.start : min(segment.stop, self.suffix_start)] = 2 if segment.exact else 1
-            if segment.start == 0 and segment.kv.positions is not None:
-                unseen = kinds[: int(segment.kv.positions[:, 0].max())]
-                unseen[unseen == 1] = 3
         return kinds
 
     @cached_property
@@ -76,13 +70,15 @@ class BlendPlan:
         """Whether heads have kept different KVs of some segment: such a prompt is computed in head pages."""
         return any(segment.kv.positions is not None for segment in self.segments)
 
-    def num_kvs(self, num_tokens: int) -> int:
-        """KVs that each head has, when the first `num_tokens` tokens, which are more than the context, are in the
-        cache."""
-        return num_tokens - sum(segment.kv.num_tokens - segment.kv.num_kvs for segment in self.segments)
+    def most_kvs(self, num_tokens: int) -> int:
+        """KVs that a head has at most, when the first `num_tokens` tokens, which are more than the context, are in the
+        cache: those of tokens that are computed again are in every head."""
+        kept = num_tokens - sum(segment.kv.num_tokens - segment.kv.num_kvs for segment in self.segments)
+        return min(num_tokens, kept + self.final_budget)
 
     def head_positions(self, num_tokens: int) -> torch.Tensor:
-        """The positions that these KVs have: [layers, kv_heads, num_kvs] int64 on the host, ascending."""
+        """The positions of which heads have a KV before anything of a chunk is computed again: [layers, kv_heads, n]
+        int64 on the host, ascending."""
         layers, _, kv_heads, _ = self.segments[0].kv.k.shape
         pieces, start = [], 0
         for segment in sorted(self.segments, key=lambda segment: segment.start):

@@ -328,7 +328,7 @@ class Scheduler:
     def _open_heads(self, request: Request, num_tokens: int) -> bool:
         """`_grow` of a waiting request whose chunks are compressed: it has head pages from the start."""
         assert self.head_tables is not None and request.blend is not None
-        lengths = np.full(self.head_tables.lengths.shape[1:], request.blend.num_kvs(num_tokens))
+        lengths = np.full(self.head_tables.lengths.shape[1:], request.blend.most_kvs(num_tokens))
         try:
             index = self.head_tables.open(lengths)
         except OutOfBlocks:

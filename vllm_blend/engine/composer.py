@@ -365,7 +365,9 @@ class ChunkComposer:
     def _finish(self, composition: Composition) -> None:
         if not composition.requests:
             return
-        segments = [Segment(p.start, p.kv, p.exact) for p in composition.pieces if p.kv is not None]
+        # What heads have dropped of a chunk that stands where it was encoded is missing all the same.
+        stored = [(piece, piece.kv) for piece in composition.pieces if piece.kv is not None]
+        segments = [Segment(p.start, kv, p.exact and kv.num_kvs == kv.num_tokens) for p, kv in stored]
         plan = None  # nothing is reused but perhaps the prefix, which is the prefix cache's business
         if composition.chunks:
             plan = self._controlled(self._plan(composition.parsed, segments), composition.parsed)

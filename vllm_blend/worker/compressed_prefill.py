@@ -2,8 +2,11 @@
 
 A head has only the KVs of a chunk that it has kept, so a block of all heads could not hold them. The pass is that of
 any blend: stored KV is placed, the question looks, the chosen tokens and the suffix are computed. A token that is
-computed again is written for the heads that have kept it, and sees in every head what that head has at positions up to
-its own.
+computed again is in every head then, whether that head has kept it or not: with all of them computed, the pages hold
+what full prefill would have put there.
+
+Slots of a head are in order of position, which is what the mask goes by. So what the question looks at is placed
+without the tokens that it is about to choose, and placed again beside these.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 from vllm_blend.worker.blend_runner import choose_positions, failure, question_positions
 from vllm_blend.worker.cache_engine import CacheEngine
-from vllm_blend.worker.head_layout import HeadLayout, HeadRows
+from vllm_blend.worker.head_layout import NOWHERE, HeadLayout, HeadRows
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Prefilled:
 
     hidden: torch.Tensor  # [requests, hidden_size], of their last tokens
     computed: list[torch.Tensor]  # of each, the positions before the suffix that were computed, [n] int64
-    errors: dict[int, str]  # of those whose selector has failed; these were computed all the same
+    errors: dict[int, str]  # of those whose selector has failed
 
 
 class CompressedPrefill:
@@ -47,12 +50,15 @@ class CompressedPrefill:
 
     def run(self, requests: Sequence[Request]) -> Prefilled:
         """Raises ChunkLost where stored KV that was on its way is lost."""
-        layouts = [HeadLayout.of(request, self.tables) for request in requests]
+        at, errors = self._choose(requests)
+        layouts = [HeadLayout.of(request, self.tables, own) for request, own in zip(requests, at, strict=True)]
         for request, layout in zip(requests, layouts, strict=True):
             self._place(_plan(request), layout)
-        at, errors = self._choose(requests, layouts)
         rows = HeadRows(layouts, at, self.device)
         hidden = self._forward(requests, at, rows, len(self.rotaries))
+        for request, layout in zip(requests, layouts, strict=True):
+            assert request.compression is not None and request.compression.index is not None
+            self.tables.shrink(request.compression.index, layout.lengths.numpy())
         ends = torch.tensor(rows.num_tokens).cumsum(0) - 1
         starts = [_plan(request).suffix_start for request in requests]
         computed = [positions[positions < start] for positions, start in zip(at, starts, strict=True)]
@@ -60,36 +66,37 @@ class CompressedPrefill:
 
     def _place(self, plan: BlendPlan, layout: HeadLayout) -> None:
         """Write stored KV to the request's slots, K rotated to where it stands, and note the positions of all KVs."""
-        num_layers, _, n = layout.positions.shape
-        slots = layout.slots(torch.arange(n).expand(layout.positions.shape))
-        self.cache.enter(to_device(slots.flatten(1), self.device), to_device(layout.positions.flatten(1), self.device))
-        segments, dropped = [], 0
-        for segment in sorted(plan.segments, key=lambda segment: segment.start):
+        num_layers, kv_heads, n = layout.positions.shape
+        there = layout.positions != NOWHERE
+        slots = layout.slots(torch.arange(n).expand(layout.positions.shape)).masked_fill(~there, 0)
+        noted = layout.positions.masked_fill(~there, 0)
+        self.cache.enter(to_device(slots.flatten(1), self.device), to_device(noted.flatten(1), self.device))
+        pieces = []
+        for segment in plan.segments:
             segment.kv.wait()
-            first = segment.start - dropped
-            segments.append((segment.kv, slice(first, first + segment.kv.num_kvs)))
-            dropped += segment.kv.num_tokens - segment.kv.num_kvs
-        numbers = torch.cat([torch.arange(where.start, where.stop) for _, where in segments])
+            kept = segment.kv.positions
+            within = torch.arange(segment.kv.num_tokens) if kept is None else kept.transpose(1, 2).long()
+            pieces.append((segment.start + within).expand(num_layers, kv_heads, -1))
+        stored = torch.cat(pieces, -1)
+        places = layout.slots(layout.ranks(stored))
         for layer in range(num_layers):
-            positions, places = (of[layer][:, numbers].t().flatten() for of in (layout.positions, slots))
-            cos, sin = self.rotaries[layer].cos_sin(to_device(positions, self.device))
-            stored = [(self._by_slot(kv.k[layer]), self._by_slot(kv.v[layer])) for kv, _ in segments]
+            by_token = [to_device(of[layer].t().flatten(), self.device) for of in (stored, places)]
+            cos, sin = self.rotaries[layer].cos_sin(by_token[0])
+            kvs = [(self._by_slot(s.kv.k[layer]), self._by_slot(s.kv.v[layer])) for s in plan.segments]
             keys, values = self.cache.head_keys[None], self.cache.head_values[None]
-            ops.place_chunks(stored, cos, sin, keys, values, to_device(places, self.device))
+            ops.place_chunks(kvs, cos, sin, keys, values, by_token[1])
 
     def _by_slot(self, x: torch.Tensor) -> torch.Tensor:
         """K or V of a layer [KVs, kv_heads, head_dim] as rows of one head each, [1, KVs * kv_heads, 1, head_dim]."""
         return x.to(self.device, non_blocking=True).reshape(1, -1, 1, x.shape[-1])
 
-    def _choose(
-        self, requests: Sequence[Request], layouts: Sequence[HeadLayout]
-    ) -> tuple[list[torch.Tensor], dict[int, str]]:
+    def _choose(self, requests: Sequence[Request]) -> tuple[list[torch.Tensor], dict[int, str]]:
         """The ascending positions of each request that are computed, on the host, and which selectors failed."""
         plans = [_plan(request) for request in requests]
         asking = [index for index, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
         masses: dict[int, torch.Tensor] = {}
         if asking:
-            looked = self._question([requests[i] for i in asking], [layouts[i] for i in asking])
+            looked = self._question([requests[i] for i in asking])
             masses = dict(zip(asking, looked, strict=True))
         result, errors = [], {}
         for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
@@ -98,13 +105,16 @@ class CompressedPrefill:
                 try:
                     chosen = choose_positions(plan, masses.get(index), plan.final_budget).cpu()
                 except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                    errors[index] = failure(plan, error)
+                    errors[index], chosen = failure(plan, error), chosen[:0]  # there are pages for the budget alone
             suffix = torch.arange(plan.suffix_start, request.num_tokens)
             result.append(torch.cat([chosen, plan.holes, suffix]).sort().values)
         return result, errors
 
-    def _question(self, requests: Sequence[Request], layouts: Sequence[HeadLayout]) -> list[torch.Tensor]:
+    def _question(self, requests: Sequence[Request]) -> list[torch.Tensor]:
         """As `blend_runner.question_mass`: one pass of the suffixes and holes alone."""
+        layouts = [HeadLayout.of(request, self.tables) for request in requests]
+        for request, layout in zip(requests, layouts, strict=True):
+            self._place(_plan(request), layout)
         num_layers, looks, at, counts = len(self.rotaries), [], [], []
         for request in requests:
             plan = _plan(request)

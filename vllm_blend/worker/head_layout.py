@@ -14,42 +14,47 @@ from vllm_blend.kv_compress.tables import HeadTables
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 
+NOWHERE = torch.iinfo(torch.int64).max  # behind every position
+
 
 @dataclass(frozen=True)
 class HeadLayout:
     """Of one request: KV number r of a head has positions[layer, head, r] and is in the r-th slot of its pages, so a
     query at position p sees those of numbers up to `ranks(p)`. All on the host."""
 
-    positions: torch.Tensor  # [L, H, n] int64, ascending
+    positions: torch.Tensor  # [L, H, n] int64, ascending; NOWHERE behind the last one of a head
     tables: torch.Tensor  # [L, H, W] int64 head pages
     block_size: int
 
     @classmethod
-    def of(cls, request: Request, tables: HeadTables) -> HeadLayout:
+    def of(cls, request: Request, tables: HeadTables, computed: torch.Tensor | None = None) -> HeadLayout:
+        """With the tokens at positions `computed` [m] in every head, beside what each has kept."""
         state, plan = request.compression, request.blend
         assert state is not None and state.index is not None and plan is not None
         positions = plan.head_positions(request.num_tokens).contiguous()
+        if computed is not None:
+            positions = united(positions, computed)
         width = -(-positions.shape[-1] // tables.block_size)
         pages = tables.tables[state.index, ..., :width].astype(np.int64)
         return cls(positions, torch.from_numpy(pages), tables.block_size)
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """KVs of each head, [L, H] int64."""
+        return (self.positions != NOWHERE).sum(-1)
+
     def ranks(self, at: torch.Tensor) -> torch.Tensor:
-        """The number of the last KV that queries at positions `at` [m] see: [L, H, m] int64. Raises RuntimeError where
-        a head has none for them to see."""
+        """The numbers of the KVs at positions `at`, [m] of each head or [L, H, m], which every head has: [L, H, m]
+        int64. Queries there see up to these. Raises RuntimeError where a head has none there."""
         wanted = at.expand(*self.positions.shape[:2], -1).contiguous()
-        ranks = torch.searchsorted(self.positions, wanted, right=True) - 1
-        if bool((ranks < 0).any()):
-            raise RuntimeError("a token is computed that sees no KV of some head")
+        ranks = torch.searchsorted(self.positions, wanted)
+        if not torch.equal(self.positions.gather(-1, ranks.clamp(max=self.positions.shape[-1] - 1)), wanted):
+            raise RuntimeError("a head has no place for a token that is computed or placed")
         return ranks
 
     def slots(self, ranks: torch.Tensor) -> torch.Tensor:
         """Where the KVs of these numbers are: [L, H, m] int64."""
         return self.tables.gather(-1, ranks // self.block_size) * self.block_size + ranks % self.block_size
-
-    def slots_to_write(self, at: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """Where K and V of the tokens at positions `at` [m] go: [L, H, m] int64, 0 for heads that have not kept them,
-        which is a slot that nobody reads."""
-        return torch.where(self.positions.gather(-1, ranks) == at, self.slots(ranks), 0)
 
 
 class HeadRows(Sequence[AttentionMetadata]):
@@ -61,7 +66,7 @@ class HeadRows(Sequence[AttentionMetadata]):
         """`at`: of each request, the ascending positions [m] int64 on the host that are computed."""
         self.num_tokens, self.device = [len(positions) for positions in at], device
         ranks = [layout.ranks(positions) for layout, positions in zip(layouts, at, strict=True)]
-        written = [one.slots_to_write(p, r) for one, p, r in zip(layouts, at, ranks, strict=True)]
+        written = [layout.slots(mine) for layout, mine in zip(layouts, ranks, strict=True)]
         self.kv_heads = layouts[0].positions.shape[1]
         self._ranks = torch.cat(ranks, -1).transpose(1, 2).flatten(1)  # [L, rows]
         self._written = torch.cat(written, -1).transpose(1, 2).flatten(1)
@@ -105,3 +110,13 @@ def padded(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tables [L, H, W] as wide as the widest: [L, tables, H, W], with page 0 beyond their own."""
     width = max(table.shape[-1] for table in tables)
     return torch.stack([torch.nn.functional.pad(table, (0, width - table.shape[-1])) for table in tables], 1)
+
+
+def united(positions: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Ascending positions [L, H, n] with those in `more` [m] too, once each: [L, H, <= n + m], NOWHERE behind the last
+    one of a head."""
+    both = torch.cat([positions, more.expand(*positions.shape[:2], -1)], -1).sort(-1).values
+    again = torch.zeros_like(both, dtype=torch.bool)
+    again[..., 1:] = both[..., 1:] == both[..., :-1]
+    both = both.masked_fill(again, NOWHERE).sort(-1).values
+    return both[..., : int((both != NOWHERE).sum(-1).max())].contiguous()
