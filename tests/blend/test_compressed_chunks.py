@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -251,6 +252,34 @@ def test_aborts_give_all_pages_back() -> None:
                 inner.step()
             inner.abort_request([str(index) for index in range(len(RULES))])
             assert inner.kv_compression is not None and inner.kv_compression.pool.num_used_pages == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_arrivals_and_aborts_by_chance_leave_every_page_free(runs_ahead: bool) -> None:
+    rng = random.Random(5)
+    evicting: dict[str, Any] = {"kvc_metric": "knorm", "protected_window_size": 6, "num_sinks": 1, "kvc_interval": 4}
+    settings = settings_of(0.3, **evicting, **pages_for(160) | {"async_scheduling": runs_ahead})
+    with engine(TINY, **settings) as llm:
+        inner, live, num_finished = llm.llm_engine, set[str](), 0
+        for step in range(400):
+            if len(live) < 8 and rng.random() < 0.3:
+                prompt: Any = tiny_prompt(**rng.choice(RULES))
+                kept = rng.choice([{}, {}, {"max_cache_tokens": 20}, {"target_compression_rate": 0.5}])
+                params = greedy(rng.randrange(1, 25), ignore_eos=True, **kept)
+                inner.add_request(str(step), rng.choice([prompt, prompt, plain(prompt)]), params)
+                live.add(str(step))
+            if live and rng.random() < 0.03:
+                name = rng.choice(sorted(live))
+                inner.abort_request(name)
+                live.discard(name)
+            for output in inner.step():
+                assert output.error is None
+                num_finished += output.finished
+                live -= {output.request_id} if output.finished else set()
+        inner.abort_request(sorted(live))
+        assert not inner.has_unfinished_requests() or not finished(llm)
+        assert num_finished > 40 and inner.scheduler.num_preemptions > 5
+        assert inner.kv_compression is not None and inner.kv_compression.pool.num_used_pages == 0
 
 
 def test_a_step_that_fails_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
