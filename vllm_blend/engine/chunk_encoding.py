@@ -44,7 +44,8 @@ def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
     if and only if the key says so."""
     tokens = len(chunk.token_ids)
     compressed = chunk.key != chunk_key(model, chunk.context, chunk.token_ids)
-    if compressed != (kv.positions is not None) or kv.num_tokens != tokens or not kv.is_sound:
+    holds_a_part = kv.positions is not None
+    if compressed != holds_a_part or (holds_a_part and kv.num_tokens != tokens) or not kv.is_sound:
         raise ValueError(
             f"the KV given for chunk {chunk.key} is {kv.num_kvs} KVs of {kv.num_tokens} tokens, but the chunk has "
             f"{tokens}, of which its key says that {'a part is' if compressed else 'all are'} kept "
