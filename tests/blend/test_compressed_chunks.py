@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.blend.compressed_reference import CompressedReference
 from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
+from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import (
     assert_identical,
     assert_logprobs_match,
@@ -38,6 +39,8 @@ from tests.engine.engines import (
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.blend.selectors import SELECTORS, Selector, register_selector
 from vllm_blend.engine.arg_utils import EngineArgs
+
+pytestmark = pytest.mark.cpu_only  # which KVs are kept is compared with float64: half precision may keep others
 
 TINY = tiny_model("llama")
 PARAMS = greedy(12, logprobs=2, ignore_eos=True)
@@ -337,6 +340,20 @@ def test_all_computed_again_is_full_prefill(prefix: list[int]) -> None:
             [output] = run(llm, tiny_prompt(**rule, prefix=prefix), PARAMS)
             assert_counts_add_up(output)
             assert_logprobs_match(output, hf_model(TINY))
+
+
+@pytest.mark.parametrize("selector", ["first_tokens", "value_deviation", "question_attention"])
+def test_registered_chunks_stay_whole(selector: str) -> None:
+    """And prompts of them are computed in ordinary pages, which are retained."""
+    answers = []
+    for settings in ({}, {"enable_kvc": True, "blend_chunk_kept_share": 0.5}):
+        with chunked_llm(**settings) as chunked:
+            chunks = [chunked.register_chunk(random_ids(n, n)).id for n in (9, 21)]
+            ask = {"query": random_ids(5, 1), "selector": selector, "sampling_params": PARAMS}
+            answers.append([chunked.generate_from_chunks(None, chunks, **ask) for _ in range(2)])
+    for expected, output in zip(*answers, strict=True):
+        assert_same_logprobs(output, expected)
+        assert output.blend == expected.blend
 
 
 def test_chunks_computed_earlier_are_taken_back() -> None:
