@@ -63,6 +63,8 @@ class Composed(Selector):
 
 def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
     """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
+    if not isinstance(text, str):  # of a prompt, whose types nobody has checked
+        raise ValueError(f"blend_selector={text!r} is unknown: use one of {sorted(selectors)}, or register your own")
     rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
     if not levers:
         return rule
