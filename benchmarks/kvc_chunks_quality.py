@@ -17,7 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvc_quality import answer, difference
+from benchmarks.answers import difference
+from benchmarks.kvc_quality import answer
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import prompt_for

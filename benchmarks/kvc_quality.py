@@ -11,13 +11,13 @@ standard error of the mean difference to that, over the same questions.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import difference, same_tokens
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.kv_compress.metrics import METRICS
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
@@ -82,20 +82,6 @@ def answer(
         raise RuntimeError(failed[0])
     f1 = [score_prediction(o.outputs[0].text, list(r)).f1 for o, r in zip(outputs, references, strict=True)]
     return f1, [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def difference(ours: Sequence[float], whole: Sequence[float]) -> str:
-    gaps = [100 * (a - b) for a, b in zip(ours, whole, strict=True)]
-    return f"{statistics.mean(gaps):+.1f} +- {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
-
-
-def same_tokens(ours: Sequence[Sequence[int]], whole: Sequence[Sequence[int]]) -> float:
-    """The share of tokens after the first one that stand where they would with all KV kept."""
-    same = total = 0
-    for a, b in zip(ours, whole, strict=True):
-        total += max(len(a), len(b)) - 1
-        same += sum(x == y for x, y in zip(a[1:], b[1:], strict=False))
-    return same / max(1, total)
 
 
 if __name__ == "__main__":

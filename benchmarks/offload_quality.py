@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import difference, same_tokens
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.offload.predictors import PREDICTORS
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
@@ -103,20 +102,6 @@ def ranking(sample: Sample) -> list[int]:
     retriever = BM25Retrieval(RetrievalConfig())
     collection = Collection(sample.sample_id, sample.passages)
     return [index for index, _ in retriever.rank(retriever.build_index(collection), collection, sample.question)]
-
-
-def difference(ours: Sequence[float], floor: Sequence[float]) -> str:
-    gaps = [100 * (a - b) for a, b in zip(ours, floor, strict=True)]
-    return f"{statistics.mean(gaps):+.1f} +- {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
-
-
-def same_tokens(ours: Sequence[Sequence[int]], whole: Sequence[Sequence[int]]) -> float:
-    """The share of tokens after the first one that stand where they would with all on the device."""
-    same = total = 0
-    for a, b in zip(ours, whole, strict=True):
-        total += max(len(a), len(b)) - 1
-        same += sum(x == y for x, y in zip(a[1:], b[1:], strict=False))
-    return same / max(1, total)
 
 
 if __name__ == "__main__":
