@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from vllm_blend.checks import require
 from vllm_blend.kv_compress.chunks import ChunkCompression
 from vllm_blend.kv_compress.config import KVCompressConfig
 from vllm_blend.kv_compress.metrics import METRICS, make_metric
@@ -34,12 +35,6 @@ _DTYPES = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def resolve_device(device: str) -> torch.device:

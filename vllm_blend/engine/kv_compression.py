@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_blend.config import EngineConfig, require
+from vllm_blend.checks import require
+from vllm_blend.config import EngineConfig
 from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.kv_compress.compression_metrics import CompressionMetrics

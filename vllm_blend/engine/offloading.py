@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_blend.config import OffloadConfig, require
+from vllm_blend.checks import require
+from vllm_blend.config import OffloadConfig
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.controller import OffloadController

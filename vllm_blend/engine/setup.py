@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from vllm_blend.config import ModelConfig, require
+from vllm_blend.checks import require
+from vllm_blend.config import ModelConfig
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
 from vllm_blend.worker.worker import Worker
 

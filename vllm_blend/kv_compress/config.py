@@ -6,16 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from vllm_blend.checks import require
 from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, make_metric, setting_names
 
 Allocation = Literal["global", "layer", "head"]
 AllocationChoice = Literal["auto", "global", "layer", "head"]
 Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,8 @@ from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.config import EngineConfig, require
+from vllm_blend.checks import require
+from vllm_blend.config import EngineConfig
 from vllm_blend.kv_compress.evictions import SORTED_BYTES, SORTED_TOGETHER
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.loader import load_model
