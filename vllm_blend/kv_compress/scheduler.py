@@ -25,9 +25,6 @@ class KVCompressSchedulerOutput:
     adoptions: list[Eviction] = field(default_factory=list)  # whose prompts are complete, in ordinary blocks
     evictions: list[Eviction] = field(default_factory=list)  # of requests in head pages
 
-    def __bool__(self) -> bool:
-        return bool(self.adoptions or self.evictions)
-
 
 class KVCompressScheduler:
     """Decides before every step that is chosen with nothing in flight.

@@ -28,8 +28,8 @@ def paged_attention(
     for tensors that do not fit together.
     """
     _check(q, key_cache, positions, block_tables, sliding_window)
-    _expect(query_start_loc, "query_start_loc", torch.int64, (len(block_tables) + 1,))
-    _expect(seq_lens, "seq_lens", torch.int64, (len(block_tables),))
+    expect(query_start_loc, "query_start_loc", torch.int64, (len(block_tables) + 1,))
+    expect(seq_lens, "seq_lens", torch.int64, (len(block_tables),))
     kernels = kernels_for(q)
     if kernels is not None and cpu.takes_attention(q, key_cache, value_cache):
         return cpu.paged_attention(
@@ -160,7 +160,8 @@ def _probabilities(
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a kernel may take the tensor by its bare pointer."""
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous {dtype} tensor of shape {shape}, not {tensor.dtype} {tuple(tensor.shape)}"
@@ -177,5 +178,5 @@ def _check(
         raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv_heads} KV heads of {cached_dim}")
     if window is not None and window < 1:
         raise ValueError(f"sliding_window must be at least 1 or None, got {window}")
-    _expect(positions, "positions", torch.int64, (q.shape[0],))
-    _expect(block_tables, "block_tables", torch.int32, tuple(block_tables.shape))
+    expect(positions, "positions", torch.int64, (q.shape[0],))
+    expect(block_tables, "block_tables", torch.int32, tuple(block_tables.shape))

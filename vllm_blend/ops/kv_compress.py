@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_blend.ops import cpu, cuda_kv_compress
+from vllm_blend.ops.attention import expect
 from vllm_blend.ops.bindings import kernels_for
 
 TILE_ELEMENTS = 1 << 26  # of the largest tensor that a twin makes at a time: 256 MiB in float32
@@ -34,8 +35,8 @@ def window_sums(
     kv_heads, cached_dim = key_cache.shape[2:]
     if head_dim != cached_dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv_heads} KV heads of {cached_dim}")
-    _expect(query_positions, "query_positions", torch.int64, (len(q),))
-    _expect(block_table, "block_table", torch.int32, tuple(block_table.shape))
+    expect(query_positions, "query_positions", torch.int64, (len(q),))
+    expect(block_table, "block_table", torch.int32, tuple(block_table.shape))
     if n > block_table.numel() * key_cache.shape[1]:
         raise IndexError(
             f"block_table has {block_table.numel()} blocks of {key_cache.shape[1]}, too few for n={n} keys"
@@ -81,11 +82,11 @@ def accumulate_sums(
             f"q {tuple(q.shape)}, metric {tuple(metric.shape)} and head_keys {tuple(head_keys.shape)} do not fit "
             "together: pages are [pages, block_size, 1, head_dim]"
         )
-    _expect(key_positions, "key_positions", torch.int32, tuple(metric.shape))
-    _expect(lengths, "lengths", torch.int64, (rows,))
-    _expect(query_positions, "query_positions", torch.int64, (rows,))
+    expect(key_positions, "key_positions", torch.int32, tuple(metric.shape))
+    expect(lengths, "lengths", torch.int64, (rows,))
+    expect(query_positions, "query_positions", torch.int64, (rows,))
     if lse is not None:
-        _expect(lse, "lse", torch.float32, (rows, group))
+        expect(lse, "lse", torch.float32, (rows, group))
     if not metric.is_contiguous():
         raise ValueError("metric must be contiguous: it is added to in place")
     if tables.dtype != torch.int32 or tables.dim() != 2 or len(tables) != rows or tables.stride(1) != 1:
@@ -181,10 +182,3 @@ def _check_rule(power: int, buffer: int) -> None:
         raise ValueError(f"power must be 1 or 2, got {power}")
     if buffer < 0:
         raise ValueError(f"buffer must be at least 0, got {buffer}")
-
-
-def _expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be a contiguous {dtype} tensor of shape {shape}, not {tensor.dtype} {tuple(tensor.shape)}"
-        )
