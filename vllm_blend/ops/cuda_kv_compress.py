@@ -1,9 +1,5 @@
 """Bindings of the kernels that sum attention for KV-Compress (csrc/cuda: window_sums, accumulate_sums); the rules of
-`ops.cuda` hold here too.
-
-NOTE: they compile, and have never run on a GPU. `ops.kv_compress` runs its torch twins there until
-tests/ops_gpu/test_kv_compress.py has passed on one: see `PROVEN`.
-"""
+`ops.cuda` hold here too."""
 
 from __future__ import annotations
 
@@ -16,8 +12,6 @@ import torch
 
 from vllm_blend.ops import cuda
 from vllm_blend.ops.cuda import HEAD_DIMS, _check, _expect, _library, _rows, _stream, cache_view
-
-PROVEN = False  # whether `takes` gives the kernels any work
 
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
@@ -41,8 +35,7 @@ def takes(q: torch.Tensor, key_cache: torch.Tensor) -> bool:
     """Whether the kernels are to work on q [tokens, heads, head_dim] and a cache of any layout."""
     size = key_cache.shape[1]
     return (
-        PROVEN
-        and cuda.takes(q, q.shape[2])
+        cuda.takes(q, q.shape[2])
         and q.shape[2] in HEAD_DIMS
         and key_cache.dtype == q.dtype
         and size >= 16

@@ -90,7 +90,7 @@ class CacheEngine:
         """The KVs of new tokens, which are in `slots` [L, rows] int64 or about to be written there, have `positions`
         [rows] or [L, rows] and this metric. Nothing waits for the device, and a graph may capture it."""
         self.position.view(-1)[slots] = positions.to(torch.int32).expand(slots.shape)
-        self.metric.view(-1)[slots] = metric
+        self.metric.view(-1).index_fill_(0, slots.reshape(-1), metric)  # an assignment would copy it from the host
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Metric, float32, and positions, int64, of the KVs in `slots`, of the same shape; 0 and -1 where a slot is

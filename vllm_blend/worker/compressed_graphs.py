@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import AttentionBackend
-from vllm_blend.kv_compress.metrics import EvictionMetric
 from vllm_blend.kv_compress.tables import PADDING, DecodeTables, HeadTables
 from vllm_blend.ops import cuda_kv_compress
 from vllm_blend.ops.host_copy import fill
@@ -110,7 +108,8 @@ class _CUDAGraphs:
         return graph.replay, result
 
 
-def can_be_captured(backend: AttentionBackend, metric: EvictionMetric) -> bool:
+def can_be_captured(step: CompressedStep) -> bool:
     """Whether a graph may hold the steps of requests in head pages: the plain torch twin that accumulates a metric
     makes tensors by the longest request there may be."""
-    return backend.capturable_decode and (cuda_kv_compress.PROVEN or not metric.accumulates)
+    keys = step.cache.head_keys
+    return step.decoder.capturable_decode and (not step.metric.accumulates or cuda_kv_compress.takes(keys[:, 0], keys))

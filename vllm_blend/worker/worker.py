@@ -152,7 +152,7 @@ class Worker:
     @torch.inference_mode()
     def capture_compressed(self, step: CompressedStep) -> CompressedGraphs | None:
         """Graphs of the steps of requests in head pages, where the engine uses those."""
-        if not (self.wants_graphs and can_be_captured(step.decoder, step.metric)):
+        if not (self.wants_graphs and can_be_captured(step)):
             return None
         graphs = self.model_runner.decode_graphs
         remedy = "lower gpu_memory_utilization, max_num_seqs or max_model_len, or give enforce_eager=True"
