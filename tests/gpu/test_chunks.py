@@ -154,23 +154,25 @@ def test_deleting_a_chunk_frees_exactly_its_bytes() -> None:
     engine = chunked.llm_engine
 
     def cycle(seed: int) -> tuple[int, int]:
-        """Bytes that registering takes, and that are left after using and deleting."""
+        """Bytes that deleting frees, and that are left after it."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         chunk = chunked.register_chunk(random_ids(512, seed))
-        torch.cuda.synchronize()
-        taken = torch.cuda.memory_allocated() - before
         chunked.generate_from_chunks(None, [chunk.id], query=[5, 6, 7], sampling_params=PARAMS)
+        engine.drop_finished()
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
         deletion = chunked.delete_chunk(chunk.id)
         assert deletion.num_bytes == 512 * engine.composer.bytes_per_token
         gc.collect()
-        return taken, torch.cuda.memory_allocated() - before
+        return held - torch.cuda.memory_allocated(), torch.cuda.memory_allocated() - before
 
     cycle(1)  # what is allocated once and kept
     cycle(2)
     for seed in range(3, 8):
-        taken, left = cycle(seed)
-        assert left == 0 and taken == 512 * engine.composer.bytes_per_token
+        freed, left = cycle(seed)
+        assert left == 0 and freed == 512 * engine.composer.bytes_per_token
     assert engine.blocks.num_free_blocks == engine.blocks.num_usable_blocks and not engine.blocks.retained
 
 
