@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -119,8 +120,19 @@ def assert_empty(llm: LLM) -> None:
     inner = llm.llm_engine
     assert not inner.has_unfinished_requests()
     assert inner.get_num_unfinished_requests() == 0
+    end_moves(llm)
     assert inner.blocks.num_free_blocks == inner.blocks.num_usable_blocks
     assert not inner.processor.groups
+
+
+def end_moves(llm: LLM) -> None:
+    """Chunks may still travel when their request has ended; the pages that they own come back with the next step."""
+    offload, deadline = llm.llm_engine.offload, time.monotonic() + PATIENCE
+    if offload is not None:
+        while offload.scheduler.num_moving and time.monotonic() < deadline:
+            offload.scheduler.step({})
+            time.sleep(0.001)
+        assert offload.scheduler.num_moving == 0
 
 
 def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:

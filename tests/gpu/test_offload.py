@@ -12,6 +12,7 @@ import torch
 from tests import settings
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import demo_prompt, engine, greedy, run
+from tests.offload.placements import move_at_once
 from tests.settings import Settings
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import StreamCopies
@@ -81,14 +82,14 @@ def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor
 
 
 @pytest.mark.parametrize("predictor", ["retrieval_rank", "query_digest"])
-def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor):
+def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor, monkeypatch):
     """What is seen depends on when copies arrive, so all chunks are told to leave, and leave before the second step."""
     prompts = [demo_prompt(index, 6) for index in range(3)]
     moving = MOVING | {"offload_mode": "resident", "offload_predictor": predictor, "async_scheduling": False}
     outputs = []
     for eager in (False, True):
         with engine(**on_gpu, **moving, offload_resident_chunks=0, enforce_eager=eager) as llm:
-            _synchronous_copies(llm)
+            move_at_once(llm, monkeypatch)
             graphs = llm.llm_engine.model_executor.driver_worker.model_runner.decode_graphs
             assert (graphs is None) is (eager or on_gpu["dtype"] not in _graph_dtypes())
             outputs.append(run(llm, prompts, params()))
@@ -96,19 +97,6 @@ def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor):
             assert offload is not None and offload.scheduler.num_evictions > 0
     for left, right in zip(*outputs, strict=True):
         assert_same_logprobs(left, right)
-
-
-def _synchronous_copies(llm: Any) -> None:
-    """Every copy is over when `submit` returns: placements do not depend on the speed of the link."""
-    copies = llm.llm_engine.offload.scheduler.copies
-    submit = StreamCopies.submit
-
-    def submitted(*arguments: Any) -> Any:
-        ticket = submit(copies, *arguments)
-        copies.stream.synchronize()
-        return ticket
-
-    copies.submit = submitted
 
 
 def _graph_dtypes() -> list[str]:

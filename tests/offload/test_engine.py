@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import (
     DEMO,
     demo_prompt,
+    end_moves,
     engine,
     greedy,
     hf_model,
@@ -62,10 +62,8 @@ def assert_host_empty(llm: LLM) -> None:
     offload = llm.llm_engine.offload
     assert offload is not None
     scheduler = offload.scheduler
-    deadline = time.monotonic() + 120
-    while scheduler.num_moving and time.monotonic() < deadline:  # copies in a thread may outlive their request
-        scheduler.step({})
-    assert scheduler.num_moving == 0 and scheduler.host.num_free_blocks == scheduler.host.num_blocks
+    end_moves(llm)
+    assert scheduler.host.num_free_blocks == scheduler.host.num_blocks
     assert not scheduler._tracked and not offload.scorer._memory and not offload._asked and not offload._placed_by_rank
 
 

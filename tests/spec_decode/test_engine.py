@@ -24,7 +24,7 @@ from tests.engine.engines import (
 )
 from tests.engine.test_traffic import ARRIVAL, alone, params_of, prompt_of
 from tests.spec_decode.engines import ORACLE, counts, oracle_of, real_drafters, speculating
-from vllm_blend import LLM, RequestOutput, SamplingParams
+from vllm_blend import LLM, RequestOutput
 
 MODEL = tiny_model("llama")
 IDS = [(11 * i * i + 3 * i + 5) % TINY_VOCABULARY for i in range(60)]
@@ -252,7 +252,7 @@ def test_a_model_that_breaks_fails_the_request_and_not_its_neighbours(monkeypatc
             return logits
 
         monkeypatch.setattr(model, "compute_logits", broken)
-        first, second = run(llm, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        first, second = run(llm, PROMPTS[:2], greedy(12, ignore_eos=True))
     assert first.error is not None
     assert "NaN" in first.error
     assert list(first.outputs[0].token_ids) == list(plain[0].outputs[0].token_ids[:2])

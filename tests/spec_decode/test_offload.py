@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, run
+from tests.offload.placements import move_at_once
 from tests.spec_decode.engines import counts, real_drafters, speculating
 
 
@@ -29,11 +30,13 @@ def test_answers_are_the_same_wherever_chunks_are(method: str) -> None:
 
 @pytest.mark.parametrize("method", real_drafters())
 def test_the_predictor_sees_where_the_drafts_come_from(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that copies from a chunk brings that chunk to the device, whatever its rank said."""
+    """An answer that copies from a chunk brings that chunk to the device, whatever its rank said. The answer is short,
+    so the chunk does not come in time where copies and scores do not."""
     prompt = demo_prompt(0, 6)
     prompt["chunk_ranking"] = [5, 4, 3, 2, 1, 0]
     arguments = {"enable_blending": True, "block_size": 16, "offload_mode": "exact", "offload_predictor": "draft_union"}
-    with speculating(DEMO, method, **arguments) as llm:
+    with speculating(DEMO, method, **arguments, async_scheduling=False) as llm:
+        move_at_once(llm, monkeypatch)
         inner, seen = llm.llm_engine, []
         offload = inner.offload
         assert offload is not None

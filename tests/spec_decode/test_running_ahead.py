@@ -11,6 +11,7 @@ import torch
 from tests import settings as run_settings
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import DEMO, TINY_VOCABULARY, demo_prompt, engine, greedy, run, sampled, tiny_model, tokens_of
+from tests.offload.placements import following_drafts, move_at_once
 from tests.spec_decode.engines import ORACLE, counts, oracle_of, speculating
 from vllm_blend import LLM
 from vllm_blend.attention.context import ForwardContext, forward_context
@@ -93,11 +94,9 @@ class EagerGraphs:
         return runner.model.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("mode", [{}, {"offload_mode": "resident", "offload_predictor": "draft_union"}])
-def test_drafts_are_verified_as_rows_of_a_graph(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def verify_as_rows(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
     """Every draft as a sequence of its own over the same blocks gives the answers of several rows of one."""
     prompts, asked = [demo_prompt(i, 6) for i in range(3)], greedy(24, logprobs=3, ignore_eos=True)
-    arguments = {"enable_blending": True, "block_size": 16, **mode}
     with speculating(DEMO, "suffix", **arguments) as llm:
         expected = run(llm, prompts, asked)
     with speculating(DEMO, "suffix", **arguments) as llm:
@@ -108,3 +107,25 @@ def test_drafts_are_verified_as_rows_of_a_graph(mode: dict[str, Any], monkeypatc
     assert graphs.num_drafts > 20
     for ours, theirs in zip(outputs, expected, strict=True):
         assert_same_logprobs(ours, theirs)
+
+
+def test_drafts_are_verified_as_rows_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_as_rows(monkeypatch, enable_blending=True, block_size=16)
+
+
+def test_drafts_are_verified_as_rows_of_a_graph_while_chunks_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request sees in mode "resident" depends on when its chunks move, so they move in the same steps both
+    times: at once, and for reasons that no rounding touches."""
+    arguments: dict[str, Any] = {"enable_blending": True, "block_size": 16, "offload_mode": "resident"}
+    with following_drafts() as predictor:
+        arguments |= {"offload_predictor": predictor.name, "async_scheduling": False}
+        with speculating(DEMO, "suffix", **arguments) as llm:
+            move_at_once(llm, monkeypatch)
+            scheduler = llm.llm_engine.offload.scheduler  # type: ignore[union-attr]
+        before = scheduler.num_promotions
+        verify_as_rows(monkeypatch, **arguments)
+        assert scheduler.num_promotions > before
+        if run_settings.current().exact:  # the predictor was shown the queries of the same rows
+            half = len(predictor.expected) // 2
+            for ours, theirs in zip(predictor.expected[half:], predictor.expected[:half], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
