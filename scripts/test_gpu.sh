@@ -29,6 +29,11 @@ part() {  # part NAME ARGUMENTS...: run pytest, print a line about it, and befor
     tail -n 3 | paste -sd ' ')"
 }
 
+without_redis=""
+if ! command -v redis-server >/dev/null; then
+  echo "redis-server is not installed: the tests that start one are left out (Debian and Ubuntu: apt install redis-server)"
+  without_redis=" and not redis"
+fi
 mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)
 [[ ${#combinations[@]} -gt 0 ]] || { echo "no attention backend works on this GPU" >&2; exit 1; }
 for combination in "${combinations[@]}"; do
@@ -38,10 +43,10 @@ for combination in "${combinations[@]}"; do
     [[ $name == *"${ONLY:-}"* ]] || continue
     while [[ $(jobs -rp | wc -l) -ge $JOBS ]]; do wait -n || true; done
     # shellcheck disable=SC2086
-    part "$name" -m "not gpu" --device cuda --dtype "$dtype" --attention-backend "$backend" tests/$what &
+    part "$name" -m "not gpu$without_redis" --device cuda --dtype "$dtype" --attention-backend "$backend" tests/$what &
   done
 done
 wait
 # Alone: some of these measure the memory that is free.
-[[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m gpu tests
+[[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m "gpu$without_redis" tests
 [[ ! -e "$logs/failed" ]]
