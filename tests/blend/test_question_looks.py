@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests import tolerances
 from tests.blend.reference import BlendReference, Context
 from tests.blend.test_reference import pieces_of
 from tests.engine.compare import assert_same_choice, assert_same_logprobs
@@ -99,7 +100,7 @@ def test_the_mass_is_what_a_plain_forward_gives(settings: str) -> None:
     rule = make_selector(f"watching({settings})")
     assert isinstance(rule, QuestionAttention) and evidence.question_mass is not None
     expected = reduce(suffix_weights(reference, context, suffix, []), rule)[evidence.positions.cpu()]
-    torch.testing.assert_close(evidence.question_mass.cpu(), expected, rtol=2e-2, atol=2e-3)
+    tolerances.check_relative("mass", evidence.question_mass, expected)
 
 
 def test_a_second_look_sees_what_the_first_one_had_computed() -> None:
