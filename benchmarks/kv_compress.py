@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens-out", type=int)
     parser.add_argument("--pool-gib", type=float)
     parser.add_argument("--metric", default="kv_compress")
-    parser.add_argument("--interval", type=int, help="kvc_interval; 32 is the engine's default")
+    parser.add_argument("--interval", type=int, help="kvc_interval; 128 is the engine's default")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--results", type=Path, help="rows of this run go here, and those of earlier ones are read")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")

@@ -140,7 +140,7 @@ class EngineArgs:
     protected_window_size: int = 32
     num_sinks: int = 4
     compress_once: bool = False
-    kvc_interval: int = 32
+    kvc_interval: int = 128
     new_token_limit: int | None = None
     max_kv_per_compression: int = 1 << 24
     metric_collection_buffer_size: int = 0

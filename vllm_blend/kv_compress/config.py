@@ -91,7 +91,7 @@ class KVCompressConfig:
 
     enable_kvc: bool = False
     settings: CompressionSettings = CompressionSettings()
-    kvc_interval: int = 32
+    kvc_interval: int = 128
     new_token_limit: int | None = None
     max_kv_per_compression: int = 1 << 24
     metric_collection_buffer_size: int = 0
