@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# Runs the tests of the CUDA kernels under compute-sanitizer on a GPU, file by file, and prints a line for each.
+# Runs the tests of the CUDA kernels under compute-sanitizer on a GPU, one by one, and prints a line for each.
 #
 #   bash scripts/sanitize_gpu.sh
 #
 # PYTHON     the interpreter (python3); it has this checkout's requirements, pytest and hypothesis
 # SANITIZER  the program (compute-sanitizer)
 # TOOLS      which of its tools ("memcheck racecheck")
-# ONLY       a word that the files to run must contain, for example "decode"
-# JOBS       files at a time (4): they share the GPU
-# PATIENCE   seconds until a file is given up (900)
+# CASES      of each test, evenly spread over its cases (all): under the sanitizer each takes many times as long
+# ONLY       a word that the tests to run must contain, for example "decode"
+# JOBS       tests at a time (4): they share the GPU
+# PATIENCE   seconds until a test is given up (900)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CASES=${CASES:-0}
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 
-check() {  # check TOOL FILE
+check() {  # check TOOL TEST
   local log start=$SECONDS outcome=clean
-  log="$logs/$1-$(basename "$2" .py)"
+  log="$logs/$1-$(basename "${2//::/-}")"
   timeout "${PATIENCE:-900}" "${SANITIZER:-compute-sanitizer}" --tool "$1" --error-exitcode 9 \
     "${PYTHON:-python3}" -m pytest -p no:cacheprovider -m gpu "$2" >"$log" 2>&1 || outcome="FAILED ($?)"
   if [[ $outcome != clean ]]; then
@@ -27,11 +28,14 @@ check() {  # check TOOL FILE
   echo "$outcome  $1 $2 ($((SECONDS - start)) s): $(grep -E 'SUMMARY|(passed|failed|error).* in ' "$log" | paste -sd ' ')"
 }
 
+mapfile -t tests < <("${PYTHON:-python3}" -m pytest -p no:cacheprovider -o addopts= -m gpu --collect-only -q tests/ops_gpu |
+  grep '::' | sed 's/\[.*//' | uniq)
+[[ ${#tests[@]} -gt 0 ]] || { echo "no tests were found in tests/ops_gpu" >&2; exit 1; }
 for tool in ${TOOLS:-memcheck racecheck}; do
-  for file in tests/ops_gpu/test_*.py; do
-    [[ $file == *"${ONLY:-}"* ]] || continue
+  for test in "${tests[@]}"; do
+    [[ $test == *"${ONLY:-}"* ]] || continue
     while [[ $(jobs -rp | wc -l) -ge ${JOBS:-4} ]]; do wait -n || true; done
-    check "$tool" "$file" &
+    check "$tool" "$test" &
   done
 done
 wait

@@ -1,4 +1,4 @@
-"""The kernels of KV-Compress's sums. They are called directly: `ops.kv_compress` leaves them idle until these pass."""
+"""The kernels of KV-Compress's sums, called directly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.head_pages import DecodeProblem, WindowProblem, decode_problem, window_problem
+from tests.ops_gpu import cases
 from vllm_blend.attention.cuda import CUDABackend
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.ops import cuda_kv_compress, kv_compress
@@ -86,7 +87,7 @@ def test_buffers(buffer: int) -> None:
     check_decode(decode_problem([300, 64], 4, 64, torch.bfloat16, buffer=buffer))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases.examples(60), deadline=None)
 @given(data=st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     dtype, head_dim = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(HEAD_DIMS))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.ops_gpu import cases
 from tests.ops_gpu.pages import (
     HEAD_DIMS,
     TOKENS,
@@ -24,7 +25,9 @@ from vllm_blend.ops import cuda, cuda_attention
 
 pytestmark = pytest.mark.gpu
 
-examples = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(
+    max_examples=cases.examples(60), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 SEEDS = st.integers(0, 2**16)
 BLOCKS = 9
 
