@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def patience() -> Iterator[None]:
         yield
 
 
-@cache
+@lru_cache(maxsize=32)  # of all the suite's, some hundred engines took 12 GB
 def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> LLM:
     return new_llm(model, **{k: _thawed(v) for k, v in arguments})
 
