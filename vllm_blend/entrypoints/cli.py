@@ -13,6 +13,10 @@ COMMANDS = {
         "vllm_blend.pipeline.quality.check_model",
         "how little of a context a model may recompute before its answers suffer",
     ),
+    "finetune": (
+        "vllm_blend.finetune.command",
+        "train a model until it answers as well from reused chunks as from full prefill",
+    ),
 }
 
 

@@ -1,0 +1,128 @@
+"""`vllm-blend finetune`: a tiny model learns a data set, and bad input is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engine.engines import DEMO, ROOT, engine, greedy, run, tiny_model
+from vllm_blend.finetune.command import main
+from vllm_blend.finetune.loop import TrainingPlan, train
+from vllm_blend.finetune.rows import RowPool, make_row, pad_rows
+from vllm_blend.pipeline.datasets import normalize_sample
+from vllm_blend.pipeline.prompts import build_qa_prompt
+
+pytestmark = pytest.mark.cpu_only
+
+MUSIQUE = str(ROOT / "inputs/musique_s.json")
+SAMPLES = [
+    {"ctxs": [{"title": "", "text": "a b"}, {"title": "", "text": "c"}], "question": "who", "answers": [answer]}
+    for answer in ("x", "y")
+]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    path = tmp_path / "musique_tiny.json"
+    path.write_text(json.dumps(SAMPLES))
+    return str(path)
+
+
+@pytest.fixture
+def model() -> str:
+    return tiny_model("qwen3", max_position_embeddings=512)
+
+
+def finetune(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_the_model_learns_its_answers_reused_and_in_full(model: str, dataset: str, tmp_path: Path, capsys):
+    output = tmp_path / "new"
+    options = ["--steps", 60, "--batch-size", 8, "--learning-rate", 0.02, "--warmup-steps", 5, "--log-steps", 30]
+    data = json.loads(Path(dataset).read_text())[:1]
+    Path(dataset).write_text(json.dumps(data))
+    assert finetune(model, "--output", output, "--dataset", dataset, "--device", "cpu", *options) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [int(line.split()[1]) for line in lines] == [1, 10, 30, 60]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
+    assert losses[-1] < losses[0] / 4
+    assert "isolated 100.0%" in lines[-1]
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.encode("who") == AutoTokenizer.from_pretrained(model).encode("who")
+    prompt = build_qa_prompt(normalize_sample(data[0]), "musique")
+    with engine(str(output), enable_blending=True, blend_recompute_ratio=0.0) as llm:
+        for asked in (prompt, {"prompt": "".join([prompt["prefix"], *prompt["chunks"], prompt["suffix"]])}):
+            [answer] = run(llm, asked, greedy(4, stop="\n"))
+            assert answer.outputs[0].text.strip() == "x"
+
+
+def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path: Path):
+    output = tmp_path / "new"
+    options = ["--steps", 3, "--save-minutes", 1e-9, "--batch-size", 2, "--device", "cpu"]
+    assert finetune(model, "--output", output, "--dataset", dataset, *options) == 0
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    saved = AutoModelForCausalLM.from_pretrained(output)
+    before = AutoModelForCausalLM.from_pretrained(model)
+    assert saved.dtype == before.dtype
+    changed = [not torch.equal(a, b) for a, b in zip(saved.parameters(), before.parameters(), strict=True)]
+    assert all(changed)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--dataset", MUSIQUE], "give --minutes or --steps"),
+        (["--dataset", MUSIQUE, "--minutes", "0"], "--minutes is 0.0"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--full", "2"], "--full is 2.0"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "2048"], "the model has 1024 positions"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "40"], "none of the 150 samples fits 40 tokens"),
+        (["--dataset", "missing_musique.json", "--steps", "1"], "data set not found: missing_musique.json"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--style", "quiz"], "--style 'quiz' is unknown"),
+        (["--worlds", "--steps", "1", "--max-length", "100"], "worlds fit 96 tokens"),
+        (["--worlds", "--steps", "1", "--workers", "-1"], "--workers is -1"),
+        (["--worlds", "--steps", "1", "--seed", "99"], "--seed is 99"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, tmp_path: Path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        finetune(DEMO, "--output", tmp_path / "new", *arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_that_is_not_empty_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(SystemExit):
+        finetune(DEMO, "--output", tmp_path, "--worlds", "--steps", "1")
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_a_data_set_without_chunks_is_refused(model: str, dataset: str, tmp_path: Path, capsys):
+    Path(dataset).write_text(json.dumps([{**SAMPLES[0], "ctxs": []}]))
+    with pytest.raises(SystemExit):
+        finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--steps", "1")
+    assert "ctxs must be a non-empty list" in capsys.readouterr().err
+
+
+def test_without_shares_a_stock_model_is_trained(model: str):
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    row = make_row("ab", ["cd"], [("q", "1")], lambda text: [ord(letter) % 32 for letter in text], None, 8)
+    assert row is not None
+    pool, lines = RowPool(1, 8, torch.device("cpu"), 0), []
+    plan = TrainingPlan(batch_size=2, steps=10, learning_rate=0.01, warmup_steps=0, shares=None, log_steps=5)
+    last = train(stock, pool, iter([pad_rows([row], 8, 0)]), plan, lines.append)
+    assert [line.step for line in lines] == [1, 5, 10] and last.loss < lines[0].loss and set(last.accuracy) == {"full"}
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    plan = TrainingPlan(minutes=10, learning_rate=1.0, warmup_steps=4, decay_share=0.5)
+    assert [plan.rate(step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [plan.rate(9, done) for done in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.02]
+    assert plan.done(300.0, 7) == 0.5 and TrainingPlan(steps=10).done(1e9, 5) == 0.5
+    assert TrainingPlan(steps=10, minutes=1).done(54.0, 5) == 0.9

@@ -1,0 +1,87 @@
+"""Which tokens of a row see which, and which are drawn to be computed again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, MaskShares, chunk_starts, draw_reuse, reuse_of, visible
+from vllm_blend.finetune.rows import Batch
+
+CHUNKS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, -1, -1]], dtype=torch.int16)
+
+
+def seen(kind: int, recomputed: list[int], room: int = 0) -> list[list[int]]:
+    """Slots that each slot sees."""
+    again = torch.zeros(CHUNKS.shape)
+    again[0, recomputed] = 1
+    allowed = visible(CHUNKS, reuse_of(CHUNKS, torch.tensor([kind]), again, room))
+    return [row.nonzero().flatten().tolist() for row in allowed[0]]
+
+
+def test_in_full_everything_before_is_seen():
+    assert seen(FULL, [3]) == [list(range(i + 1)) for i in range(9)]
+
+
+def test_isolated_chunks_see_the_prefix_and_themselves():
+    expected = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 5, 6]]
+    assert seen(ISOLATED, [3]) == [*expected, list(range(8)), list(range(9))]
+
+
+def test_a_recomputed_token_stands_behind_the_row_and_later_computed_tokens_see_it_instead():
+    rows = seen(PARTLY, [5], room=1)
+    assert rows[:7] == seen(ISOLATED, [])[:7]  # its chunk saw what it was
+    assert rows[7] == [0, 1, 2, 3, 4, 6, 7, 9]
+    assert rows[9] == [0, 1, 2, 3, 4, 9]  # at position 5, it sees everything before
+
+
+def test_shifts_are_from_behind_the_prefix():
+    again = torch.zeros(CHUNKS.shape)
+    again[0, 6] = 1
+    reuse = reuse_of(CHUNKS, torch.tensor([PARTLY]), again, 2)
+    assert reuse.shift.tolist() == [[0, 0, 0, 0, 0, 3, 3, 0, 0, 0, 0]]
+    assert reuse.source[0, :10].tolist() == [*range(9), 6]
+    assert reuse.current.tolist() == [[True] * 6 + [False] + [True] * 3 + [False]]
+    assert chunk_starts(CHUNKS).tolist() == [[0, 0, 2, 2, 2, 5, 5, 7, 7]]
+
+
+def batch_of(rows: int) -> Batch:
+    chunks = torch.tensor([[0] * 10 + [1] * 30 + [2] * 30 + [3] * 20 + [-1] * 30], dtype=torch.int16).repeat(rows, 1)
+    return Batch(chunks.long(), chunks.float(), chunks, chunks > 0)
+
+
+def test_kinds_and_recomputed_tokens_are_drawn_in_their_shares():
+    batch, shares = batch_of(400), MaskShares(full=0.5, isolated=0.25, max_recomputed=0.2)
+    reuse = draw_reuse(batch, shares, torch.Generator().manual_seed(1))
+    counts = reuse.kinds.bincount(minlength=3)
+    assert counts.sum() == 400 and (counts - torch.tensor([200, 100, 100])).abs().max() < 40
+    length = batch.ids.shape[1]
+    again = reuse.current[:, length:].sum(1)
+    assert not again[reuse.kinds != PARTLY].any()
+    assert again[reuse.kinds == PARTLY].float().mean() > 2 and again.max() <= shares.room(length)
+    assert ((batch.chunks > 0) | reuse.current[:, :length]).all()  # only chunks' tokens are replaced
+    assert torch.equal(reuse.current.sum(1), torch.full((400,), length))  # each token is there once
+
+
+@pytest.mark.parametrize("shares, kind", [(MaskShares(1.0, 0.0), FULL), (MaskShares(0.0, 1.0), ISOLATED)])
+def test_shares_of_one_leave_no_choice(shares: MaskShares, kind: int):
+    assert (draw_reuse(batch_of(20), shares, torch.Generator().manual_seed(0)).kinds == kind).all()
+
+
+def test_nothing_is_recomputed_where_nothing_may_be():
+    shares = MaskShares(0.0, 0.0, max_recomputed=0.0)
+    reuse = draw_reuse(batch_of(4), shares, torch.Generator().manual_seed(0))
+    assert (reuse.kinds == PARTLY).all() and reuse.current.all() and reuse.source.shape[1] == 120
+
+
+@pytest.mark.parametrize(
+    "shares, message",
+    [
+        ({"full": 1.2}, "--full is 1.2"),
+        ({"max_recomputed": -0.1}, "--max-recomputed is -0.1"),
+        ({"full": 0.6, "isolated": 0.5}, "more than 1 together"),
+    ],
+)
+def test_shares_that_are_none_are_refused(shares: dict[str, float], message: str):
+    with pytest.raises(ValueError, match=message):
+        MaskShares(**shares)

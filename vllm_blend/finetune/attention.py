@@ -1,0 +1,96 @@
+"""Attention over reused chunks, exactly as reuse computes it, inside a whole-sequence forward of transformers.
+
+A mask alone is not reuse. A reused chunk was encoded right after the prefix: its tokens saw the prefix close before
+them, while in a masked prompt they would see it as far away as it really is, and could read their place in the prompt
+off that distance. Reuse hides that place, which is most of what it breaks. So the scores of a chunk's tokens with the
+prefix are taken at the encoding distance: the rotated query is turned back by the token's shift (rotations compose).
+All other scores are right as they are: within a chunk only the difference of positions counts, and whatever looks at
+chunks afterwards sees their keys rotated to where they stand.
+
+Both kinds of scores come from one call: queries [q, q turned back] against keys [k or 0, 0 or k in the prefix].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from vllm_blend.finetune.masks import Reuse, additive, visible
+from vllm_blend.finetune.rows import PREFIX
+
+NAME = "vllm_blend_reuse"  # of this attention among transformers' implementations
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the same frequencies at every length
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def reuse_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [batch, heads, length, head size], rotated
+    key: torch.Tensor,  # [batch, KV heads, length, head size], rotated
+    value: torch.Tensor,  # as key
+    attention_mask: torch.Tensor | None,  # [batch, 1, length, length], added to the scores
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    reuse_turn: tuple[torch.Tensor, torch.Tensor] | None = None,
+    reuse_prefix: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers. Without the arguments of `reuse_arguments` it is ordinary attention."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if reuse_turn is not None and reuse_prefix is not None:
+        turned = _rotate(query.float(), *reuse_turn)
+        query = torch.cat([query.to(value.dtype), turned.to(value.dtype)], -1)
+        nothing = torch.zeros((), dtype=value.dtype, device=key.device)
+        key = key.to(value.dtype)
+        key = torch.cat([torch.where(reuse_prefix, nothing, key), torch.where(reuse_prefix, key, nothing)], -1)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, is_causal=attention_mask is None, scale=scale
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make the attention known to transformers, as `attn_implementation=NAME`. Again is the same as once."""
+    AttentionInterface.register(NAME, reuse_attention)
+
+
+def reuse_arguments(
+    model: PreTrainedModel, ids: torch.Tensor, chunks: torch.Tensor, reuse: Reuse, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Keyword arguments of `model(...)` for rows of which this is reused; logits of the rows' tokens come first.
+
+    ids, chunks: [batch, length], see `Rows`. dtype: of the scores' mask, that in which attention computes.
+    """
+    angles = reuse.shift[:, None, :, None] * -model.model.rotary_emb.inv_freq.float()
+    prefix = chunks.gather(1, reuse.source) == PREFIX
+    return {
+        "input_ids": ids.gather(1, reuse.source),
+        "position_ids": reuse.source,
+        "attention_mask": additive(visible(chunks, reuse), dtype),
+        "reuse_turn": (angles.cos(), angles.sin()),
+        "reuse_prefix": prefix[:, None, :, None],
+    }
+
+
+def check_supported(config: Any, where: str) -> None:
+    """ValueError, naming the field of `config.json`, for a model whose attention this is not."""
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"{where}: model_type is {config.model_type!r}; only {', '.join(MODEL_TYPES)} can be trained")
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windows or (getattr(config, "use_sliding_window", False) and config.sliding_window):
+        raise ValueError(f"{where}: layers with a sliding window cannot be trained: set use_sliding_window to false")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{where}: rope_type {kind!r} cannot be trained; use a model with {', '.join(ROPE_TYPES)}")

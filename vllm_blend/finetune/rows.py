@@ -1,0 +1,126 @@
+"""Training rows: prompts with answers as padded arrays, and the growing set of them that a training run draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+CONTEXT_WEIGHT = 5  # of every token that is no answer, in tenths: the model stays a language model
+ANSWER_WEIGHT = 200  # of a whole answer, in tenths: a long one weighs no more than a short one
+LEAST_ANSWER_TOKEN_WEIGHT = 10
+LENGTH_MULTIPLE = 8  # rows are padded to it: attention kernels with a mask want it
+
+PREFIX, SUFFIX = 0, -1  # `chunks` of tokens before the chunks, and of those after them (padding too)
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of equal length: token ids [rows, length], training weights in tenths (0 on padding), and the number of each
+    token's chunk, from 1 (`PREFIX` before them, `SUFFIX` after them)."""
+
+    ids: np.ndarray  # int32
+    weights: np.ndarray  # uint8
+    chunks: np.ndarray  # int16
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt with its answers, not padded."""
+
+    ids: list[int]
+    weights: list[int]
+    chunks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def make_row(
+    prefix: str, chunks: Sequence[str], turns: Iterable[tuple[str, str]], encode: Encode, bos: int | None, length: int
+) -> Row | None:
+    """A prompt's pieces, tokenized one by one as the engine does it, with as many of its (question, answer) as fit
+    `length` tokens, one after another. None if not even the first of them fits."""
+    ids = encode(prefix)
+    if bos is not None and ids[:1] != [bos]:
+        ids = [bos, *ids]
+    numbers = [PREFIX] * len(ids)
+    for number, chunk in enumerate(chunks, 1):
+        piece = encode(chunk)
+        ids = ids + piece
+        numbers += [number] * len(piece)
+    weights, answered = [CONTEXT_WEIGHT] * len(ids), False
+    for question, answer in turns:
+        asked, given = encode(question), encode(answer)
+        if not given or len(ids) + len(asked) + len(given) > length:
+            break
+        each = max(LEAST_ANSWER_TOKEN_WEIGHT, min(ANSWER_WEIGHT, ANSWER_WEIGHT // len(given)))
+        weights += [CONTEXT_WEIGHT] * len(asked) + [each] * len(given)
+        ids, answered = [*ids, *asked, *given], True
+    return Row(ids, weights, numbers + [SUFFIX] * (len(ids) - len(numbers))) if answered else None
+
+
+def pad_rows(rows: Sequence[Row], length: int, padding: int) -> Rows:
+    """The rows as arrays of `length` tokens."""
+    shape = (len(rows), length)
+    ids, weights = np.full(shape, padding, np.int32), np.zeros(shape, np.uint8)
+    chunks = np.full(shape, SUFFIX, np.int16)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], weights[i, : len(row)], chunks[i, : len(row)] = row.ids, row.weights, row.chunks
+    return Rows(ids, weights, chunks)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors [batch, length] on the training device: ids int64, weights float32 (1 = an ordinary token), chunks int16,
+    and which tokens are answers."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    chunks: torch.Tensor
+    answers: torch.Tensor
+
+
+class RowPool:
+    """Rows on the training device, drawn without replacement in epochs; more may arrive while some are in use."""
+
+    def __init__(self, capacity: int, length: int, device: torch.device, seed: int) -> None:
+        self.ids = torch.empty(capacity, length, dtype=torch.int32, device=device)
+        self.weights = torch.empty(capacity, length, dtype=torch.uint8, device=device)
+        self.chunks = torch.empty(capacity, length, dtype=torch.int16, device=device)
+        self.count, self.epoch = 0, 0
+        self._order, self._used = torch.empty(0, dtype=torch.int64), 0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, rows: Rows) -> None:
+        """Take as many of the rows as there is room for."""
+        room = min(len(rows), len(self.ids) - self.count)
+        here = slice(self.count, self.count + room)
+        for own, given in ((self.ids, rows.ids), (self.weights, rows.weights), (self.chunks, rows.chunks)):
+            own[here] = torch.from_numpy(given[:room]).to(own.device)
+        self.count += room
+
+    def draw(self, size: int) -> Batch:
+        """The next `size` rows of a random order; a new order over all rows begins where fewer are left."""
+        if self._used + size > len(self._order):
+            orders = [torch.randperm(self.count, generator=self._generator) for _ in range(-(-size // self.count))]
+            self._order, self._used, self.epoch = torch.cat(orders), 0, self.epoch + 1
+        chosen = self._order[self._used : self._used + size].to(self.ids.device)
+        self._used += size
+        weights = self.weights[chosen]
+        return Batch(
+            ids=self.ids[chosen].long(),
+            weights=weights.float() * 0.1,
+            chunks=self.chunks[chosen],
+            answers=weights > CONTEXT_WEIGHT,
+        )

@@ -1,0 +1,39 @@
+"""A trained model as a Hugging Face model directory, written beside its place and moved there file by file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+
+
+def check_output(output: Path) -> None:
+    """FileExistsError if there is something at `output` that writing could spoil."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"--output {output} exists and is not an empty folder: choose another, or remove it")
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, output: Path) -> None:
+    """Write weights (in `dtype`), configuration and tokenizer; an earlier checkpoint there is replaced.
+
+    The weights come last: a folder with a configuration has whole weights, those of the last checkpoint or these.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as name:
+        folder = Path(name)
+        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        for file in sorted(folder.iterdir(), key=lambda file: any(file.match(pattern) for pattern in WEIGHTS)):
+            os.replace(file, output / file.name)
