@@ -29,12 +29,15 @@ def _choice(selector: str, paper: str, *ratios: float) -> Setting:
     return Setting(selector, {"blend_selector": selector}, paper=paper, ratios=ratios or GOALS)
 
 
-def _encoded(after: str, paper: str, arrange: Arrange | None = None, also: str = "") -> Setting:
-    engine = {"blend_encoding_context": after}
-    prompt = {"blend_selector": f"question_attention{also}"}
-    return Setting(f"question_attention{also}, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
+def _encoded(after: str, paper: str, arrange: Arrange | None = None, selector: str = "question_attention") -> Setting:
+    engine, prompt = {"blend_encoding_context": after}, {"blend_selector": selector}
+    return Setting(f"{selector}, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
 
 
+# The last third of the layers, where the question singles out what answers it; its largest look, not its mean.
+LATE = (
+    "question_attention(first_layer=0.667, layer_share=1, over_tokens=max, over_heads=max, over_layers=max)+mean_shift"
+)
 CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
 
 RULES = [
@@ -63,6 +66,12 @@ LEVERS = [
     _choice("question_attention+mean_shift", "AgentKVShift: the other tokens of a chunk move as those recomputed do"),
     _choice("value_deviation+mean_shift", "the same after CacheBlend's choice"),
     _choice("question_attention+temperature(value=0.9)", "APE (arXiv:2502.05431), section 4.2, without its scale"),
+    _choice(LATE, "where the question reads: late layers, the most of any head, token and layer"),
+    *(
+        _encoded(after, "both together", pages, selector)
+        for selector in ("question_attention+mean_shift", LATE)
+        for after in ("page", "ordinal_page")
+    ),
     Setting(
         "question_attention, relevant pages first",
         {"blend_selector": "question_attention"},
