@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pool-gib", type=float)
     parser.add_argument("--metric", default="kv_compress")
     parser.add_argument("--interval", type=int, help="kvc_interval; 128 is the engine's default")
+    parser.add_argument("--new-token-limit", type=int, help="new_token_limit: everybody is compressed together")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--results", type=Path, help="rows of this run go here, and those of earlier ones are read")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
@@ -164,6 +165,8 @@ def described(args: argparse.Namespace) -> Work:
         compression |= {"protected_window_size": 6, "num_sinks": 2, "kvc_interval": 8}
     if args.interval:
         compression["kvc_interval"] = args.interval
+    if args.new_token_limit:
+        compression["new_token_limit"] = args.new_token_limit
     config = TINY if small else LLAMA_31_8B
     return Work(config, requests, tokens_in, tokens_out, int(pool_gib * 2**30), options, compression)
 
@@ -286,8 +289,9 @@ def line(row: Row, base: Row | None) -> str:
 
 def markdown(work: Work, rows: dict[str, Row], metric: str) -> str:
     where = "CPU" if work.options["device"] == "cpu" else torch.cuda.get_device_name()
-    interval = work.compression.get("kvc_interval", "default")
-    head = f"{date.today()}, {where}, torch {torch.__version__}, {work.name}, {metric}, kvc_interval {interval}"
+    when = {name: work.compression.get(name, "default") for name in ("kvc_interval", "new_token_limit")}
+    told = ", ".join(f"{name} {value}" for name, value in when.items())
+    head = f"{date.today()}, {where}, torch {torch.__version__}, {work.name}, {metric}, {told}"
     table = [head, "", f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
     table += [f"| {' | '.join(cells(rows[v], rows.get('uncompressed')))} |" for v in VARIANTS if v in rows]
     return "\n".join(table)
