@@ -23,7 +23,8 @@ check() {  # check TOOL TEST
     "${PYTHON:-python3}" -m pytest -p no:cacheprovider -m gpu "$2" >"$log" 2>&1 || outcome="FAILED ($?)"
   if [[ $outcome != clean ]]; then
     touch "$logs/failed"
-    grep -m 20 -A 8 '^========= ' "$log" || tail -n 20 "$log"
+    grep -m 20 -A 8 -E '^========= (Invalid|Error|Warning|Program|Potential|Race|Uninit)' "$log" || true
+    grep -m 20 -E '^(E  |tests/.*Error|Falsifying)' "$log" || tail -n 20 "$log"
   fi
   echo "$outcome  $1 $2 ($((SECONDS - start)) s): $(grep -E 'SUMMARY|(passed|failed|error).* in ' "$log" | paste -sd ' ')"
 }
