@@ -1,0 +1,54 @@
+"""The shipped model that was trained for reuse answers from reused chunks alone as well as by full prefill."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.engine.engines import DEMO, ROOT, engine, greedy, run
+from vllm_blend.finetune.worlds import TRAINING_SEEDS
+from vllm_blend.pipeline.prompts import PROMPT_STYLES
+from vllm_blend.pipeline.worlds import question_episode, render_passage
+
+REUSE_FRIENDLY = str(ROOT / "inputs" / "demo-model-reuse")
+SEEDS = range(5_000_019, 5_000_023)
+STYLE = PROMPT_STYLES["musique"]
+
+pytestmark = pytest.mark.cpu_only
+
+
+def questions() -> list[tuple[dict[str, Any], str]]:
+    """A question of each kind about every world, as a prompt and its answer."""
+    asked = []
+    for seed in SEEDS:
+        episode = question_episode(Random(seed), families=2)
+        chunks = [render_passage(passage.title, passage.text) for passage in episode.passages]
+        shuffled = Random(seed).sample(episode.questions, len(episode.questions))
+        for question in {question.kind: question for question in shuffled}.values():
+            prompt = {"prefix": episode.instruction, "chunks": chunks, "suffix": STYLE.suffix(question.text)}
+            asked.append((prompt, question.answer))
+    return asked
+
+
+def right_answers(model: str, selector: str) -> int:
+    asked = questions()
+    with engine(model, enable_blending=True) as llm:
+        prompts = [{**prompt, "blend_selector": selector} for prompt, _ in asked]
+        outputs = run(llm, prompts, greedy(STYLE.max_tokens, stop="\n"))
+    return sum(output.outputs[0].text.strip() == answer for output, (_, answer) in zip(outputs, asked, strict=True))
+
+
+def test_worlds_are_none_that_it_was_trained_on() -> None:
+    assert SEEDS.start >= TRAINING_SEEDS.stop and len(questions()) == 3 * len(SEEDS)
+
+
+def test_it_answers_as_well_from_reused_chunks_as_in_full() -> None:
+    full, reused = right_answers(REUSE_FRIENDLY, "full"), right_answers(REUSE_FRIENDLY, "none")
+    assert full >= 9 and reused >= full - 2
+
+
+def test_the_model_it_was_trained_from_does_not() -> None:
+    full, reused = right_answers(DEMO, "full"), right_answers(DEMO, "none")
+    assert full >= 9 and reused <= full / 2
