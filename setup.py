@@ -206,7 +206,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     install_requires=[
         "torch>=2.8",
-        "transformers>=4.55",
+        "transformers>=4.56",
         "tokenizers",
         "safetensors",
         "numpy",

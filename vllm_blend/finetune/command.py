@@ -1,11 +1,11 @@
 """`vllm-blend finetune`: continue training a model until it answers as well from reused chunk KV as from full prefill.
 
-    vllm-blend finetune inputs/demo-model --output my-model --worlds --minutes 8
+    vllm-blend finetune inputs/demo-model --output my-model --worlds --minutes 7
     vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset train_musique.json --steps 2000
 
 Prompts are computed in full, from chunks that were encoded on their own, or with a share of the chunks' tokens
-computed again; the answers are what is mostly trained. It takes Llama, Qwen2 and Qwen3 models of transformers. It ends
-with status 0, or 2 for bad input, before any work.
+computed again; the answers are what is mostly trained. It takes Llama, Qwen2 and Qwen3 models of transformers.
+docs/finetune.md explains it. It ends with status 0, or 2 for bad input, before any work.
 """
 
 from __future__ import annotations
@@ -129,9 +129,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--style", help="how data sets are asked (musique, wikimqa, samsum), where a file's name does not say it")
     add("--minutes", type=float, help="of training, compilation included")
     add("--steps", type=int, help="of training; with --minutes, whichever is up first")
-    add("--prompts", type=int, default=120_000, help="worlds to make (default: %(default)s)")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes that make worlds (default: %(default)s)")
-    add("--max-length", type=int, help="tokens of a prompt with its answers (default: 1024, or the model's positions)")
+    add("--prompts", type=int, default=120_000, help="with --worlds: how many prompts to make (default: %(default)s)")
+    workers = os.cpu_count() or 1
+    add("--workers", type=int, default=workers, help="with --worlds: processes that make them (default: %(default)s)")
+    add(
+        "--max-length",
+        type=int,
+        help="of a prompt with its answers, in tokens (default: the model's positions, with --worlds at most 1024)",
+    )
     add("--full", type=float, default=shares.full, help="share of prompts computed in full (default: %(default)s)")
     add("--isolated", type=float, default=shares.isolated, help="share of prompts all reused (default: %(default)s)")
     add(
