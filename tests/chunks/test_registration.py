@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.chunks.llms import TINY, chunked_llm, random_ids
 from tests.engine.engines import BLOCK_SIZE, DEMO, greedy, hf_model, tiny_model
 from vllm_blend import ChunkedLLM
 from vllm_blend.chunks.chunk import ChunkType
+from vllm_blend.chunks.composition import ChunkComposition, Part
 from vllm_blend.chunks.errors import ChunkInUseError, OutOfChunkMemoryError, UnknownChunkError
 from vllm_blend.core.block_manager import OutOfBlocks
 
@@ -109,9 +111,24 @@ def test_what_can_be_wrong() -> None:
         ask: dict[str, Any] = {"query": [5, 6]}
         with pytest.raises(TypeError, match="stream"):
             chunked.generate_and_retain_output(None, ["a"], stream=True, **ask)
-        with pytest.raises(TypeError):
-            chunked.register_chunk([8, 7], name="b", metadata=[1])  # type: ignore[arg-type]
-        assert len(chunked.list_chunks()) == 3
+        encoded = chunked.llm_engine.composer.num_encoded
+        for wrong, said in (
+            (lambda: chunked.register_chunk([8, 7], name="b", metadata=[1]), "metadata is a list"),  # type: ignore[arg-type]
+            (lambda: chunked.register_chunk([8, 7], name=3), "name=3 is a int"),  # type: ignore[arg-type]
+            (lambda: chunked.delete_chunk(3), "named by 3, a int"),  # type: ignore[arg-type]
+            (lambda: chunked.compose(None, "a", **ask), "context_chunk_ids is a str: give a list of ids"),
+            (lambda: chunked.compose(None, None, **ask), "context_chunk_ids is a NoneType"),  # type: ignore[arg-type]
+            (lambda: chunked.compose(None, chunk, **ask), "context_chunk_ids is a Chunk"),  # type: ignore[arg-type]
+            (lambda: chunked.compose(None, [3], **ask), "named by 3, a int"),  # type: ignore[list-item]
+            (lambda: chunked.batch_generate_from_chunks(ask), "compositions is a dict"),  # type: ignore[arg-type]
+            (
+                lambda: chunked.generate_from_chunks(None, ["a"], sampling_params={"n": 1}, **ask),  # type: ignore[call-overload]
+                "sampling_params is a dict: give SamplingParams",
+            ),
+        ):
+            with pytest.raises(TypeError, match=said):
+                wrong()
+        assert len(chunked.list_chunks()) == 3 and chunked.llm_engine.composer.num_encoded == encoded
         for call, message in (
             (lambda: chunked.register_chunk([]), "the chunk is empty"),
             (lambda: chunked.register_chunk(""), "the chunk is empty"),
@@ -133,6 +150,7 @@ def test_what_can_be_wrong() -> None:
                 lambda: chunked.compose(None, ["a", query.id], **ask),
                 r"context_chunk_ids\[1\]: .* QUERY, not CONTEXT or",
             ),
+            (lambda: chunked.compose(None, ["a"], "Who was it?"), "no chunk is 'Who was it.': .* text as query"),
             (lambda: chunked.compose(None, ["a"]), "give the question either as"),
             (lambda: chunked.compose(None, ["a"], query.id, [5]), "give the question either as"),
             (lambda: chunked.compose(None, ["a"], query=[]), "the query is empty"),
@@ -155,10 +173,38 @@ def test_what_can_be_wrong() -> None:
             with pytest.raises(ValueError, match=message):
                 call()
             assert not chunked.llm_engine.has_unfinished_requests()
-        with pytest.raises(TypeError, match="give a list of ids"):
-            chunked.compose(None, "a", **ask)
         assert {info.num_references for info in chunked.list_chunks()} == {0}
         assert len(chunked.list_chunks()) == 3
+
+
+def test_a_chunk_may_stand_for_its_id() -> None:
+    with chunked_llm() as chunked:
+        system = chunked.register_chunk([8, 9], "system_prompt")
+        chunk = chunked.register_chunk([5, 6, 7], after=system)
+        query = chunked.register_chunk([5], "query")
+        made = chunked.compose(system, [chunk, chunk], query)
+        assert made == chunked.compose(system.id, [chunk.id, chunk.id], query.id)
+        chunked.pin_chunk(chunk)
+        with pytest.raises(ChunkInUseError, match=f"chunk '{chunk.id}' is pinned"):
+            chunked.delete_chunk(chunk)
+        chunked.unpin_chunk(chunk)
+        assert chunked.get_chunk(chunk).chunk is chunk
+        assert chunked.delete_chunk(chunk).chunk_id == chunk.id
+        with pytest.raises(UnknownChunkError, match=f"chunk '{chunk.id}' is unknown"):
+            chunked.compose(system, [chunk], query)
+
+
+def test_KV_stands_for_no_other_tokens() -> None:
+    """A composition that was put together by hand, of a part or a chunk with tokens that the stored KV is not of."""
+    with chunked_llm() as chunked:
+        chunk = chunked.register_chunk([5, 6, 7])
+        with pytest.raises(ValueError, match=f"3 token ids that are not those of its chunk '{chunk.id}'"):
+            Part((5, 6, 8), "context", chunk)
+        forged = replace(chunk, token_ids=(5, 6, 8))
+        made = ChunkComposition((Part(forged.token_ids, "context", forged), Part((5,), "query")))
+        with pytest.raises(ValueError, match=f"chunk '{chunk.id}' of the composition is not what is registered"):
+            chunked.batch_generate_from_chunks([made], PARAMS)
+        assert not chunked.llm_engine.has_unfinished_requests() and not chunked.delete_chunk(chunk).deferred
 
 
 def test_memory_for_chunks_runs_out() -> None:

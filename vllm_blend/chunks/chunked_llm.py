@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.chunks.chat import TemplateSplit, split_template
 from vllm_blend.chunks.chunk import Chunk, ChunkInfo, ChunkType, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, Mode, Part, Role
+from vllm_blend.chunks.errors import UnknownChunkError
 from vllm_blend.chunks.preview import CompositionPreview, preview
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints.llm import LLM
@@ -27,6 +28,8 @@ class ChunkedLLM:
 
     Registering a chunk computes its KV once, after the tokenizer's BOS token (or after a registered system prompt).
     Compositions then reuse it at any position. Texts are tokenized when they are registered and never again.
+
+    Wherever an id is asked for, a name or the `Chunk` that `register_chunk` returned will do.
 
     Per call, `mode` says how: "blend" (the default) computes a share of the context's tokens again, as the engine's
     `blend_selector` and `blend_recompute_ratio` say; "reuse" computes the question alone; "exact" computes everything,
@@ -71,7 +74,7 @@ class ChunkedLLM:
         chunk_type: ChunkType | str = ChunkType.CONTEXT,
         name: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-        after: str | None = None,
+        after: str | Chunk | None = None,
     ) -> Chunk:
         """Register text or token ids, and compute its KV at once. Equal content is registered and computed once.
 
@@ -90,7 +93,7 @@ class ChunkedLLM:
         chunk = Chunk.of(self.llm_engine.fingerprint, kind, ids, context)
         return self.llm_engine.register_chunk(chunk, name, metadata)
 
-    def delete_chunk(self, id_or_name: str) -> Deletion:
+    def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
         """Delete a chunk and free its memory. While requests use it the deletion is deferred, and the result says so;
         the chunk cannot be used by new ones then."""
         return self.llm_engine.delete_chunk(id_or_name)
@@ -100,21 +103,21 @@ class ChunkedLLM:
         kind = None if chunk_type is None else ChunkType.of(chunk_type)
         return [info for info in self.llm_engine.chunk_registry.infos() if kind in (None, info.chunk.chunk_type)]
 
-    def get_chunk(self, id_or_name: str) -> ChunkInfo:
+    def get_chunk(self, id_or_name: str | Chunk) -> ChunkInfo:
         return self.llm_engine.chunk_registry.info(id_or_name)
 
-    def pin_chunk(self, id_or_name: str) -> None:
+    def pin_chunk(self, id_or_name: str | Chunk) -> None:
         """Keep a chunk's KV in memory whatever else needs the space, until `unpin_chunk`."""
         self.llm_engine.chunk_registry.pin(id_or_name)
 
-    def unpin_chunk(self, id_or_name: str) -> None:
+    def unpin_chunk(self, id_or_name: str | Chunk) -> None:
         self.llm_engine.chunk_registry.unpin(id_or_name)
 
     def compose(
         self,
-        system_chunk_id: str | None = None,
-        context_chunk_ids: Sequence[str] = (),
-        query_chunk_id: str | None = None,
+        system_chunk_id: str | Chunk | None = None,
+        context_chunk_ids: Sequence[str | Chunk] = (),
+        query_chunk_id: str | Chunk | None = None,
         query: Content | None = None,
         mode: Mode = "blend",
         selector: str | None = None,
@@ -125,11 +128,15 @@ class ChunkedLLM:
 
         Raises ValueError naming a chunk that is unknown, deleted or of the wrong type.
         """
-        if isinstance(context_chunk_ids, str):
-            raise TypeError("context_chunk_ids is a str: give a list of ids or names")
+        if isinstance(context_chunk_ids, str | Chunk) or not isinstance(context_chunk_ids, Sequence):
+            raise TypeError(f"context_chunk_ids is a {type(context_chunk_ids).__name__}: give a list of ids or names")
         if (query is None) == (query_chunk_id is None):
             raise ValueError("give the question either as query or as query_chunk_id")
         if query_chunk_id is not None:
+            if isinstance(query_chunk_id, str) and query_chunk_id not in self.llm_engine.chunk_registry:
+                raise UnknownChunkError(
+                    f"query_chunk_id: no chunk is {query_chunk_id!r}: give a question's text as query"
+                )
             question = self._part(query_chunk_id, "query_chunk_id", "query", ChunkType.QUERY)
         else:
             assert query is not None
@@ -160,9 +167,9 @@ class ChunkedLLM:
     @overload
     def generate_from_chunks(
         self,
-        system_chunk_id: str | None = ...,
-        context_chunk_ids: Sequence[str] = ...,
-        query_chunk_id: str | None = ...,
+        system_chunk_id: str | Chunk | None = ...,
+        context_chunk_ids: Sequence[str | Chunk] = ...,
+        query_chunk_id: str | Chunk | None = ...,
         sampling_params: SamplingParams | None = ...,
         stream: Literal[False] = ...,
         *,
@@ -173,9 +180,9 @@ class ChunkedLLM:
     @overload
     def generate_from_chunks(
         self,
-        system_chunk_id: str | None = ...,
-        context_chunk_ids: Sequence[str] = ...,
-        query_chunk_id: str | None = ...,
+        system_chunk_id: str | Chunk | None = ...,
+        context_chunk_ids: Sequence[str | Chunk] = ...,
+        query_chunk_id: str | Chunk | None = ...,
         sampling_params: SamplingParams | None = ...,
         *,
         stream: Literal[True],
@@ -185,9 +192,9 @@ class ChunkedLLM:
 
     def generate_from_chunks(
         self,
-        system_chunk_id: str | None = None,
-        context_chunk_ids: Sequence[str] = (),
-        query_chunk_id: str | None = None,
+        system_chunk_id: str | Chunk | None = None,
+        context_chunk_ids: Sequence[str | Chunk] = (),
+        query_chunk_id: str | Chunk | None = None,
         sampling_params: SamplingParams | None = None,
         stream: bool = False,
         *,
@@ -213,6 +220,8 @@ class ChunkedLLM:
 
         Raises ValueError for the first bad one before anything runs.
         """
+        if isinstance(compositions, ChunkComposition | Mapping):
+            raise TypeError(f"compositions is a {type(compositions).__name__}: give a list of them")
         made = [c if isinstance(c, ChunkComposition) else self.compose(**c) for c in compositions]
         each = [sampling_params] * len(made) if not isinstance(sampling_params, Sequence) else list(sampling_params)
         if len(each) != len(made):
@@ -228,9 +237,9 @@ class ChunkedLLM:
 
     def generate_and_retain_output(
         self,
-        system_chunk_id: str | None = None,
-        context_chunk_ids: Sequence[str] = (),
-        query_chunk_id: str | None = None,
+        system_chunk_id: str | Chunk | None = None,
+        context_chunk_ids: Sequence[str | Chunk] = (),
+        query_chunk_id: str | Chunk | None = None,
         sampling_params: SamplingParams | None = None,
         name: str | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -251,17 +260,20 @@ class ChunkedLLM:
     def _start(
         self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool
     ) -> Iterator[RequestOutput]:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params is a {type(params).__name__}: give SamplingParams")
         request_id = f"composition-{next(self._ids)}"
-        return self.llm_engine.generate_from_chunks(composition, params or SamplingParams(), request_id, final_only)
+        return self.llm_engine.generate_from_chunks(composition, params, request_id, final_only)
 
-    def _part(self, id_or_name: str, field: str, role: Role, *types: ChunkType) -> Part:
+    def _part(self, id_or_name: str | Chunk, field: str, role: Role, *types: ChunkType) -> Part:
         chunk = self.llm_engine.chunk_registry.get(id_or_name)
         if chunk.chunk_type not in types:
             wanted = " or ".join(kind.name for kind in types)
             raise ValueError(f"{field}: chunk {id_or_name!r} is of type {chunk.chunk_type.name}, not {wanted}")
         return Part(chunk.token_ids, role, chunk)
 
-    def _context(self, kind: ChunkType, after: str | None) -> tuple[int, ...]:
+    def _context(self, kind: ChunkType, after: str | Chunk | None) -> tuple[int, ...]:
         """What stands before a chunk when its KV is computed."""
         if after is not None:
             system = self._part(after, "after", "system", ChunkType.SYSTEM_PROMPT).chunk

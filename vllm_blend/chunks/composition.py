@@ -31,6 +31,13 @@ class Part:
     role: Role
     chunk: Chunk | None = None
 
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.token_ids != self.chunk.token_ids:
+            raise ValueError(
+                f"the part has {len(self.token_ids)} token ids that are not those of its chunk {self.chunk.id!r}, but "
+                "the chunk's KV would stand for them: use its token_ids"
+            )
+
 
 @dataclass(frozen=True)
 class Placed:

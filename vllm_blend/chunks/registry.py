@@ -29,7 +29,8 @@ class _Entry:
 
 
 class ChunkRegistry:
-    """Chunks by id or name. Equal content is registered once. Not for several threads."""
+    """Chunks by id or name, for which a `Chunk` may be given too. Equal content is registered once. Not for several
+    threads."""
 
     def __init__(self, store: MemoryChunkStore | TieredChunkStore, pages: PageManager) -> None:
         self.store, self.pages = store, pages
@@ -39,8 +40,8 @@ class ChunkRegistry:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, id_or_name: str) -> bool:
-        return self._names.get(id_or_name, id_or_name) in self._entries
+    def __contains__(self, id_or_name: str | Chunk) -> bool:
+        return self._id(id_or_name) in self._entries
 
     def register(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
         """Enter a chunk; the one to go on with: the first that was registered with this content. A name that it has
@@ -60,18 +61,20 @@ class ChunkRegistry:
         return entry.chunk
 
     def check_name(self, name: str | None, chunk_id: str) -> None:
-        """Raise ValueError where another chunk has this name that is not being deleted."""
+        """Raise TypeError for what is no name, and ValueError where another chunk has it that is not being deleted."""
+        if not isinstance(name, str | None):
+            raise TypeError(f"name={name!r} is a {type(name).__name__}: give a string, or leave it out")
         holder = self._entries.get(self._names.get(name, "")) if name is not None else None
         taken = holder is not None and holder.chunk.id != chunk_id and not holder.deleting
         if name is not None and (name == "" or taken or name in self._entries):
             raise ValueError(f"name={name!r} is empty, or names another chunk: give one of its own, or delete that one")
 
-    def get(self, id_or_name: str) -> Chunk:
+    def get(self, id_or_name: str | Chunk) -> Chunk:
         """A chunk that may be used. Raises UnknownChunkError saying which is missing."""
         entry = self._entry(id_or_name)
         if entry.deleting:
             raise UnknownChunkError(
-                f"chunk {id_or_name!r} has been deleted ({entry.num_references} running requests still use it): "
+                f"chunk {_shown(id_or_name)} has been deleted ({entry.num_references} running requests still use it): "
                 "register it again"
             )
         return entry.chunk
@@ -91,25 +94,25 @@ class ChunkRegistry:
             if entry.deleting and entry.num_references == 0:
                 self._remove(entry)
 
-    def pin(self, id_or_name: str) -> None:
+    def pin(self, id_or_name: str | Chunk) -> None:
         """Never evict a chunk, until it is unpinned as often."""
         entry = self._entry(self.get(id_or_name).id)
         entry.num_pins += 1
         self.store.pin(entry.chunk.id)
 
-    def unpin(self, id_or_name: str) -> None:
+    def unpin(self, id_or_name: str | Chunk) -> None:
         entry = self._entry(id_or_name)
         if entry.num_pins == 0:
-            raise ValueError(f"chunk {id_or_name!r} is not pinned")
+            raise ValueError(f"chunk {_shown(id_or_name)} is not pinned")
         entry.num_pins -= 1
         self.store.unpin(entry.chunk.id)
 
-    def delete(self, id_or_name: str) -> Deletion:
+    def delete(self, id_or_name: str | Chunk) -> Deletion:
         """Forget a chunk and free its KV and the pages of retained compositions that it stands in, now or when the last
         request that uses it has ended. Raises UnknownChunkError, or ChunkInUseError where it is pinned."""
         entry = self._entry(self.get(id_or_name).id)
         if entry.num_pins:
-            raise ChunkInUseError(f"chunk {id_or_name!r} is pinned {entry.num_pins} time(s): unpin it first")
+            raise ChunkInUseError(f"chunk {_shown(id_or_name)} is pinned {entry.num_pins} time(s): unpin it first")
         num_bytes = self.store.bytes_of(entry.chunk.id)
         num_references, num_pages = entry.num_references, 0
         if num_references:
@@ -118,7 +121,7 @@ class ChunkRegistry:
             num_pages = self._remove(entry)
         return Deletion(entry.chunk.id, num_references > 0, num_references, num_bytes, num_pages)
 
-    def info(self, id_or_name: str) -> ChunkInfo:
+    def info(self, id_or_name: str | Chunk) -> ChunkInfo:
         return self._info(self._entry(id_or_name), self.pages.chunk_page_tables)
 
     def infos(self) -> list[ChunkInfo]:
@@ -139,12 +142,22 @@ class ChunkRegistry:
             deleting=entry.deleting,
         )
 
-    def _entry(self, id_or_name: str) -> _Entry:
-        entry = self._entries.get(self._names.get(id_or_name, id_or_name))
+    def _id(self, id_or_name: str | Chunk) -> str:
+        if isinstance(id_or_name, Chunk):
+            return id_or_name.id
+        if not isinstance(id_or_name, str):
+            raise TypeError(
+                f"a chunk is named by {id_or_name!r}, a {type(id_or_name).__name__}: give its id or its name, as a "
+                "string, or the Chunk"
+            )
+        return self._names.get(id_or_name, id_or_name)
+
+    def _entry(self, id_or_name: str | Chunk) -> _Entry:
+        entry = self._entries.get(self._id(id_or_name))
         if entry is None:
             raise UnknownChunkError(
-                f"chunk {id_or_name!r} is unknown: it was never registered, or it has been deleted; list_chunks() "
-                f"shows the {len(self._entries)} that there are"
+                f"chunk {_shown(id_or_name)} is unknown: it was never registered, or it has been deleted; "
+                f"list_chunks() shows the {len(self._entries)} that there are"
             )
         return entry
 
@@ -160,3 +173,7 @@ class ChunkRegistry:
         if entry.name is not None:
             del self._names[entry.name]
             entry.name = None
+
+
+def _shown(id_or_name: str | Chunk) -> str:
+    return repr(id_or_name.id if isinstance(id_or_name, Chunk) else id_or_name)

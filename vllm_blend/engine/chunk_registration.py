@@ -25,6 +25,8 @@ def register_chunk(engine: LLMEngine, chunk: Chunk, name: str | None, metadata: 
     """
     registry = engine.chunk_registry
     registry.check_name(name, chunk.id)
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"metadata is a {type(metadata).__name__}: give a dict")
     if len(chunk) == 0:
         raise ValueError("the chunk is empty: it needs at least one token")
     length = len(chunk.context_token_ids) + len(chunk)
@@ -38,7 +40,7 @@ def register_chunk(engine: LLMEngine, chunk: Chunk, name: str | None, metadata: 
     return registry.register(chunk, name, metadata)
 
 
-def delete_chunk(engine: LLMEngine, id_or_name: str) -> Deletion:
+def delete_chunk(engine: LLMEngine, id_or_name: str | Chunk) -> Deletion:
     """See `ChunkRegistry.delete`; nothing of the chunk's memory is held by a step that is over."""
     engine.drop_finished()
     return engine.chunk_registry.delete(id_or_name)
@@ -48,10 +50,15 @@ def generate_from_chunks(
     engine: LLMEngine, request_id: str, composition: ChunkComposition, params: SamplingParams, final_only: bool
 ) -> Iterator[RequestOutput]:
     """Queue a composition; the outputs as they come. Its chunks cannot be deleted until it has ended."""
-    ids = [chunk.id for chunk in composition.chunks]
-    for chunk_id in ids:
-        engine.chunk_registry.get(chunk_id)
     registry = engine.chunk_registry
+    for chunk in composition.chunks:
+        registered = registry.get(chunk.id)
+        if (chunk.token_ids, chunk.context_token_ids) != (registered.token_ids, registered.context_token_ids):
+            raise ValueError(
+                f"chunk {chunk.id!r} of the composition is not what is registered under this id: use the Chunk that "
+                "register_chunk returned"
+            )
+    ids = [chunk.id for chunk in composition.chunks]
     engine.add_parsed(
         request_id, composition.parse(), params, final_only=final_only, on_end=lambda: registry.release(ids)
     )

@@ -233,7 +233,7 @@ class LLMEngine:
         """Enter a chunk into `chunk_registry` and compute its KV now; see `engine/chunk_registration.py`."""
         return chunk_registration.register_chunk(self, chunk, name, metadata)
 
-    def delete_chunk(self, id_or_name: str) -> Deletion:
+    def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
         """Delete a registered chunk, or have it deleted when the last request that uses it ends."""
         return chunk_registration.delete_chunk(self, id_or_name)
 
