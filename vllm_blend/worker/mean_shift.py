@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_blend import ops
@@ -11,6 +13,21 @@ from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.worker.reused import Reused
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What a step moves, of R rows and S segments with T stored tokens, one behind the other. All sizes are known to
+    the host: nothing waits for the device to say what was chosen."""
+
+    metadata: AttentionMetadata  # of which it holds
+    rows: torch.Tensor  # [R] int64, of the requests concerned
+    stored_at: torch.Tensor  # [R] int64, the stored token that a row computes again, or any where `mean` is 0
+    mean: torch.Tensor  # [S, R] float32, what the change of each row counts for each segment
+    segment_of: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: tuple[torch.Tensor, torch.Tensor]  # [T] int64 each, blocks and places in them
+    is_moved: torch.Tensor  # [T, 1, 1] bool
 
 
 class MeanShiftHook(LayerHook):
@@ -22,6 +39,7 @@ class MeanShiftHook(LayerHook):
 
     def __init__(self, reused: Sequence[Reused], rotaries: Sequence[RotaryEmbedding]) -> None:
         self._reused, self._rotaries = reused, rotaries
+        self._moves: _Moves | None = None
 
     def on_kv(
         self,
@@ -32,29 +50,66 @@ class MeanShiftHook(LayerHook):
         cache: LayerCache,
         metadata: AttentionMetadata,
     ) -> None:
-        for reused in self._reused:
-            fresh, kept = reused.split(metadata)
-            if len(fresh) and len(kept):
-                self._correct(reused, layer_idx, (k_unrotated[fresh], v[fresh]), fresh, kept, cache, metadata)
+        if self._moves is None or self._moves.metadata is not metadata:  # at check layers, rows leave the step
+            self._moves = _moves(self._reused, metadata, cache.key.shape[1])
+        moves = self._moves
+        kvs = [reused.segment.kv for reused in self._reused]
+        keys = self._corrected(moves, k_unrotated, [kv.k[layer_idx] for kv in kvs])
+        keys = ops.rotary_embedding(keys, *self._rotaries[layer_idx].cos_sin(moves.positions))
+        values = self._corrected(moves, v, [kv.v[layer_idx] for kv in kvs])
+        for pages, new in ((cache.key, keys), (cache.value, values)):
+            pages[moves.slots] = torch.where(moves.is_moved, new.to(pages.dtype), pages[moves.slots])
 
-    def _correct(
-        self,
-        reused: Reused,
-        layer_idx: int,
-        computed: tuple[torch.Tensor, torch.Tensor],
-        fresh: torch.Tensor,
-        kept: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> None:
-        """computed: K before RoPE and V of the rows `fresh`."""
-        kv, start = reused.segment.kv, reused.segment.start
-        corrected = []
-        for new, stored in zip(computed, (kv.k, kv.v), strict=True):
-            old = stored[layer_idx].to(new.device).float()
-            shift = (new.float() - old[metadata.positions[fresh] - start]).mean(0)
-            corrected.append(old[kept - start] + reused.strength * shift)
-        rotated = ops.rotary_embedding(corrected[0], *self._rotaries[layer_idx].cos_sin(kept))
-        where = reused.slots(kept, metadata, cache.key.shape[1])
-        cache.key[where] = rotated.to(cache.key.dtype)
-        cache.value[where] = corrected[1].to(cache.value.dtype)
+    def _corrected(self, moves: _Moves, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[T, kv_heads, head_dim] float32: `stored`, of each segment, after the change of what is computed."""
+        parts = [
+            kv[: reused.stop - reused.segment.start].to(computed.device, non_blocking=True)
+            for kv, reused in zip(stored, self._reused, strict=True)
+        ]
+        old = torch.cat(parts).float()
+        change = computed[moves.rows].float() - old[moves.stored_at]
+        shift = (moves.mean @ change.flatten(1)).view(-1, *old.shape[1:])
+        return old + shift[moves.segment_of]
+
+
+def _moves(reused: Sequence[Reused], metadata: AttentionMetadata, block_size: int) -> _Moves:
+    device = metadata.positions.device
+    lengths = [each.stop - each.segment.start for each in reused]
+    starts = np.cumsum([0, *lengths])
+    positions = np.concatenate([np.arange(each.segment.start, each.stop) for each in reused])
+    rows, places, offsets, size = [], [], [], 0
+    for request in dict.fromkeys(each.request for each in reused):
+        own = metadata.rows(request)
+        place = np.full(metadata.seq_lens[request], starts[-1])  # of each position: T where nothing stored is moved
+        for index, each in enumerate(reused):
+            if each.request == request:
+                place[each.segment.start : each.stop] = np.arange(starts[index], starts[index + 1])
+        rows.append(np.arange(own.start, own.stop))
+        offsets.append(np.full(len(rows[-1]), size))
+        places.append(place)
+        size += len(place)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    all_rows, segment_of = put(np.concatenate(rows)), put(np.repeat(np.arange(len(reused)), lengths))
+    at = put(np.concatenate(places))[put(np.concatenate(offsets)) + metadata.positions[all_rows]]
+    stored_at = at.clamp_max(int(starts[-1]) - 1)
+    computes = (segment_of[stored_at] == torch.arange(len(reused), device=device)[:, None]) & (at < int(starts[-1]))
+    count = computes.sum(1)
+    strength = torch.tensor([each.strength for each in reused], device=device)
+    is_computed = torch.zeros(int(starts[-1]) + 1, dtype=torch.bool, device=device)
+    is_computed[at] = True
+    where = put(positions)
+    parts = [each.slots(own, metadata, block_size) for each, own in zip(reused, where.split(lengths), strict=True)]
+    blocks, places_in = (torch.cat(column) for column in zip(*parts, strict=True))
+    return _Moves(
+        metadata=metadata,
+        rows=all_rows,
+        stored_at=stored_at,
+        mean=computes * (strength / count.clamp_min(1))[:, None],
+        segment_of=segment_of,
+        positions=where,
+        slots=(blocks, places_in),
+        is_moved=(~is_computed[:-1] & (count > 0)[segment_of])[:, None, None],
+    )
