@@ -140,4 +140,10 @@ def test_previews_tell_what_runs() -> None:
         assert after.is_retained and after.num_computed_tokens == bounds[2][1] - bounds[2][0]
         exact = chunked.preview_composition("system", [chunk.id], query=QUESTION, mode="exact")
         assert exact.num_computed_tokens == exact.num_tokens
+        arguments = {"query": QUESTION, "mode": "exact"}
+        for _ in range(2):
+            exact = chunked.preview_composition("system", [chunk.id], **arguments)
+            output = chunked.generate_from_chunks("system", [chunk.id], sampling_params=greedy(2), **arguments)
+            assert exact.num_computed_tokens == exact.num_tokens - (output.num_cached_tokens or 0)
+        assert exact.num_computed_tokens < exact.num_tokens  # the prefix cache serves what was asked before
         assert not chunked.preview_composition(None, [chunk.id] * 9, query=QUESTION).fits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from vllm_blend.chunks.chat import conversation
 from vllm_blend.chunks.chunk import ChunkType
 from vllm_blend.chunks.composition import ChunkComposition, composition_key, matching_prefix
+from vllm_blend.core.block_manager import BlockManager, chain_digest
 
 if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -59,7 +62,7 @@ def preview(
     """See `CompositionPreview`. Raises ValueError for settings that cannot be."""
     ids = composition.token_ids
     parsed = composition.parse()
-    num_computed, is_retained = len(ids), False
+    num_computed, is_retained = len(ids) - _cached_prefix(engine.blocks, ids), False
     if engine.composer.blends(parsed):
         asked = engine.composer.check(parsed)
         key = composition_key(engine.fingerprint, parsed, asked)
@@ -87,6 +90,14 @@ def preview(
         is_retained=is_retained,
         template_seam=_seam(engine, composition, chat_template) if use_chat_template else None,
     )
+
+
+def _cached_prefix(blocks: BlockManager, ids: Sequence[int]) -> int:
+    """Leading tokens of a plain prompt that the exact prefix cache has; the last one is always computed."""
+    size = blocks.block_size
+    full = [ids[start : start + size] for start in range(0, len(ids) - size, size)]
+    digests = list(accumulate(full, chain_digest, initial=b""))[1:]
+    return size * len(blocks.match_prefix(digests, ids))
 
 
 def _seam(engine: LLMEngine, composition: ChunkComposition, chat_template: str | None) -> int | None:
