@@ -87,3 +87,5 @@ def test_positions_belong_to_the_composition() -> None:
 def test_ChunkedLLM_wants_blending() -> None:
     with pytest.raises(ValueError, match="enable_blending=False"):
         ChunkedLLM(TINY, enable_blending=False)
+    with pytest.raises(ValueError, match="blend_encoding_context='ordinal' is for chunks that come with a prompt"):
+        ChunkedLLM(TINY, blend_encoding_context="ordinal")

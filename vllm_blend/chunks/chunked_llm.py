@@ -54,6 +54,11 @@ class ChunkedLLM:
     ) -> None:
         if engine_args.setdefault("enable_blending", True) is not True:
             raise ValueError("enable_blending=False, but chunks are reused by blending: leave it out")
+        if "blend_encoding_context" in engine_args:
+            raise ValueError(
+                f"blend_encoding_context={engine_args['blend_encoding_context']!r} is for chunks that come with a "
+                "prompt; registered ones are encoded after BOS, or `after` a system prompt: leave it out"
+            )
         self.llm = LLM(model, tokenizer, **engine_args)
         self.use_chat_template, self.chat_template = use_chat_template or chat_template is not None, chat_template
         self._ids = itertools.count()
@@ -107,7 +112,8 @@ class ChunkedLLM:
         return self.llm_engine.chunk_registry.info(id_or_name)
 
     def pin_chunk(self, id_or_name: str | Chunk) -> None:
-        """Keep a chunk's KV in memory whatever else needs the space, until `unpin_chunk`."""
+        """Keep a chunk's KV in memory whatever else needs the space, until `unpin_chunk`. One that has been evicted is
+        computed again when it is used, and kept from then on."""
         self.llm_engine.chunk_registry.pin(id_or_name)
 
     def unpin_chunk(self, id_or_name: str | Chunk) -> None:
