@@ -342,6 +342,15 @@ def test_all_computed_again_is_full_prefill(prefix: list[int]) -> None:
             assert_logprobs_match(output, hf_model(TINY))
 
 
+def test_auto_is_a_rule_that_goes_with_compressed_chunks() -> None:
+    with engine(TINY, **settings_of(0.5, blend_selector="auto")) as llm:
+        prompts = [tiny_prompt(), tiny_prompt(blend_selector="question_attention")]
+        output, expected = (run(llm, prompt, PARAMS)[0] for prompt in prompts)
+    assert output.blend == expected.blend and output.blend is not None
+    assert output.blend.selector == "question_attention"
+    assert_same_logprobs(output, expected)
+
+
 @pytest.mark.parametrize("selector", ["first_tokens", "value_deviation", "question_attention"])
 def test_registered_chunks_stay_whole(selector: str) -> None:
     """And prompts of them are computed in ordinary pages, which are retained."""

@@ -83,6 +83,7 @@ def reduce(weights: torch.Tensor, rule: QuestionAttention) -> torch.Tensor:
     [
         "layer_share=0.75",
         "layer_share=0.5, first_layer=0.25",
+        "layer_share=1, first_layer=0.667",
         "tokens=3",
         "tokens=1000",
         "over_heads=max",

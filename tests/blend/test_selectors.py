@@ -15,6 +15,7 @@ from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
 from vllm_blend.blend.selectors import SELECTORS, QuestionAttention, best, make_selector
+from vllm_blend.blend.selectors.late_attention import LateAttention
 
 TINY = tiny_model("llama")
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
@@ -77,7 +78,7 @@ def test_random_is_fixed_by_the_prompt() -> None:
 
 @pytest.mark.cpu_only
 def test_an_unknown_selector_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"blend_selector='nonesuch'.*value_deviation"):
+    with pytest.raises(ValueError, match=r"blend_selector='nonesuch'.*'auto'.*value_deviation"):
         make_selector("nonesuch")
 
 
@@ -95,6 +96,36 @@ def test_a_name_is_needed_and_belongs_to_one_selector(register: Callable[[type[S
 
     with pytest.raises(ValueError, match="'full' is registered already"):
         register(Impostor)
+
+    class Second(Nameless):
+        name: ClassVar[str] = "auto"
+
+    with pytest.raises(ValueError, match=r"Second cannot be named 'auto': that stands for 'late_attention"):
+        register(Second)
+
+
+@pytest.mark.cpu_only
+def test_auto_is_late_attention_whatever_the_model() -> None:
+    assert make_selector("auto") == make_selector("late_attention+mean_shift")
+    assert make_selector("auto").look(12) == LateAttention().look(12)
+    assert make_selector("auto", compressed=True) == QuestionAttention()
+    looks = [LateAttention().look(layers) for layers in (1, 2, 10, 12, 32)]
+    assert [(look.first, look.stop) for look in looks] == [(0, 1), (1, 2), (6, 10), (8, 12), (21, 32)]
+    assert all(look.is_plain for look in looks)
+    with pytest.raises(ValueError, match="is unknown"):
+        make_selector("auto+smoothing")  # a lever on a rule that nobody named
+
+
+def test_what_auto_stands_for_is_what_is_reported() -> None:
+    best = "late_attention+mean_shift"
+    rules = ["auto", best, "question_attention"]
+    with engine(TINY, enable_blending=True, blend_selector="auto") as llm:
+        outputs = [run(llm, tiny_prompt(blend_selector=rule), PARAMS)[0] for rule in rules]
+        outputs.append(run(llm, tiny_prompt(), PARAMS)[0])
+    names = [output.blend.selector for output in outputs if output.blend is not None]
+    assert names == [best, best, "question_attention", best]
+    for output in (outputs[0], outputs[3]):
+        assert_same_logprobs(output, outputs[1])
 
 
 @pytest.mark.parametrize("looks_at", list(LooksAt))

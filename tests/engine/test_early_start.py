@@ -81,7 +81,7 @@ def stored(path: Path, prompt: Any, **arguments: Any) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("selector", ["question_attention", "value_deviation", "none", "full"])
+@pytest.mark.parametrize("selector", ["question_attention", "auto", "value_deviation", "none", "full"])
 @pytest.mark.parametrize("how", ["auto", "int8"])
 def test_a_prompt_runs_while_its_layers_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selector: str, how: str

@@ -1,9 +1,10 @@
 """From a chunked prompt to a blend plan: find the stored KV of its pieces, and have what is missing encoded first.
 
 The prefix is a piece of its own, encoded after nothing, and exact. What every chunk is encoded after is the business of
-an encoding context: by default the prefix, so that the first chunk is exact where it stands. Encoding a chunk after the
-prefix is itself a blend: the prefix is an exact segment, the chunk is the suffix. After anything else it is a plain
-prefill. Several requests that lack the same chunk in the same context share one encoding.
+an encoding context: by default the prefix, so that the first chunk is exact where it stands, and the passages of its
+page. Encoding a chunk after the prefix is itself a blend: the prefix is an exact segment, the chunk is the suffix.
+After anything else it is a plain prefill. Several requests that lack the same chunk in the same context share one
+encoding.
 
 Where the store has tiers below the memory, what is not in memory is asked for there first, in other threads, and
 encoded when it is not there, damaged or late.
@@ -71,7 +72,7 @@ class ChunkComposer:
         self._loading: dict[str, Arrivals] = {}  # key -> what is read together
         self._waiting: dict[str, list[Composition]] = {}  # key -> who needs it, encoded or loaded
         self._turns = Turns(store.budget_bytes, bytes_per_token)
-        selector = make_selector(config.selector)
+        selector = make_selector(config.selector, self.compression is not None)
         if config.enable_blending:  # settings that exclude each other are an error now, not with the first prompt
             ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
             make_plan((), (0,), 0, selector, *ratios, num_layers)
@@ -380,7 +381,7 @@ class ChunkComposer:
 
     def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
-        selector = make_selector(parsed.blend_selector or self.config.selector)
+        selector = make_selector(parsed.blend_selector or self.config.selector, self.compresses(parsed))
         if self.compresses(parsed):
             check_selector(selector, self.num_layers)
         ratio, ratios = parsed.blend_recompute_ratio, None

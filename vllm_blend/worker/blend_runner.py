@@ -10,7 +10,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, Look, choose
+from vllm_blend.blend.selectors import Evidence, choose
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -101,7 +101,7 @@ def question_mass(
 def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
     """As `question_mass` for one request, empty where no graph is of its size."""
     plan = _plan(request)
-    if plan.selector.look(len(graphs.cache.layers)) != Look(graphs.num_layers):
+    if plan.selector.look(len(graphs.cache.layers)) != graphs.look:
         return []
     positions, num_suffix = question_positions(plan)
     mass = graphs.run(request, positions.numpy(), num_suffix)

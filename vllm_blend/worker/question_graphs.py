@@ -34,8 +34,8 @@ class _Graph:
 
 
 class QuestionGraphs:
-    """Graphs of one request's pass over the first `num_layers`. Rows that fill a bucket up belong to a second request,
-    on the padding block.
+    """Graphs of one request's pass over the layers up to `look.stop`. Rows that fill a bucket up belong to a second
+    request, on the padding block. `look` is a plain one, of all tokens: others have no kernels, or count rows.
 
     `pool` is the memory of graphs that never run while one of these does, nor before its result has been used.
     """
@@ -46,13 +46,13 @@ class QuestionGraphs:
         cache: KVCache,
         backend: AttentionBackend,
         max_model_len: int,
-        num_layers: int,
+        look: Look,
         pool: Any,
     ) -> None:
         if not backend.capturable_mass:
             raise ValueError(f"the attention backend {backend.name!r} cannot be captured measuring attention mass")
         self.model, self.cache, self.backend = model, cache, backend
-        self.max_model_len, self.num_layers = max_model_len, num_layers
+        self.max_model_len, self.look = max_model_len, look
         # Rows that fill a bucket up need positions too.
         self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS if bucket <= max_model_len}
 
@@ -99,8 +99,8 @@ class QuestionGraphs:
                 seq_lens=[self.max_model_len, bucket],
                 device_query_start_loc=offsets_and_tables[:3],
             )
-            hook = QuestionMassHook(self.backend, [bucket, 0], [Look(self.num_layers)] * 2, rows[3] != 0)
-            caches = self.cache.layers[: self.num_layers]
+            hook = QuestionMassHook(self.backend, [bucket, 0], [self.look] * 2, rows[3] != 0)
+            caches = self.cache.layers[: self.look.stop]
             with forward_context(ForwardContext(metadata, caches, self.backend, (hook,), [0, 0])):
                 self.model(rows[0])
             return hook.masses()[0]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import default_fuse_metadata
-from vllm_blend.blend.selectors import make_selector
+from vllm_blend.blend.selectors import Look, make_selector
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig
 from vllm_blend.kv_compress.evictions import SORTED_BYTES, SORTED_TOGETHER
@@ -146,8 +146,10 @@ class Worker:
         decode = DecodeGraphs(model, cache, backend, config.scheduler.max_num_seqs, self.max_model_len, tapped)
         if not (config.blend.enable_blending and backend.capturable_mass):
             return decode, None
-        depth = make_selector(config.blend.selector).question_layers(self.num_layers)
-        return decode, QuestionGraphs(model, cache, backend, self.max_model_len, depth, decode.pool)
+        look = make_selector(config.blend.selector, config.blend.chunk_kept_share is not None).look(self.num_layers)
+        if not look.is_plain or look.tokens is not None:
+            look = Look(look.stop)
+        return decode, QuestionGraphs(model, cache, backend, self.max_model_len, look, decode.pool)
 
     @torch.inference_mode()
     def capture_compressed(self, step: CompressedStep) -> CompressedGraphs | None:

@@ -7,23 +7,32 @@ from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, b
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
 from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.blend.selectors.key_deviation import KeyDeviation
+from vllm_blend.blend.selectors.late_attention import LateAttention
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.blend.selectors.simple import Full, NoRecompute, Random
-from vllm_blend.blend.selectors.spec import parse_selector
+from vllm_blend.blend.selectors.spec import AUTO, parse_selector
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
 from vllm_blend.registry import enter
 
 SELECTORS: dict[str, type[Selector]] = {}
+# What "auto" stands for, for every model: docs/selection.md says why. Levers are for chunks that are stored whole.
+BEST, BEST_COMPRESSED = "late_attention+mean_shift", "question_attention"
 
 
 def register_selector(selector: type[Selector]) -> type[Selector]:
-    """Make a selector usable by its `name`. Works as a decorator on a user's own class."""
+    """Make a selector usable by its `name`. Works as a decorator on a user's own class. Raises ValueError where the
+    name is taken."""
+    if getattr(selector, "name", None) == AUTO:
+        raise ValueError(f"{selector.__name__} cannot be named {AUTO!r}: that stands for {BEST!r}; choose another name")
     return enter(SELECTORS, "selector", selector)
 
 
-def make_selector(name: str) -> Selector:
+def make_selector(name: str, compressed: bool = False) -> Selector:
     """The selector registered as `name`, or what `spec.py` makes of it: a registered one with settings and levers.
-    Raises ValueError listing the known ones."""
+    "auto" is `BEST`, or `BEST_COMPRESSED` where chunks are stored compressed, and goes by that name in what the engine
+    reports. Raises ValueError listing the known ones."""
+    if name == AUTO:
+        name = BEST_COMPRESSED if compressed else BEST
     return SELECTORS[name]() if name in SELECTORS else parse_selector(name, SELECTORS)
 
 
@@ -32,6 +41,7 @@ for _selector in (
     KeyDeviation,
     Gradual,
     QuestionAttention,
+    LateAttention,
     AttentionDeviation,
     FirstTokens,
     Random,
@@ -41,6 +51,9 @@ for _selector in (
     register_selector(_selector)
 
 __all__ = [
+    "AUTO",
+    "BEST",
+    "BEST_COMPRESSED",
     "SELECTORS",
     "Evidence",
     "Look",

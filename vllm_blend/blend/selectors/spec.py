@@ -17,6 +17,7 @@ import torch
 from vllm_blend.blend.selectors.base import Evidence, Look, Selector
 from vllm_blend.blend.selectors.levers import LEVERS, Lever
 
+AUTO = "auto"  # alone, without levers: it has its own
 _PART = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*")
 
 
@@ -64,7 +65,7 @@ class Composed(Selector):
 def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
     """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
     if not isinstance(text, str):  # of a prompt, whose types nobody has checked
-        raise ValueError(f"blend_selector={text!r} is unknown: use one of {sorted(selectors)}, or register your own")
+        raise ValueError(f"blend_selector={text!r} is unknown: use one of {_names(selectors)}, or register your own")
     rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
     if not levers:
         return rule
@@ -78,6 +79,10 @@ def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Select
     return Composed(text, rule, tuple(levers))
 
 
+def _names(selectors: Mapping[str, type[Selector]]) -> list[str]:
+    return [AUTO, *sorted(selectors)]
+
+
 def _parts(text: str) -> list[str]:
     """Of a sum, not within parentheses."""
     return re.split(r"\+(?![^()]*\))", text)
@@ -89,7 +94,7 @@ def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
     if found is None or name not in known:
         if known is LEVERS:
             raise ValueError(f"blend_selector={text!r}: the lever {name!r} is unknown: use one of {sorted(LEVERS)}")
-        raise ValueError(f"blend_selector={text!r} is unknown: use one of {sorted(known)}, or register your own")
+        raise ValueError(f"blend_selector={text!r} is unknown: use one of {_names(known)}, or register your own")
     if not found[2]:
         return known[name]()
     try:

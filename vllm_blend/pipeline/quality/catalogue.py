@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
-from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.blend.selectors import BEST, SELECTORS
 from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
 from vllm_blend.pipeline.quality.arrangements import nearest_passage, pages, relevant_first
 from vllm_blend.pipeline.quality.settings import Arrange, Setting
@@ -34,10 +34,6 @@ def _encoded(after: str, paper: str, arrange: Arrange | None = None, selector: s
     return Setting(f"{selector}, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
 
 
-# The last third of the layers, where the question singles out what answers it; its largest look, not its mean.
-LATE = (
-    "question_attention(first_layer=0.667, layer_share=1, over_tokens=max, over_heads=max, over_layers=max)+mean_shift"
-)
 CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
 
 RULES = [
@@ -45,6 +41,7 @@ RULES = [
     _rule("key_deviation", "LMCache's variant of CacheBlend's rule"),
     _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
     _rule("question_attention", "ProphetKV"),
+    _rule("late_attention", "ProphetKV, looking on the last third of the layers"),
     _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
     _rule("attention_deviation", "question attention times CacheBlend's deviation"),
     _rule("random", "a uniform choice"),
@@ -66,10 +63,14 @@ LEVERS = [
     _choice("question_attention+mean_shift", "AgentKVShift: the other tokens of a chunk move as those recomputed do"),
     _choice("value_deviation+mean_shift", "the same after CacheBlend's choice"),
     _choice("question_attention+temperature(value=0.9)", "APE (arXiv:2502.05431), section 4.2, without its scale"),
-    _choice(LATE, "where the question reads: late layers, the most of any head, token and layer"),
+    _choice(BEST, "what auto stands for"),
+    _choice(
+        "late_attention(over_tokens=max, over_heads=max, over_layers=max)+mean_shift",
+        "the most of any token, head and layer in place of the mean",
+    ),
     *(
         _encoded(after, "both together", pages, selector)
-        for selector in ("question_attention+mean_shift", LATE)
+        for selector in ("question_attention+mean_shift", BEST)
         for after in ("page", "ordinal_page")
     ),
     Setting(
