@@ -195,7 +195,7 @@ class BlendConfig:
     chunk_cache_gib: float = 4.0  # memory for stored chunk KV: what is worth least leaves first, see kv_store/worth.py
     chunk_device: ChunkDevice = "auto"
     # what stands before a chunk when it is encoded, of blend/encoding_contexts, and the ordinals of filler there
-    encoding_context: str = "prefix"
+    encoding_context: str = "page"
     ordinals: list[int] | None = None
     controller: bool = False  # raise the ratio while that hides behind loading, compute what loads slower (section 5.1)
     chunk_kept_share: float | None = None  # None: chunks are stored whole

@@ -47,7 +47,7 @@ _HELP = {
     "blend_min_tokens": "contexts shorter than this are prefilled in full",
     "blend_chunk_cache_gib": "memory for stored chunk KV",
     "blend_chunk_device": "where stored chunk KV lives",
-    "blend_encoding_context": "what stands before a chunk when its KV is computed: prefix, bos, page, ordinal, ...",
+    "blend_encoding_context": "what stands before a chunk when its KV is computed: page, prefix, bos, ordinal, ...",
     "blend_ordinals": "numbers of filler passages before a chunk that variants of it are stored with",
     "blend_chunk_kept_share": "share of a chunk's KVs that is stored, in (0, 1]; needs --enable-kvc",
     "blend_chunk_metric": "which of them: keydiff, knorm, streaming_llm or random",
@@ -117,7 +117,7 @@ class EngineArgs:
     blend_min_tokens: int = 0
     blend_chunk_cache_gib: float = 4.0
     blend_chunk_device: ChunkDevice = "auto"
-    blend_encoding_context: str = "prefix"
+    blend_encoding_context: str = "page"
     blend_ordinals: list[int] | None = None
     blend_chunk_kept_share: float | None = None
     blend_chunk_metric: str = "keydiff"

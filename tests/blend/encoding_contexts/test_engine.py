@@ -83,6 +83,20 @@ def test_a_page_that_is_the_whole_prompt_is_full_prefill_without_recomputing() -
         assert_logprobs_match(output, hf_model(DEMO))
 
 
+def test_pages_are_used_where_a_prompt_names_them_and_nothing_changes_where_it_does_not() -> None:
+    """By default. Keys name what a chunk was encoded after, so equal ones hold equal KV."""
+    keys: dict[str, list[list[str]]] = {}
+    for name in ("", "page", "prefix"):
+        options = {"blend_encoding_context": name} if name else {}
+        with engine(enable_blending=True, **options) as llm:
+            inner, given = llm.llm_engine, prompt()
+            asked = [inner.identify_chunks(given["prefix"], given["chunks"], page) for page in (CONTINUES, None)]
+            keys[name] = [[chunk.key for chunk in chunks] for _, chunks in asked]
+    assert keys[""] == keys["page"]
+    assert [key in keys["prefix"][0] for key in keys["page"][0]] == [before is None for before in CONTINUES]
+    assert keys["page"][1] == keys["prefix"][1] == keys["prefix"][0]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str) -> None:
     prompts = [prompt(), prompt(suffix="Question: Who?\nAnswer:"), prompt(7), prompt(3, continues=[None] * PASSAGES)]
