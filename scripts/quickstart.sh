@@ -8,14 +8,14 @@
 # VENV         the environment's folder (.venv)
 # PYTHON       the interpreter that makes it (python3)
 # DATASET      data set file (inputs/musique_s.json)
-# MODEL_ID     model (inputs/demo-model)
+# MODEL_ID     model (inputs/demo-model-reuse)
 # MAX_SAMPLES  use only the first samples (all)
 # RESULTS_DIR  where to write (results)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 VENV=${VENV:-.venv}
-export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/demo-model} MAX_SAMPLES=${MAX_SAMPLES:-0}
+export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/demo-model-reuse} MAX_SAMPLES=${MAX_SAMPLES:-0}
 RESULTS_DIR=${RESULTS_DIR:-results}
 name="$(basename "$DATASET" .json)"
 
