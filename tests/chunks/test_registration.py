@@ -11,7 +11,7 @@ import torch
 from tests import tolerances
 from tests.chunks.llms import TINY, chunked_llm, random_ids
 from tests.engine.engines import BLOCK_SIZE, DEMO, greedy, hf_model, tiny_model
-from vllm_blend import ChunkedLLM
+from vllm_blend import ChunkedLLM, chunks
 from vllm_blend.chunks.chunk import ChunkType
 from vllm_blend.chunks.composition import ChunkComposition, Part
 from vllm_blend.chunks.errors import ChunkInUseError, OutOfChunkMemoryError, UnknownChunkError
@@ -302,5 +302,9 @@ def test_an_answer_becomes_a_chunk_like_any_other() -> None:
         assert second.prompt_token_ids[12:-1] == list(chunk.token_ids)
 
 
-def test_chunked_llm_is_a_public_name() -> None:
-    assert ChunkedLLM.__name__ == "ChunkedLLM"
+def test_public_names() -> None:
+    assert chunks.ChunkedLLM is ChunkedLLM
+    assert chunks.__all__ == sorted(chunks._HOMES)
+    assert [getattr(chunks, name).__name__ for name in chunks.__all__] == chunks.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Chunks'"):
+        _ = chunks.Chunks
