@@ -27,5 +27,5 @@ def test_the_code_is_python_and_the_rules_are_known():
     listed = re.search(r"Selection rules: (.*?), or your own", TEXT, re.DOTALL)
     assert listed is not None
     names = re.findall(r"`(\w+)`", listed[1])
-    assert len(names) == 8 and [make_selector(name).name for name in names] == names
+    assert len(names) == 10 and [make_selector(name).name for name in names] == names
     assert "register_selector" in vllm_blend.__all__

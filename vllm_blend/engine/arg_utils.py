@@ -40,7 +40,7 @@ _HELP = {
     "torch_native",
     "cascade_attention": "attend pages that several requests of a step share once for all of them",
     "enable_blending": "reuse the KV of chunks at any position",
-    "blend_selector": "rule that chooses the tokens to recompute",
+    "blend_selector": "rule that chooses the tokens to recompute, or auto, see docs/selection.md",
     "blend_recompute_ratio": "share of the reused tokens that is recomputed",
     "blend_check_layers": "layers at which deviation rules look",
     "blend_recompute_ratios": "share kept after each check layer",
