@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.blend.selectors import BEST, SELECTORS
 from vllm_blend.pipeline.quality.catalogue import LEVERS, RATIOS, RULES, SETTINGS
 from vllm_blend.pipeline.quality.settings import make_runs
 
 
-def test_every_selector_is_run_at_every_ratio():
+def test_every_selector_and_auto_are_run_at_every_ratio():
     runs = make_runs(SETTINGS, RATIOS)
     chosen = {(run.setting.prompt.get("blend_selector"), run.ratio) for run in runs}
-    rules = {name for name, rule in SELECTORS.items() if rule.fixed_ratio is None}
+    rules = {name for name, rule in SELECTORS.items() if rule.fixed_ratio is None} | {BEST}
     assert {(rule, ratio) for rule in rules for ratio in RATIOS} <= chosen
     assert {setting.name for setting in RULES} == rules
 

@@ -42,6 +42,7 @@ RULES = [
     _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
     _rule("question_attention", "ProphetKV"),
     _rule("late_attention", "ProphetKV, looking on the last third of the layers"),
+    _rule(BEST, "what auto stands for: with AgentKVShift's correction"),
     _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
     _rule("attention_deviation", "question attention times CacheBlend's deviation"),
     _rule("random", "a uniform choice"),
@@ -63,7 +64,6 @@ LEVERS = [
     _choice("question_attention+mean_shift", "AgentKVShift: the other tokens of a chunk move as those recomputed do"),
     _choice("value_deviation+mean_shift", "the same after CacheBlend's choice"),
     _choice("question_attention+temperature(value=0.9)", "APE (arXiv:2502.05431), section 4.2, without its scale"),
-    _choice(BEST, "what auto stands for"),
     _choice(
         "late_attention(over_tokens=max, over_heads=max, over_layers=max)+mean_shift",
         "the most of any token, head and layer in place of the mean",
