@@ -14,8 +14,8 @@ class LateAttention(QuestionAttention):
     asked and then looks for it: on the demo model (12 layers) attention singles out the passages with the answer in
     layers 8, 9 and 11, counted from 0.
 
-    The question passes all layers before anything is chosen, where `QuestionAttention` stops at three quarters. On three
-    models it is worth that with `mean_shift` alone: docs/selection.md compares the two at equal cost.
+    The question passes all layers before anything is chosen, where `QuestionAttention` stops at three quarters. That is
+    worth it together with `mean_shift`, on the demo model: docs/selection.md compares them at equal cost on three.
     """
 
     name: ClassVar[str] = "late_attention"
