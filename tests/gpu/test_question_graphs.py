@@ -19,9 +19,9 @@ ROOM: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 4, "ble
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    yield LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, **ROOM)
+@pytest.fixture(scope="module", params=["question_attention", "late_attention"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    yield LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, blend_selector=request.param, **ROOM)
     torch.cuda.empty_cache()
 
 
