@@ -293,6 +293,7 @@ def test_bos_stands_once(llm: LLM) -> None:
     instruction, (a, _, _, _), question = texts()
     bos = str(llm.get_tokenizer().bos_token)
     OfflineKVPreCompute(llm).precompute_kv(a)
+    ask(llm, [instruction, a, question])  # so that the prefix cache has the instruction in both that are compared
     usual, written, alone = (ask(llm, [*head, a, question]) for head in ([instruction], [bos + instruction], [bos]))
     assert written.prompt_token_ids == usual.prompt_token_ids
     assert_same_logprobs(written, usual)
