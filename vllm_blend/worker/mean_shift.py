@@ -11,6 +11,7 @@ import torch
 from vllm_blend import ops
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.runs import to_device
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.worker.reused import Reused
 
@@ -89,18 +90,17 @@ def _moves(reused: Sequence[Reused], metadata: AttentionMetadata, block_size: in
         places.append(place)
         size += len(place)
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-
-    all_rows, segment_of = put(np.concatenate(rows)), put(np.repeat(np.arange(len(reused)), lengths))
-    at = put(np.concatenate(places))[put(np.concatenate(offsets)) + metadata.positions[all_rows]]
+    all_rows = to_device(np.concatenate(rows), device)
+    segment_of = to_device(np.repeat(np.arange(len(reused)), lengths), device)
+    offset = to_device(np.concatenate(offsets), device)
+    at = to_device(np.concatenate(places), device)[offset + metadata.positions[all_rows]]
     stored_at = at.clamp_max(int(starts[-1]) - 1)
     computes = (segment_of[stored_at] == torch.arange(len(reused), device=device)[:, None]) & (at < int(starts[-1]))
     count = computes.sum(1)
-    strength = torch.tensor([each.strength for each in reused], device=device)
+    strength = to_device(np.array([each.strength for each in reused], np.float32), device)
     is_computed = torch.zeros(int(starts[-1]) + 1, dtype=torch.bool, device=device)
     is_computed[at] = True
-    where = put(positions)
+    where = to_device(positions, device)
     parts = [each.slots(own, metadata, block_size) for each, own in zip(reused, where.split(lengths), strict=True)]
     blocks, places_in = (torch.cat(column) for column in zip(*parts, strict=True))
     return _Moves(
