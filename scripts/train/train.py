@@ -29,23 +29,13 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from model import DemoModel, ModelConfig, save_pretrained  # noqa: E402
 
-from vllm_blend.pipeline.dialogues import summary_episode  # noqa: E402
+from vllm_blend.finetune.worlds import draw_episode  # noqa: E402
 from vllm_blend.pipeline.prompts import PROMPT_STYLES  # noqa: E402
-from vllm_blend.pipeline.worlds import Episode, question_episode, render_passage  # noqa: E402
+from vllm_blend.pipeline.worlds import Episode, render_passage  # noqa: E402
 
 FIRST_SEED, SHARDS = 1000, 60
-CONTEXT_WEIGHT, SUMMARY_SHARE = 5, 0.12
+CONTEXT_WEIGHT = 5
 WARMUP_STEPS, LEARNING_RATE, FINAL_SHARE = 300, 1.5e-3, 0.02
-
-
-def draw_episode(rng: Random) -> Episode:
-    """A dialogue to summarise (12%), or a world with 6 to 20 of its questions in random order."""
-    if rng.random() < SUMMARY_SHARE:
-        return summary_episode(rng)
-    episode = question_episode(rng)
-    questions = list(episode.questions)
-    rng.shuffle(questions)
-    return Episode(episode.instruction, episode.passages, tuple(questions[: rng.randint(6, 20)]))
 
 
 def encode_episode(episode: Episode, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
