@@ -106,13 +106,27 @@ __global__ void __launch_bounds__(kThreads) accumulate_sums_kernel(SumsParams p)
     }
     __syncthreads();
     const int64_t last = p.query_positions[row] - p.buffer;
+    uint4 q[2][Span::kK];
+    load_heads<T, D>(q, p, row, 0);
     for (int key0 = first; key0 < length; key0 += step) {
+      // What is added to is on its way while the keys are: a page holds an even number of keys, so two share their address.
+      int64_t slots[Span::kTiles];
+      int2 positions[Span::kTiles];
+      float2 sums[Span::kTiles];
+#pragma unroll
+      for (int i = 0; i < Span::kTiles; ++i) {
+        const int key = key0 + 8 * i + 2 * q4;
+        if (g == 0 && key < length) {
+          slots[i] = slot_of(key);
+          positions[i] = *reinterpret_cast<const int2*>(p.key_positions + slots[i]);
+          sums[i] = *reinterpret_cast<const float2*>(p.metric + slots[i]);
+        }
+      }
       Span span;
       span.load(key0, length, row_of);
       float received[Span::kTiles][2] = {};
       for (int row0 = 0; row0 < p.group; row0 += 16) {
-        uint4 q[2][Span::kK];
-        load_heads<T, D>(q, p, row, row0);
+        if (p.group > 16) load_heads<T, D>(q, p, row, row0);
         float shift[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) shift[i] = row0 + g + 8 * i < p.group ? shifts[row0 + g + 8 * i] : INFINITY;
@@ -128,18 +142,18 @@ __global__ void __launch_bounds__(kThreads) accumulate_sums_kernel(SumsParams p)
         }
       }
 #pragma unroll
-      for (int i = 0; i < Span::kTiles; ++i)
+      for (int i = 0; i < Span::kTiles; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float v = received[i][e];
+        for (int e = 0; e < 2; ++e)
 #pragma unroll
-          for (int o = 4; o < 32; o <<= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
-          const int key = key0 + 8 * i + 2 * q4 + e;
-          if (g == 0 && key < length) {
-            const int64_t slot = slot_of(key);
-            if (p.key_positions[slot] <= last) p.metric[slot] += v;
-          }
+          for (int o = 4; o < 32; o <<= 1) received[i][e] += __shfl_xor_sync(0xffffffffu, received[i][e], o);
+        const int key = key0 + 8 * i + 2 * q4;
+        if (g == 0 && key < length) {
+          if (positions[i].x <= last) sums[i].x += received[i][0];
+          if (key + 1 < length && positions[i].y <= last) sums[i].y += received[i][1];
+          *reinterpret_cast<float2*>(p.metric + slots[i]) = sums[i];
         }
+      }
     }
   }
 }
@@ -153,7 +167,7 @@ extern "C" int vb_accumulate_splits(int rows, int max_length) {
   DeviceInfo info;
   if (int e = device_info(&info)) return -100 - e;
   constexpr int kKeys = kWarps * 16;  // the fewest of a block
-  const int wanted = rows > 0 ? (4 * info.sms + rows - 1) / rows : 1, most = (max_length + kKeys - 1) / kKeys;
+  const int wanted = rows > 0 ? (16 * info.sms + rows - 1) / rows : 1, most = (max_length + kKeys - 1) / kKeys;
   const int splits = wanted < most ? wanted : most;
   return splits < 1 ? 1 : splits < kMaxSplits ? splits : kMaxSplits;
 }
