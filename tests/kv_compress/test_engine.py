@@ -215,6 +215,34 @@ def test_requests_that_give_their_pages_back_finish() -> None:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [20] * 6
 
 
+@pytest.mark.parametrize("metric", ["kv_compress", "keydiff"])
+def test_starting_again_a_token_short_of_the_end_of_a_step(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """33 tokens in steps of 16: before the last, which looks like a decode, nothing is known of the window."""
+
+    class Graphs:
+        def run(self, *_: Any) -> None:
+            raise AssertionError("a graph looks at no query")
+
+    def answer(tokens_of_a_step: int) -> RequestOutput:
+        arguments = {"kvc_metric": metric, "max_cache_tokens": 16, "enable_prefix_caching": False, "max_num_seqs": 4}
+        with engine(TINY, **SMALL, **arguments, max_num_batched_tokens=tokens_of_a_step) as llm:
+            if metric == "kv_compress":
+                monkeypatch.setattr(llm.llm_engine.model_executor.driver_worker.model_runner, "decode_graphs", Graphs())
+            scheduler, started_again = llm.llm_engine.scheduler, False
+            done: dict[str, RequestOutput] = {}
+            for done in steps(llm, [prompt(30)], PARAMS):  # noqa: B007
+                if not started_again and len(scheduler.running[0].output_token_ids) == 3:
+                    scheduler.preempt_last()
+                    started_again = True
+            monkeypatch.undo()
+            return done["0"]
+
+    short, whole = answer(16), answer(64)
+    if metric == "kv_compress":  # any other leaves its blocks when all but the newest token is there: a token earlier
+        assert_same_logprobs(short, whole)
+    assert len(short.outputs[0].token_ids) == 20
+
+
 def test_compress_once() -> None:
     """Short prompts too, when they have grown; and then no more."""
     params = greedy(40, ignore_eos=True, max_cache_tokens=16, compress_once=True)

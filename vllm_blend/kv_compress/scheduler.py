@@ -105,6 +105,9 @@ class KVCompressScheduler:
 
 
 def is_complete(request: Request) -> bool:
-    """Whether all of a request but its newest token is in ordinary blocks: its next step would decode."""
-    drawn = bool(request.output_token_ids) and request.num_in_flight == 0
-    return drawn and not request.in_head_pages and request.num_computed_tokens == request.num_tokens - 1
+    """Whether all of a request but its newest token is in ordinary blocks, and scored if the metric looks at queries:
+    its next step would decode. One that starts again may stop a token short of its end, before its window is seen."""
+    state, computed = request.compression, request.num_computed_tokens
+    if state is None or state.index is not None or not request.output_token_ids or request.num_in_flight:
+        return False
+    return computed == request.num_tokens - 1 and (not state.window or state.num_scored == computed)

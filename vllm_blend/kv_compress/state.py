@@ -22,6 +22,7 @@ class CompressionState:
     queries: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     scores: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [kv_heads, tokens] float32
     window_positions: torch.Tensor | None = None  # [w] int64, of the queries that the scores are of
+    num_scored: int = 0  # tokens that the scores of all layers are of; 0 while they are not complete
     index: int | None = None  # None: in ordinary blocks
     num_tokens: int = 0  # that the head pages hold, the evicted ones counted
     num_prompt_tokens: int = 0  # that were in the cache when it came into head pages
@@ -38,4 +39,5 @@ class CompressionState:
         self.queries.clear()
         self.scores.clear()
         self.window_positions = self.index = None
+        self.num_scored = 0
         self.num_tokens = self.num_prompt_tokens = self.compressed_at = self.num_compressions = 0

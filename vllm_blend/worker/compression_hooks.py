@@ -61,6 +61,7 @@ class WindowHook(LayerHook):
             view = BlockView(layer_idx, layers, scale, cache.key, cache.value, table, watch.num_tokens, seen)
             watch.state.scores[layer_idx] = self.metric.score(view)
             watch.state.window_positions = seen.positions
+            watch.state.num_scored = watch.num_tokens if layer_idx == layers - 1 else 0
             pieces.clear()
 
 

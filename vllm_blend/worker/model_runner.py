@@ -147,7 +147,9 @@ class ModelRunner:
     ) -> None:
         """One pass over ordinary blocks; appends the logits that requests draw from, and their states."""
         missing = self._missing(items)
-        if self.decode_graphs is not None and not missing and all(item.is_decode or item.drafts for item in items):
+        watching = None if self.prompt_metric is None else self.prompt_metric.hook(items)
+        decodes = watching is None and all(item.is_decode or item.drafts for item in items)
+        if self.decode_graphs is not None and not missing and decodes:
             spans = [Span(item.request, item.start, item.stop, None, item.drafts) for item in items]
             replayed = None
             if self.cascade_graphs is not None and not any(item.drafts for item in items):
@@ -166,7 +168,6 @@ class ModelRunner:
         capture = _capture_hook(items, self.cache.key.shape[0])
         narrowing = _narrowing_hook(spans, masses, self.cache.key.device)
         result.queries = QueryTap(self.tapped_layers) if self.tapped_layers else None
-        watching = None if self.prompt_metric is None else self.prompt_metric.hook(items)
         own = (capture, narrowing, *correction_hooks(spans, self.placement.rotaries), result.queries, watching)
         hooks = [*arriving, *(hook for hook in own if hook is not None)]
         backend = self.backend
