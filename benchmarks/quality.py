@@ -5,8 +5,12 @@
 
 The settings are the lists in vllm_blend/pipeline/quality/catalogue.py: rules, then levers. Any model directory and
 any data set in the same format will do; full prefill by the same model is what everything is compared with. Answers
-are greedy, and nothing depends on time: the same command gives the same numbers, but for what another machine rounds
-differently.
+are greedy, and nothing depends on time: the same command gives the same numbers, but for what another machine or number
+of workers rounds differently. Where there is no matplotlib, --no-picture does without, and elsewhere
+
+    python benchmarks/quality.py --draw benchmarks/results/quality.json
+
+draws what is in a file.
 """
 
 from __future__ import annotations
@@ -23,15 +27,16 @@ from typing import Any
 
 import torch
 
-from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.files import read_json, write_json
 from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, RULES, SETTINGS
 from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
+from vllm_blend.pipeline.quality.parallel import Crew, make_crew, sweep_by
 from vllm_blend.pipeline.quality.picture import draw, load_pyplot
 from vllm_blend.pipeline.quality.questions import read_questions
 from vllm_blend.pipeline.quality.report import render
-from vllm_blend.pipeline.quality.rows import make_rows
+from vllm_blend.pipeline.quality.rows import make_rows, shortened
 from vllm_blend.pipeline.quality.settings import find_settings, make_runs
-from vllm_blend.pipeline.quality.sweep import Measured, sweep
+from vllm_blend.pipeline.quality.sweep import Measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json", "samsum.json")]
@@ -49,11 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--samples", type=int, help=f"of each data set, equally many of each kind (default: {SAMPLES})")
     add("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples a data set, ratios {QUICK_RATIOS}")
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
+    add("--workers", type=int, metavar="N", help="processes that share the questions (default: one a core, on a GPU 1)")
     add("--dtype", default="auto")
     add("--device", default="auto")
     add("--seed", type=int, default=0, help="of the bootstrap and the engine (default: %(default)s)")
     add("--output", type=Path, default=ROOT / "results" / "quality", help="writes this path + .json, .md and .png")
     add("--no-picture", action="store_true", help="write no .png, which needs matplotlib")
+    add("--draw", type=Path, metavar="FILE", help="measure nothing: draw the picture of this .json beside it")
     return parser
 
 
@@ -61,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
+        if args.draw is not None:
+            print("written:", draw_again(args.draw), file=sys.stderr)
+            return
         paths = run(args, shlex.join(["python", "benchmarks/quality.py", *(sys.argv[1:] if argv is None else argv)]))
     except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
@@ -77,13 +87,14 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
     runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
     limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else SAMPLES)
     data = [read_questions(path, args.style, limit) for path in args.datasets]
+    crew = make_crew(args.workers, args.device, data)
     paths = [args.output.with_name(args.output.name + end) for end in (".json", ".md", ".png")]
     started = time.perf_counter()
     common: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
-    for measured in sweep(args.model, data, runs, args.batch, _say, **common):
+    for measured in sweep_by(crew, args.model, data, runs, args.batch, _say, **common):
         rows = make_rows(measured, runs, args.seed)
-        about = describe(args, command, measured, time.perf_counter() - started)
-        write_json(paths[0], {"about": about, "rows": rows})
+        about = describe(args, command, crew, measured, time.perf_counter() - started)
+        write_json(paths[0], {"about": about, "rows": shortened(rows)})
         paths[1].write_text(render(about, rows, settings), encoding="utf-8")
     if args.no_picture:
         return paths[:2]
@@ -91,7 +102,19 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
     return paths
 
 
-def describe(args: argparse.Namespace, command: str, measured: Sequence[Measured], seconds: float) -> dict[str, Any]:
+def draw_again(file: Path) -> Path:
+    """The picture of rows that were written before."""
+    written = read_json(file, "rows")
+    if not isinstance(written, dict) or not written.get("rows"):
+        raise ValueError(f"{file} holds no rows: give a .json that this command has written")
+    path = file.with_name(file.name.removesuffix(".json") + ".png")
+    draw(written["rows"], path, [setting.name for setting in RULES])
+    return path
+
+
+def describe(
+    args: argparse.Namespace, command: str, crew: Crew, measured: Sequence[Measured], seconds: float
+) -> dict[str, Any]:
     """How it was measured."""
     left_out = [name for one in measured for name in one.questions.left_out]
     return {
@@ -105,7 +128,8 @@ def describe(args: argparse.Namespace, command: str, measured: Sequence[Measured
         "seed": args.seed,
         "intervals": f"{100 * LEVEL:g}%, percentiles of {RESAMPLES} resamples",
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "workers": crew.workers,
+        "threads of each": crew.threads,
         "machine": platform.processor() or platform.machine(),
         "minutes": round(seconds / 60, 1),
     }

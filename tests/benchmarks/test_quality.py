@@ -20,6 +20,7 @@ spec.loader.exec_module(quality)
 def test_the_command_writes_json_tables_and_a_picture(tmp_path: Path, capsys) -> None:
     pytest.importorskip("matplotlib")
     flags = ["--model", MODEL, "--datasets", str(write_small(tmp_path)), "--ratios", "0", "0.1", "--settings", "random"]
+    flags += ["--workers", "1"]
     quality.main([*flags, "--output", str(tmp_path / "deep" / "q.v1")])
     written = read_json(tmp_path / "deep" / "q.v1.json", "rows")
     assert [(r["setting"], r["ratio"]) for r in written["rows"] if r["kind"] == "all"] == [
@@ -37,12 +38,14 @@ def test_the_command_writes_json_tables_and_a_picture(tmp_path: Path, capsys) ->
 
 
 def test_mistakes_are_found_before_anything_is_loaded(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(quality, "sweep", lambda *args: pytest.fail("work began"))
+    monkeypatch.setattr(quality, "sweep_by", lambda *args: pytest.fail("work began"))
     for flags, message in (
         (["--settings", "randm"], "'randm' is unknown"),
         (["--ratios", "0", "2"], "a ratio=2.0"),
         (["--datasets", str(tmp_path / "musique.json")], "not found"),
         (["--samples", "-1"], "use 1 or more"),
+        (["--workers", "0"], "the number of workers is 0"),
+        (["--draw", str(tmp_path / "q.json")], "rows not found"),
     ):
         with pytest.raises(SystemExit) as ended:
             quality.main([*flags, "--no-picture"])

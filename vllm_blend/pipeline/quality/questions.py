@@ -55,21 +55,26 @@ def read_questions(path: str | Path, style: str | None = None, limit: int | None
     return Questions(Path(path).stem, found, tuple(_mixed(samples)[:limit]))
 
 
-def fitting(questions: Questions, engine: LLMEngine) -> Questions:
-    """Without the samples whose prompt and answer are longer than the model can hold. ValueError if none is left."""
+def fitting(questions: Questions, engine: LLMEngine, whole: bool = True) -> Questions:
+    """Without the samples whose prompt and answer are longer than the model can hold. ValueError if none is left; not
+    where they are no `whole` data set, but a part of one."""
     room = engine.max_model_len - questions.style.max_tokens
     kept: list[Sample] = []
     left_out: list[Sample] = []
     for sample in questions.samples:
         fits = len(joined_ids(engine, questions.prompt(sample))) <= room
         (kept if fits else left_out).append(sample)
-    if not kept:
-        raise ValueError(
-            f"none of the {len(left_out)} samples of {questions.name} fits the model's {engine.max_model_len} tokens: "
-            "use shorter passages, or a model with a longer context"
-        )
+    if whole and not kept:
+        raise nothing_fits(questions, f"{engine.max_model_len} tokens")
     names = tuple(sample.sample_id for sample in left_out)
     return replace(questions, samples=tuple(kept), left_out=names)
+
+
+def nothing_fits(questions: Questions, room: str) -> ValueError:
+    return ValueError(
+        f"none of the {len(questions.samples)} samples of {questions.name} fits the model's {room}: use shorter "
+        "passages, or a model with a longer context"
+    )
 
 
 def joined_ids(engine: LLMEngine, prompt: ChunkedPrompt) -> list[int]:

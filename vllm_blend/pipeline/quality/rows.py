@@ -43,6 +43,11 @@ def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0) 
     return [row for one in measured for scope in _scopes(one, seed) for row in _rows_of(scope, runs)]
 
 
+def shortened(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a file: six digits of each number, which are more than are known."""
+    return [{name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in row.items()} for row in rows]
+
+
 def _scopes(one: Measured, seed: int) -> list[_Scope]:
     samples = one.questions.samples
     kinds = [ALL, *one.questions.kinds]

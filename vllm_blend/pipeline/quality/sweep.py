@@ -59,11 +59,13 @@ def sweep(
     runs: Sequence[Run],
     batch: int = 16,
     progress: Progress = lambda text: None,
+    whole: bool = True,
     **engine_args: Any,
 ) -> Iterator[list[Measured]]:
     """Measure `runs`; the same list, with more in it, after each engine. Equal runs are measured once.
 
-    The first engine answers everything in full too. Samples that it cannot hold are left out, of every run.
+    The first engine answers everything in full too. Samples that it cannot hold are left out, of every run; ValueError
+    if none is left of a data set, unless these are but parts of data sets, not `whole` ones: those may be empty.
     """
     groups: dict[str, dict[tuple[str, str, int], Run]] = {}
     for run in runs:
@@ -74,7 +76,7 @@ def sweep(
         arguments = next(iter(group.values())).engine
         with Session(model, batch, **engine_args | arguments) as session:
             if not measured:
-                measured = [Measured(fitting(questions, session.engine), Outcome(), {}) for questions in data]
+                measured = [Measured(fitting(questions, session.engine, whole), Outcome(), {}) for questions in data]
             for index, one in enumerate(measured):
                 progress(f"engine {number + 1} of {len(groups)}, {one.questions.name}: {len(group)} runs")
                 if number == 0:
@@ -115,9 +117,15 @@ def answer_run(session: Session, questions: Questions, run: Run, reference: Refe
     """What a run makes of all questions."""
     found = blended(session, questions, questions.samples, run)
     outcome = _outcome(questions, found, reference)
-    score = outcome.values(questions.style.metric).mean()
-    progress(f"  {run.setting.name} at {100 * run.ratio:g}%: {questions.style.metric} {100 * score:.1f}")
+    report_run(questions, run, outcome, progress)
     return outcome
+
+
+def report_run(questions: Questions, run: Run, outcome: Outcome, progress: Progress) -> None:
+    metric = questions.style.metric
+    if questions.samples:
+        score = outcome.values(metric).mean()
+        progress(f"  {run.setting.name} at {100 * run.ratio:g}%: {metric} {100 * score:.1f}")
 
 
 def _arranged(questions: Questions, sample: Sample, run: Run) -> ChunkedPrompt:
