@@ -64,7 +64,7 @@ def test_what_was_stored_arrives(
 ) -> None:
     """Chunks longer and shorter than a slot, one of them in ordinary memory; by the compiled copy and by torch."""
     if not compiled:
-        monkeypatch.setattr("vllm_blend.ops.cuda.is_available", lambda: False)
+        monkeypatch.setattr("vllm_blend.ops.cuda_library.is_available", lambda: False)
     store = new_store(8)
     chunks = [random_chunk(tokens, tokens, dtype) for tokens in (40, 1, 333, 64)]
     kept = [store.put(str(index), chunk) for index, chunk in enumerate(chunks)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.ops.fake_nvcc import FakeNvcc
-from vllm_blend.ops import cuda, cuda_build
+from vllm_blend.ops import cuda_build, cuda_library
 from vllm_blend.ops.cuda_build import Build, BuildError
 
 H200 = [(9, 0)]
@@ -44,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(cuda, "library_path", lambda: None)
+    monkeypatch.setattr(cuda_library, "library_path", lambda: None)
     _forget()
     yield
     monkeypatch.undo()
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for function in (cuda.unavailable_reason, cuda.is_available, cuda._library):
+    for function in (cuda_library.unavailable_reason, cuda_library.is_available, cuda_library.library):
         function.cache_clear()
 
 
@@ -193,9 +193,9 @@ def test_an_old_gpu_is_not_built_for(nvcc: FakeNvcc) -> None:
 
 def test_nothing_is_built_without_a_gpu(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cuda, "library_path", lambda: None)
+    monkeypatch.setattr(cuda_library, "library_path", lambda: None)
     _forget()
-    assert not cuda.is_available() and cuda.unavailable_reason() == "torch sees no CUDA device"
+    assert not cuda_library.is_available() and cuda_library.unavailable_reason() == "torch sees no CUDA device"
     _forget()
     assert nvcc.calls == []
 
@@ -204,8 +204,8 @@ def test_a_failed_build_warns_once_and_leaves_plain_torch(
     nvcc: FakeNvcc, gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", ".cu ")
-    assert not cuda.is_available() and not cuda.is_available()
-    assert "this is no CUDA" in (cuda.unavailable_reason() or "")
+    assert not cuda_library.is_available() and not cuda_library.is_available()
+    assert "this is no CUDA" in (cuda_library.unavailable_reason() or "")
     warnings = [r.message for r in caplog.records if "plain torch runs instead of the CUDA kernels" in r.message]
     assert len(warnings) == 1 and "this is no CUDA" in warnings[0]
 
@@ -219,13 +219,13 @@ def test_a_forced_backend_says_why_it_cannot_run(nvcc: FakeNvcc, gpu: None, monk
 
 
 def test_a_library_that_does_not_load_is_no_crash(nvcc: FakeNvcc, gpu: None) -> None:
-    assert not cuda.is_available()  # the fake compiler's library is text
-    assert "the CUDA kernels do not load" in (cuda.unavailable_reason() or "")
+    assert not cuda_library.is_available()  # the fake compiler's library is text
+    assert "the CUDA kernels do not load" in (cuda_library.unavailable_reason() or "")
 
 
 def test_where_a_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cuda.LIBRARY_VARIABLE, str(tmp_path / "missing.so"))
+    monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(tmp_path / "missing.so"))
     with pytest.raises(FileNotFoundError, match=r"VLLM_BLEND_CUDA_LIBRARY=.*missing\.so is no file"):
-        cuda.library_path()
+        cuda_library.library_path()
     (tmp_path / "missing.so").touch()
-    assert cuda.library_path() == tmp_path / "missing.so"
+    assert cuda_library.library_path() == tmp_path / "missing.so"

@@ -15,7 +15,7 @@ import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
 from vllm_blend.attention.runs import to_device
-from vllm_blend.ops import cuda, cuda_attention
+from vllm_blend.ops import cuda_attention, cuda_library
 from vllm_blend.ops.cuda_attention import AttentionPlan
 
 
@@ -47,7 +47,7 @@ class CUDABackend(AttentionBackend):
     capturable_cascade = True
 
     def __init__(self) -> None:
-        reason = cuda.unavailable_reason()
+        reason = cuda_library.unavailable_reason()
         if reason is not None:
             raise RuntimeError(
                 "attention_backend='cuda' needs a CUDA device and the compiled kernels, or use 'auto' or "

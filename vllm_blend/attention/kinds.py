@@ -103,9 +103,9 @@ def _unfit_for_half(who: str, layout: HeadLayout, head_dims: tuple[int, ...] | N
 
 
 def _unfit_for_cuda(layout: HeadLayout) -> str | None:
-    from vllm_blend.ops import cuda
+    from vllm_blend.ops import cuda_library
 
-    return _unfit_for_half("the CUDA kernels", layout, cuda.HEAD_DIMS)
+    return _unfit_for_half("the CUDA kernels", layout, cuda_library.HEAD_DIMS)
 
 
 def _unfit_for_flashinfer(layout: HeadLayout) -> str | None:

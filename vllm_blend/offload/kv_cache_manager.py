@@ -9,7 +9,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
 from vllm_blend.offload.kv_cache_scheduler import KVCacheScheduler
-from vllm_blend.ops import cuda
+from vllm_blend.ops import cuda_library
 from vllm_blend.ops.bindings import cpu_kernels
 
 
@@ -86,7 +86,7 @@ def _require_kernels() -> None:
     if not torch.cuda.is_available():
         cpu_kernels()
         return
-    reason = cuda.unavailable_reason()
+    reason = cuda_library.unavailable_reason()
     if reason is not None:
         raise RuntimeError(
             f"require_kernels=True, but the CUDA kernels cannot be used ({reason}): build them with "

@@ -1,4 +1,4 @@
-"""Bindings of the attention kernels (csrc/cuda: prefill*, decode*, mass*); the rules of `ops.cuda` hold here too.
+"""Bindings of the attention kernels (csrc/cuda: prefill*, decode*, mass*), by the rules of `ops.cuda_library`.
 
 Prefill and decode are planned once a step, on the device, and the plan serves every layer: what a layer adds to it is
 pointers, written into an argument structure that the plan keeps.
@@ -6,15 +6,23 @@ pointers, written into an argument structure that the plan keeps.
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import Structure, addressof, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from vllm_blend.ops.cuda import VARIANTS, CacheView, _check, _dtype, _expect, _library, _rows, _stream, cache_view
+from vllm_blend.ops.cuda_library import (
+    VARIANTS,
+    CacheView,
+    bound,
+    cache_view,
+    check,
+    dtype_code,
+    expect,
+    rows_of,
+    stream_of,
+)
 
 
 class _Prefill(Structure):
@@ -38,26 +46,18 @@ class _Decode(Structure):
 
 
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
-_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "vb_prefill_workspace_bytes": ((_I,) * 5, c_size_t),
-    "vb_prefill_plan": ((_P, _P, _P), _I),
-    "vb_prefill_attention": ((_P, _P, _P), _I),
-    "vb_decode_max_queries": ((_I,) * 3, _I),
-    "vb_decode_workspace_bytes": ((_P, _P), c_size_t),
-    "vb_decode_plan": ((_P, _P, _P), _I),
-    "vb_decode_attention": ((_P, _P, _P), _I),
-    "vb_merge_states": ((_P, _P, _P, _P, _P, _P, _L, _I, _I, _P), _I),
-    "vb_attention_mass": ((_P, _L, _P, _P, _P, _P, _I, _I, _I, _I, _F, _I, _P, _P), _I),
+_SIGNATURES = {
+    "vb_prefill_plan": (_P, _P, _P),
+    "vb_prefill_attention": (_P, _P, _P),
+    "vb_decode_max_queries": (_I,) * 3,
+    "vb_decode_plan": (_P, _P, _P),
+    "vb_decode_attention": (_P, _P, _P),
+    "vb_merge_states": (_P, _P, _P, _P, _P, _P, _L, _I, _I, _P),
+    "vb_attention_mass": (_P, _L, _P, _P, _P, _P, _I, _I, _I, _I, _F, _I, _P, _P),
 }
+_SIZES = {"vb_prefill_workspace_bytes": (_I,) * 5, "vb_decode_workspace_bytes": (_P, _P)}
 
-
-@cache
-def _functions() -> ctypes.CDLL:
-    lib = _library()
-    for name, (arguments, result) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    return lib
+_functions = bound(_SIGNATURES, _SIZES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +108,13 @@ def plan_prefill(
         workspace = torch.empty(needed, dtype=torch.uint8, device=positions.device)
     row = q_heads * view.head_dim
     arguments = _Prefill(
-        None, None, None, _expect(positions, "positions", torch.int64),
-        _expect(query_start_loc, "query_start_loc", torch.int32),
-        _expect(block_tables, "block_tables", torch.int32, contiguous=False), workspace.data_ptr(), workspace.numel(),
+        None, None, None, expect(positions, "positions", torch.int64),
+        expect(query_start_loc, "query_start_loc", torch.int32),
+        expect(block_tables, "block_tables", torch.int32, contiguous=False), workspace.data_ptr(), workspace.numel(),
         row, row, block_tables.stride(0), tokens, requests, q_heads, sliding_window or 0, VARIANTS[variant], 1.0,
     )  # fmt: skip
-    code = _functions().vb_prefill_plan(addressof(arguments), view.address, _stream(positions))
-    _check("plan_prefill", code)
+    code = _functions().vb_prefill_plan(addressof(arguments), view.address, stream_of(positions))
+    check("plan_prefill", code)
     shape = (tokens, q_heads, view.head_dim)
     return _plan("prefill", arguments, shape, positions, query_start_loc, block_tables, workspace)
 
@@ -144,17 +144,17 @@ def plan_decode(
     if block_tables.shape[0] != requests or (query_start_loc is None and positions.shape[0] != requests):
         raise ValueError(f"{positions.shape[0]} positions and {block_tables.shape[0]} block tables do not fit together")
     arguments = _Decode(
-        None, None, None, _expect(positions, "positions", torch.int64),
-        None if query_start_loc is None else _expect(query_start_loc, "query_start_loc", torch.int32),
-        _expect(block_tables, "block_tables", torch.int32, contiguous=False), None, 0, 0, 0, block_tables.stride(0),
+        None, None, None, expect(positions, "positions", torch.int64),
+        None if query_start_loc is None else expect(query_start_loc, "query_start_loc", torch.int32),
+        expect(block_tables, "block_tables", torch.int32, contiguous=False), None, 0, 0, 0, block_tables.stride(0),
         requests, q_heads, sliding_window or 0, max_queries, 1.0,
     )  # fmt: skip
     functions = _functions()
     needed = functions.vb_decode_workspace_bytes(addressof(arguments), view.address)
     workspace = torch.empty(needed, dtype=torch.uint8, device=positions.device)
     arguments.workspace, arguments.workspace_bytes = workspace.data_ptr(), needed
-    code = functions.vb_decode_plan(addressof(arguments), view.address, _stream(positions))
-    _check("plan_decode", code)
+    code = functions.vb_decode_plan(addressof(arguments), view.address, stream_of(positions))
+    check("plan_decode", code)
     shape = (positions.shape[0], q_heads, view.head_dim)
     return _plan("decode", arguments, shape, positions, query_start_loc, block_tables, workspace)
 
@@ -186,12 +186,12 @@ def attention(
         _refuse(q, out, view, plan)
     arguments = plan.arguments
     arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
-    arguments.lse = None if lse is None else _expect(lse, "lse", torch.float32)
+    arguments.lse = None if lse is None else expect(lse, "lse", torch.float32)
     arguments.q_token_stride, arguments.out_token_stride = stride[0], out_stride[0]
     arguments.scale = scale
-    code = plan.function(plan.address, view.address, _stream(q))
+    code = plan.function(plan.address, view.address, stream_of(q))
     if code:
-        _check(plan.name, code)
+        check(plan.name, code)
     return out
 
 
@@ -200,7 +200,7 @@ def _refuse(q: torch.Tensor, out: torch.Tensor, view: CacheView, plan: Attention
     for tensor, name in ((q, "q"), (out, "out")):
         if tuple(tensor.shape) != plan.shape or plan.shape[2] != view.head_dim:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the plan is for {plan.shape}")
-        _rows(tensor, name, view.torch_dtype)
+        rows_of(tensor, name, view.torch_dtype)
 
 
 def merge_states(
@@ -209,11 +209,11 @@ def merge_states(
     """Attention over the union of two disjoint key sets: outs [tokens, heads, head_dim], lses [tokens, heads]."""
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     code = _functions().vb_merge_states(
-        _expect(out_a, "out_a", out_a.dtype), _expect(lse_a, "lse_a", torch.float32),
-        _expect(out_b, "out_b", out_a.dtype), _expect(lse_b, "lse_b", torch.float32),
-        out.data_ptr(), lse.data_ptr(), lse.numel(), out.shape[-1], _dtype(out_a, "out_a"), _stream(out_a),
+        expect(out_a, "out_a", out_a.dtype), expect(lse_a, "lse_a", torch.float32),
+        expect(out_b, "out_b", out_a.dtype), expect(lse_b, "lse_b", torch.float32),
+        out.data_ptr(), lse.data_ptr(), lse.numel(), out.shape[-1], dtype_code(out_a, "out_a"), stream_of(out_a),
     )  # fmt: skip
-    _check("merge_states", code)
+    check("merge_states", code)
     return out, lse
 
 
@@ -237,9 +237,9 @@ def attention_mass(
     """
     view = cache_view(key_cache, value_cache)
     code = _functions().vb_attention_mass(
-        _rows(q, "q", key_cache.dtype), q.stride(0), _expect(lse, "lse", torch.float32),
-        _expect(positions, "positions", torch.int64), _expect(block_table, "block_table", torch.int32),
-        _expect(mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
-        VARIANTS[variant], view.address, _stream(q),
+        rows_of(q, "q", key_cache.dtype), q.stride(0), expect(lse, "lse", torch.float32),
+        expect(positions, "positions", torch.int64), expect(block_table, "block_table", torch.int32),
+        expect(mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
+        VARIANTS[variant], view.address, stream_of(q),
     )  # fmt: skip
-    _check("attention_mass", code)
+    check("attention_mass", code)

@@ -1,17 +1,15 @@
-"""Bindings of the FP8 kernels (csrc/cuda/fp8.cu); the rules of `ops.cuda` hold here too.
+"""Bindings of the FP8 kernels (csrc/cuda/fp8.cu), by the rules of `ops.cuda_library`.
 
 Each returns e4m3 values [rows, n] and float32 scales [rows]: value times scale is the number meant.
 """
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache
 
 import torch
 
-from vllm_blend.ops.cuda import _check, _dtype, _expect, _library, _stream
+from vllm_blend.ops.cuda_library import bound, check, dtype_code, expect, stream_of
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # float32, of the rows and of the columns of a product they are yet to scale
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
@@ -21,14 +19,7 @@ _SIGNATURES = {
     "vb_silu_and_mul_quantize_fp8": (_P, _P, _P, _P, _P, _L, _I, _I, _P),
 }
 
-
-@cache
-def _functions() -> ctypes.CDLL:
-    library = _library()
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int
-    return library
+_functions = bound(_SIGNATURES)
 
 
 def _outputs(rows: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,12 +30,12 @@ def _outputs(rows: int, n: int, device: torch.device) -> tuple[torch.Tensor, tor
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, n], whose rows may be strided; n is a multiple of 8 up to 32768."""
     rows, n = x.shape
-    pointer = _expect(x, "x", x.dtype, contiguous=False)
+    pointer = expect(x, "x", x.dtype, contiguous=False)
     values, scales = _outputs(rows, n, x.device)
     code = _functions().vb_quantize_fp8(
-        pointer, x.stride(0), values.data_ptr(), scales.data_ptr(), rows, n, _dtype(x, "x"), _stream(x)
+        pointer, x.stride(0), values.data_ptr(), scales.data_ptr(), rows, n, dtype_code(x, "x"), stream_of(x)
     )
-    _check("quantize_fp8", code)
+    check("quantize_fp8", code)
     return values, scales
 
 
@@ -59,11 +50,11 @@ def rms_norm_quantize(
     rows, n = x.shape
     values, scales = _outputs(rows, n, x.device)
     code = _functions().vb_rms_norm_quantize_fp8(
-        _expect(x, "x", x.dtype), *_scale_pointers(x_scales, rows, n),
-        0 if residual is None else _expect(residual, "residual", x.dtype), _expect(weight, "weight", x.dtype),
-        values.data_ptr(), scales.data_ptr(), rows, n, eps, _dtype(x, "x"), _stream(x),
+        expect(x, "x", x.dtype), *_scale_pointers(x_scales, rows, n),
+        0 if residual is None else expect(residual, "residual", x.dtype), expect(weight, "weight", x.dtype),
+        values.data_ptr(), scales.data_ptr(), rows, n, eps, dtype_code(x, "x"), stream_of(x),
     )  # fmt: skip
-    _check("rms_norm_quantize_fp8", code)
+    check("rms_norm_quantize_fp8", code)
     return values, scales
 
 
@@ -72,13 +63,13 @@ def silu_and_mul_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cuda.silu_and_mul` of gate_up [rows, 2 * n], quantised; n up to 32768."""
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
-    pointer = _expect(gate_up, "gate_up", gate_up.dtype)
+    pointer = expect(gate_up, "gate_up", gate_up.dtype)
     values, scales = _outputs(rows, n, gate_up.device)
     code = _functions().vb_silu_and_mul_quantize_fp8(
         pointer, *_scale_pointers(gate_up_scales, rows, 2 * n), values.data_ptr(), scales.data_ptr(), rows, n,
-        _dtype(gate_up, "gate_up"), _stream(gate_up),
+        dtype_code(gate_up, "gate_up"), stream_of(gate_up),
     )  # fmt: skip
-    _check("silu_and_mul_quantize_fp8", code)
+    check("silu_and_mul_quantize_fp8", code)
     return values, scales
 
 
@@ -89,4 +80,4 @@ def _scale_pointers(scales: Scales | None, rows: int, columns: int) -> tuple[int
         raise ValueError(
             f"the scales are {tuple(scales[0].shape)} and {tuple(scales[1].shape)}, not ({rows},) and ({columns},)"
         )
-    return _expect(scales[0], "row scales", torch.float32), _expect(scales[1], "column scales", torch.float32)
+    return expect(scales[0], "row scales", torch.float32), expect(scales[1], "column scales", torch.float32)

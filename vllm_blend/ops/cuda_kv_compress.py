@@ -1,34 +1,24 @@
-"""Bindings of the kernels that sum attention for KV-Compress (csrc/cuda: window_sums, accumulate_sums); the rules of
-`ops.cuda` hold here too."""
+"""Bindings of the kernels that sum attention for KV-Compress (csrc/cuda: window_sums, accumulate_sums), by the rules
+of `ops.cuda_library`."""
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_float, c_int, c_int64, c_size_t, c_void_p
-from functools import cache
-from typing import Any
 
 import torch
 
 from vllm_blend.ops import cuda
-from vllm_blend.ops.cuda import HEAD_DIMS, _check, _expect, _library, _rows, _stream, cache_view
+from vllm_blend.ops.cuda_library import HEAD_DIMS, bound, cache_view, check, expect, rows_of, stream_of
 
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
-_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "vb_window_workspace_bytes": ((_I,) * 4, c_size_t),
-    "vb_window_sums": ((_P, _L, _P, _P, _P, _P, c_size_t, _I, _I, _I, _L, _F, _I, _P, _P), _I),
-    "vb_accumulate_splits": ((_I, _I), _I),
-    "vb_accumulate_sums": ((_P, _P, _L, _P, _L, _P, _P, _P, _P, _P, _I, _I, _I, _L, _F, _I, _P, _P), _I),
+_SIGNATURES = {
+    "vb_window_sums": (_P, _L, _P, _P, _P, _P, c_size_t, _I, _I, _I, _L, _F, _I, _P, _P),
+    "vb_accumulate_splits": (_I, _I),
+    "vb_accumulate_sums": (_P, _P, _L, _P, _L, _P, _P, _P, _P, _P, _I, _I, _I, _L, _F, _I, _P, _P),
 }
+_SIZES = {"vb_window_workspace_bytes": (_I,) * 4}
 
-
-@cache
-def _functions() -> ctypes.CDLL:
-    lib = _library()
-    for name, (arguments, result) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    return lib
+_functions = bound(_SIGNATURES, _SIZES)
 
 
 def takes(q: torch.Tensor, key_cache: torch.Tensor) -> bool:
@@ -60,11 +50,11 @@ def window_sums(
     needed = functions.vb_window_workspace_bytes(queries, n, heads, head_dim)
     workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
     code = functions.vb_window_sums(
-        _rows(q, "q", key_cache.dtype), q.stride(0), _expect(query_positions, "query_positions", torch.int64),
-        _expect(block_table, "block_table", torch.int32), sums.data_ptr(), workspace.data_ptr(), needed, queries, n,
-        heads, buffer, scale, power, view.address, _stream(q),
+        rows_of(q, "q", key_cache.dtype), q.stride(0), expect(query_positions, "query_positions", torch.int64),
+        expect(block_table, "block_table", torch.int32), sums.data_ptr(), workspace.data_ptr(), needed, queries, n,
+        heads, buffer, scale, power, view.address, stream_of(q),
     )  # fmt: skip
-    _check("window_sums", code)
+    check("window_sums", code)
     return sums
 
 
@@ -85,14 +75,14 @@ def accumulate_sums(
     functions, view = _functions(), cache_view(head_keys, head_keys)
     rows, group, _ = q.shape
     splits = functions.vb_accumulate_splits(rows, tables.shape[1] * metric.shape[1])
-    _check("accumulate_sums", min(splits, 0))
+    check("accumulate_sums", min(splits, 0))
     stats = None if lse is not None else torch.empty(rows, splits, group, 2, dtype=torch.float32, device=q.device)
     code = functions.vb_accumulate_sums(
-        _expect(metric, "metric", torch.float32), _rows(q, "q", head_keys.dtype), q.stride(0),
-        _expect(tables, "tables", torch.int32, contiguous=False), tables.stride(0),
-        _expect(lengths, "lengths", torch.int64), _expect(key_positions, "key_positions", torch.int32),
-        _expect(query_positions, "query_positions", torch.int64), None if stats is None else stats.data_ptr(),
-        None if lse is None else _expect(lse, "lse", torch.float32), rows, splits, group, buffer, scale, power,
-        view.address, _stream(q),
+        expect(metric, "metric", torch.float32), rows_of(q, "q", head_keys.dtype), q.stride(0),
+        expect(tables, "tables", torch.int32, contiguous=False), tables.stride(0),
+        expect(lengths, "lengths", torch.int64), expect(key_positions, "key_positions", torch.int32),
+        expect(query_positions, "query_positions", torch.int64), None if stats is None else stats.data_ptr(),
+        None if lse is None else expect(lse, "lse", torch.float32), rows, splits, group, buffer, scale, power,
+        view.address, stream_of(q),
     )  # fmt: skip
-    _check("accumulate_sums", code)
+    check("accumulate_sums", code)

@@ -1,14 +1,12 @@
-"""Bindings of the sampling kernels (csrc/cuda/sampling*.cu, penalize.cu), by the rules of `ops.cuda`."""
+"""Bindings of the sampling kernels (csrc/cuda/sampling*.cu, penalize.cu), by the rules of `ops.cuda_library`."""
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_void_p
-from functools import cache
 
 import torch
 
-from vllm_blend.ops import cuda
+from vllm_blend.ops.cuda_library import bound, check, expect, is_available, stream_of
 
 MAX_VOCAB = 2**19 - 1
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -29,21 +27,13 @@ _SIGNATURES = {
     "vb_sample": (POINTER(_Sample), c_void_p),
     "vb_penalize": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p),
 }
+_SIZES = {"vb_sample_workspace_bytes": (c_int, c_int)}
+_functions = bound(_SIGNATURES, _SIZES)
 
 
 def takes(logits: torch.Tensor) -> bool:
     """Whether the kernels can work on `logits`; otherwise the op's torch twin is the one to run."""
-    return logits.is_cuda and logits.dtype in _DTYPES and logits.shape[-1] <= MAX_VOCAB and cuda.is_available()
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    lib = cuda._library()
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, c_int
-    lib.vb_sample_workspace_bytes.argtypes, lib.vb_sample_workspace_bytes.restype = (c_int, c_int), c_size_t
-    return lib
+    return logits.is_cuda and logits.dtype in _DTYPES and logits.shape[-1] <= MAX_VOCAB and is_available()
 
 
 def sample_tokens(
@@ -66,19 +56,19 @@ def sample_tokens(
         raise ValueError(f"tokens and places go together, and {rows} rows of logits need as many places")
     if logits.stride(-1) != 1 and vocab > 1:
         raise ValueError("logits must be contiguous in their last dimension")
-    lib = _library()
+    lib = _functions()
     if tokens is None:
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     workspace = torch.empty(lib.vb_sample_workspace_bytes(rows, vocab), dtype=torch.uint8, device=logits.device)
     args = _Sample(
-        logits.data_ptr(), logits.stride(0), cuda._expect(settings, "settings", torch.float64),
-        None if uniforms is None else cuda._expect(uniforms, "uniforms", torch.float64),
-        cuda._expect(tokens, "tokens", torch.int64),
-        None if places is None else cuda._expect(places, "places", torch.int64),
+        logits.data_ptr(), logits.stride(0), expect(settings, "settings", torch.float64),
+        None if uniforms is None else expect(uniforms, "uniforms", torch.float64),
+        expect(tokens, "tokens", torch.int64),
+        None if places is None else expect(places, "places", torch.int64),
         workspace.data_ptr(), workspace.numel(), rows, vocab, _DTYPES[logits.dtype],
         _FILTERED * any_filtered + _UNFILTERED * any_unfiltered,
     )  # fmt: skip
-    cuda._check("sample_tokens", lib.vb_sample(byref(args), cuda._stream(logits)))
+    check("sample_tokens", lib.vb_sample(byref(args), stream_of(logits)))
     return tokens
 
 
@@ -89,10 +79,10 @@ def penalize(logits: torch.Tensor, packed: torch.Tensor, num_changes: int) -> No
     rows = logits.shape[0]
     if packed.shape != (4 * num_changes + 6 * rows,):
         raise ValueError(f"{num_changes} changes and {rows} rows do not make {tuple(packed.shape)} words")
-    changes = cuda._expect(packed, "packed", torch.int32)
+    changes = expect(packed, "packed", torch.int32)
     tables = changes + 16 * num_changes
-    code = _library().vb_penalize(
-        cuda._expect(logits, "logits", torch.float32, False), logits.stride(0), tables, tables + 8 * rows, changes,
-        num_changes, tables + 12 * rows, rows, cuda._stream(logits),
+    code = _functions().vb_penalize(
+        expect(logits, "logits", torch.float32, False), logits.stride(0), tables, tables + 8 * rows, changes,
+        num_changes, tables + 12 * rows, rows, stream_of(logits),
     )  # fmt: skip
-    cuda._check("penalize", code)
+    check("penalize", code)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_blend.ops import cuda
+from vllm_blend.ops import cuda, cuda_library
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor
 
     Asynchronous where the pieces are pinned; they must stay until the stream is through.
     """
-    if cuda.is_available():
+    if cuda_library.is_available():
         return cuda.copy_pieces(pieces.table, layer, pieces.pinned, k, v, stream.cuda_stream)
     with torch.cuda.stream(stream):
         copy_pieces_reference(pieces, layer, k, v)

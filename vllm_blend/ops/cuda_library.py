@@ -1,0 +1,206 @@
+"""The compiled library of CUDA kernels (csrc/cuda/kernels.h): found or built, loaded once, and what its bindings share.
+
+`ops/cuda.py` and the `ops/cuda_*.py` beside it each declare the functions that they call with `bound`. They neither
+copy nor cast nor synchronise, so all of them can run under CUDA graph capture. A tensor that a kernel cannot take
+(wrong dtype, device, layout) raises ValueError or TypeError that names it; what fails in the library raises
+RuntimeError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from ctypes import Structure, addressof, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
+
+logger = logging.getLogger(__name__)
+
+Signatures = Mapping[str, tuple[Any, ...]]  # of functions, by name: the C types of their arguments
+
+LIBRARY_VARIABLE = "VLLM_BLEND_CUDA_LIBRARY"
+HEAD_DIMS = (64, 80, 96, 128, 256)
+VARIANTS = {"auto": 0, "mma": 1, "wgmma": 2}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+_ERRORS = {
+    -1: "head_dim is not supported",
+    -2: "the dtype must be float16 or bfloat16",
+    -3: "block_size must be a power of two of at least 16",
+    -4: "the number of query heads must be a multiple of the number of KV heads",
+    -5: "this kernel variant does not run on this GPU",
+    -6: "the workspace is too small",
+    -7: "a pointer or stride is not a multiple of 16 bytes",
+    -8: "the driver refused the tensor map of the cache",
+    -9: "a size is out of range",
+}
+
+
+class CacheView(Structure):
+    """A layer's cache as the kernels see it (VbCache)."""
+
+    _fields_ = (
+        [(n, c_void_p) for n in ("key", "value")]
+        + [(n, c_int64) for n in ("page_stride", "slot_stride", "head_stride")]
+        + [(n, c_int32) for n in ("num_blocks", "block_size", "kv_heads", "head_dim", "dtype")]
+    )
+    address: int  # of this structure
+    torch_dtype: torch.dtype
+
+
+def library_path() -> Path | None:
+    """The library that has been built ahead: `VLLM_BLEND_CUDA_LIBRARY`, else build/cuda of the source tree (what
+    scripts/build_cuda.sh makes), else the one installed with the package, if it is of these very sources.
+
+    Builds nothing. Raises FileNotFoundError where the variable names no file.
+    """
+    forced = os.environ.get(LIBRARY_VARIABLE)
+    if forced:
+        if not Path(forced).is_file():
+            raise FileNotFoundError(f"{LIBRARY_VARIABLE}={forced} is no file: name the library, or unset it")
+        return Path(forced)
+    package = Path(__file__).resolve().parents[1]
+    by_script, installed = package.parent / "build" / "cuda" / LIBRARY_NAME, package / LIBRARY_NAME
+    if by_script.is_file():
+        if not is_built_from(by_script, sources_folder()):
+            logger.warning("%s was built from other sources than these: run scripts/build_cuda.sh again", by_script)
+        return by_script
+    return installed if installed.is_file() and is_built_from(installed, sources_folder()) else None
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """Why the kernels cannot be used here, None where they can.
+
+    On a machine with a CUDA device and no library yet, the first call builds it for that device (see `cuda_build`);
+    when that fails it warns, once, and plain torch runs.
+    """
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        library()
+    except RuntimeError as error:
+        logger.warning("plain torch runs instead of the CUDA kernels: %s", error)
+        return str(error)
+    return None
+
+
+@cache
+def is_available() -> bool:
+    """Whether the kernels can be used: a CUDA device, and the compiled library. See `unavailable_reason`."""
+    return unavailable_reason() is None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, loaded, built first where there is none. Raises RuntimeError saying why it cannot be used."""
+    try:
+        path = library_path() or build_for(_capabilities())
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the CUDA kernels do not load: {error}") from error
+    _declare(lib, {"vb_prefill_variant": (c_int, c_int)}, c_int)
+    code = lib.vb_prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
+    if code < min(_ERRORS):  # -100 - cudaError_t: the library's own CUDA runtime cannot work with the driver
+        hint = " (the driver is older than the CUDA they were built with, or not there)" if code == -100 - 35 else ""
+        raise RuntimeError(f"the CUDA kernels of {path} get CUDA error {-100 - code}{hint}: update the driver")
+    return lib
+
+
+def bound(signatures: Signatures, sizes: Signatures | None = None) -> Callable[[], ctypes.CDLL]:
+    """What gives the library, these functions declared: signatures' return an int (0, or an error for `check`), those
+    of sizes a number of bytes. The library is loaded by the first call."""
+
+    @cache
+    def functions() -> ctypes.CDLL:
+        lib = library()
+        _declare(lib, signatures, c_int)
+        _declare(lib, sizes or {}, c_size_t)
+        return lib
+
+    return functions
+
+
+def _declare(lib: ctypes.CDLL, signatures: Signatures, result: Any) -> None:
+    for name, arguments in signatures.items():
+        try:
+            function = getattr(lib, name)
+        except AttributeError as error:
+            raise RuntimeError(
+                f"{lib._name} was built from other sources ({error}): run scripts/build_cuda.sh again"
+            ) from error
+        function.argtypes, function.restype = arguments, result
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def check(name: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"{name}: {_ERRORS.get(code, f'CUDA error {code}')}")
+
+
+def stream_of(tensor: torch.Tensor) -> int:
+    # The raw handle, as compiled torch code reads it: a Stream object costs microseconds, several times a layer.
+    stream: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    return stream
+
+
+def dtype_code(tensor: torch.Tensor, name: str) -> int:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} is {tensor.dtype}, but the CUDA kernels take float16 and bfloat16")
+    return DTYPES[tensor.dtype]
+
+
+def expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, contiguous: bool = True) -> int:
+    """The data pointer of a tensor of this dtype on a GPU, contiguous in its last dimension at least."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, but must be {dtype}")
+    if not tensor.is_cuda:
+        raise ValueError(f"{name} is on {tensor.device}, but must be on a CUDA device")
+    if not (tensor.is_contiguous() if contiguous else tensor.stride(-1) == 1):
+        raise ValueError(f"{name} must be contiguous")
+    return tensor.data_ptr()
+
+
+def rows_of(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> int:
+    """As `expect` for [tokens, heads, head_dim] whose tokens may be strided (a slice of a packed projection)."""
+    pointer = expect(tensor, name, dtype, contiguous=False)
+    if tensor.dim() != 3 or (tensor.stride(1) != tensor.shape[2] and tensor.shape[0] * (tensor.shape[1] - 1) > 0):
+        raise ValueError(f"{name} must be [tokens, heads, head_dim] with contiguous heads")
+    return pointer
+
+
+_Known = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], CacheView]
+_CACHES: dict[tuple[int, int], _Known] = {}
+
+
+def cache_view(key: torch.Tensor, value: torch.Tensor) -> CacheView:
+    """The C view of a layer's cache, remembered by object: layers ask for the same few over and over."""
+    identity = (id(key), id(value))
+    known = _CACHES.get(identity)
+    if known is not None and known[0]() is key and known[1]() is value:
+        return known[2]
+    if len(_CACHES) > 1024:  # engines come and go
+        _CACHES.clear()
+    made = _make_cache(key, value)
+    _CACHES[identity] = (weakref.ref(key), weakref.ref(value), made)
+    return made
+
+
+def _make_cache(key: torch.Tensor, value: torch.Tensor) -> CacheView:
+    if key.shape != value.shape or key.stride() != value.stride() or key.dim() != 4:
+        raise ValueError("key and value caches must be [num_blocks, block_size, kv_heads, head_dim] with equal strides")
+    k, v = expect(key, "key cache", key.dtype, False), expect(value, "value cache", key.dtype, False)
+    blocks, block_size, kv_heads, head_dim = key.shape
+    view = CacheView(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, dtype_code(key, "key cache"))
+    view.address, view.torch_dtype = addressof(view), key.dtype
+    return view
