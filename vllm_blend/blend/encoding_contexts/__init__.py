@@ -59,7 +59,7 @@ def make_encoding_context(
                 f"blend_encoding_context={name!r} encodes chunks after text of ours, but the engine has no tokenizer: "
                 "give one, or use 'prefix', 'bos' or 'page'"
             )
-        filler = Filler(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
+        filler = kind.filler_kind(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
         return kind(filler, ORDINALS if ordinals is None else tuple(ordinals))
     if kind is AfterBos:
         return AfterBos(None if tokenizer is None else tokenizer.bos_token_id)

@@ -48,7 +48,11 @@ class Filler:
     @cached_property
     def _all(self) -> list[tuple[int, ...]]:
         rng = Random(0)
-        return [tuple(self.encode(_fill(_TEXTS[i % len(_TEXTS)], rng) + self.separator)) for i in range(COUNT)]
+        return [tuple(self.encode(self.text(number, rng) + self.separator)) for number in range(COUNT)]
+
+    def text(self, number: int, rng: Random) -> str:
+        """What passage `number` says."""
+        return _fill(_TEXTS[number % len(_TEXTS)], rng)
 
     def passages(self, count: int, seed: int) -> list[tuple[int, ...]]:
         """Token ids of `count` passages, at most COUNT, which the seed chooses."""

@@ -29,6 +29,7 @@ class AfterFiller(EncodingContext):
 
     name: ClassVar[str] = "ordinal"
     near: ClassVar[EncodingContext] = AfterPrefix()  # whose passages stand between the filler and the chunk
+    filler_kind: ClassVar[type[Filler]] = Filler
 
     filler: Filler
     ordinals: tuple[int, ...] = ORDINALS
