@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.engines import DEMO, TINY_VOCABULARY, engine, greedy, new_llm, run, tiny_model
@@ -32,6 +33,12 @@ PROMPT = {"prompt_token_ids": [(5 * i + 2) % TINY_VOCABULARY for i in range(30)]
         ({"kvc_metric": "guess"}, "kvc_metric='guess' is unknown: use one of .*keydiff"),
         ({"metric_aggregation": "L3"}, "metric_aggregation='L3' is unknown"),
         ({"kvc_allocation": "row"}, "kvc_allocation='row' is unknown"),
+        ({"kvc_metric": ["knorm"]}, r"kvc_metric=\['knorm'\] must be the name"),
+        (
+            {"kvc_metric": "snapkv", "metric_aggregation": "L1-sum"},
+            "metric_aggregation='L1-sum' means nothing to .*snap",
+        ),
+        ({"kvc_metric": "knorm", "metric_collection_buffer_size": 3}, "metric_collection_buffer_size=3 means nothing"),
         ({"enable_kvc": False, "max_cache_tokens": 64}, "max_cache_tokens=64, but the engine does not compress"),
         ({"cascade_attention": True}, "enable_kvc and cascade_attention exclude each other"),
         ({"offload_mode": "exact"}, "enable_kvc and offload_mode exclude each other"),
@@ -83,6 +90,15 @@ def test_defaults_are_the_same_everywhere() -> None:
     assert EngineConfig(made.model).kv_compress == KVCompressConfig()
 
 
+def test_numbers_may_be_of_numpy() -> None:
+    settings = CompressionSettings(max_cache_tokens=np.int64(64), num_sinks=np.int32(2))  # type: ignore[arg-type]
+    assert (type(settings.max_cache_tokens), type(settings.num_sinks)) == (int, int)
+    assert KVCompressConfig(kvc_interval=np.int64(8)).kvc_interval == 8  # type: ignore[arg-type]
+    with engine(tiny_model("llama"), enable_kvc=True, protected_window_size=6, num_sinks=1) as llm:
+        run(llm, PROMPT, greedy(4, target_compression_rate=np.float32(0.5), num_sinks=np.int64(2)))
+        assert llm.llm_engine.kv_compression.engine.num_evicted > 0  # type: ignore[union-attr]
+
+
 def test_heads_compete_where_their_scores_can_be_compared() -> None:
     chosen = {name: KVCompressConfig(enable_kvc=True, kvc_metric=name).allocation for name in METRICS}
     assert {name for name, allocation in chosen.items() if allocation == "global"} == {"kv_compress", "snapkv"}
@@ -102,6 +118,7 @@ def test_a_request_goes_before_the_engine() -> None:
         (CompressionSettings(), 500, 500),
         (CompressionSettings(target_compression_rate=0.25), 400, 100),
         (CompressionSettings(target_compression_rate=0.25), 401, 101),
+        (CompressionSettings(target_compression_rate=0.07), 700, 49),  # though 0.07 * 700 > 49 in floating point
         (CompressionSettings(target_compression_rate=0.01), 400, 36),  # the window and the sinks
         (CompressionSettings(target_compression_rate=0.01), 20, 20),
         (CompressionSettings(max_cache_tokens=64), 40, 40),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from tests.blend.prompts import plain, tiny_prompt
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, pages_for, run, sampled, tiny_model
 from vllm_blend import LLM, RequestOutput
-from vllm_blend.kv_compress.metrics import METRICS
+from vllm_blend.kv_compress import engine as engine_module
+from vllm_blend.kv_compress.evictions import Evictions, schedule_evictions
+from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, LayerView, register_metric
 
 TINY = tiny_model("llama")
 SMALL: dict[str, Any] = {  # of prompts that a tiny model can read
@@ -135,6 +139,35 @@ def test_what_a_request_answers_does_not_depend_on_others(metric: str) -> None:
         assert tokens(alone) != tokens(expected(prompts)), "it would show if nothing had been evicted"
 
 
+def test_a_metric_of_what_answers_attend_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own, which knows nothing of a prompt and adds up what decode steps pay."""
+
+    @dataclass(frozen=True)
+    class Since(EvictionMetric):
+        name: ClassVar[str] = "since"
+        accumulates: ClassVar[bool] = True
+
+        def score(self, view: LayerView) -> torch.Tensor:
+            return torch.zeros(view.positions.shape)
+
+    seen: list[torch.Tensor] = []
+
+    def noting(rank: torch.Tensor, *others: Any) -> Evictions:
+        seen.append(rank)
+        return schedule_evictions(rank, *others)
+
+    monkeypatch.setattr(engine_module, "schedule_evictions", noting)
+    register_metric(Since)
+    try:
+        with engine(TINY, **SMALL, kvc_metric="since", max_cache_tokens=16) as llm:
+            run(llm, prompt(40), PARAMS)
+    finally:
+        del METRICS["since"]
+    assert (seen[0] == 0).all()
+    paid = seen[1].sum(-1)  # by each of the two query heads of a KV head, in every step
+    torch.testing.assert_close(paid, torch.full_like(paid, 2.0 * SMALL["kvc_interval"]))
+
+
 def test_chunked_prefill_sees_the_same_window() -> None:
     prompts = [prompt(60), prompt(45, 5)]
     arguments = {**SMALL, "max_cache_tokens": 16, "enable_prefix_caching": False}
@@ -205,6 +238,29 @@ def test_short_pages_are_compressed_before_anybody_starts_again() -> None:
         assert counted(llm, "head_pages_freed") > before
         assert llm.llm_engine.scheduler.num_preemptions == 0
         assert [len(output.outputs[0].token_ids) for output in outputs] == [40] * 6
+
+
+def test_others_are_compressed_before_a_plain_request_starts_again() -> None:
+    """It needs a block, and the requests in head pages hold more than they keep."""
+    arguments = {**SMALL, "kvc_interval": 1000, "enable_prefix_caching": False, "max_num_seqs": 6}
+    kept = greedy(50, ignore_eos=True, max_cache_tokens=24)
+    with engine(TINY, **{**arguments, **pages_for(160)}) as llm:
+        before = counted(llm, "head_pages_freed")
+        run(llm, [prompt(40), prompt(40, 1), prompt(20, 2)], [kept, kept, greedy(40, ignore_eos=True)])
+        assert counted(llm, "head_pages_freed") > before
+        assert llm.llm_engine.scheduler.num_preemptions == 0
+
+
+def test_everybody_has_a_turn_where_few_are_sorted_at_a_time() -> None:
+    """Each gives its excess back in the steps after the limit, not the first one again and again."""
+    arguments = {"kvc_interval": 1000, "new_token_limit": 36, "max_kv_per_compression": 1, "max_cache_tokens": 16}
+    with engine(TINY, **{**SMALL, **arguments}) as llm:
+        times: dict[str, int] = {}
+        for _ in steps(llm, [prompt(30, start) for start in range(3)], greedy(18, ignore_eos=True)):
+            for request in llm.llm_engine.scheduler.running:
+                assert request.compression is not None
+                times[request.request_id] = request.compression.num_compressions
+        assert times == dict.fromkeys("012", 2), "at the end of the prompt, and when all had grown by the limit"
 
 
 def test_requests_that_give_their_pages_back_finish() -> None:

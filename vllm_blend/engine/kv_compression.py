@@ -48,7 +48,7 @@ class KVCompression:
         self.tables = scheduler.head_tables = HeadTables(self.pool, *sizes, worker.device, most)
         attentions = [layer.self_attn.attn for layer in runner.model.model.layers]  # type: ignore[union-attr]
         self.metrics = CompressionMetrics(metric, runner.cache.layers, self.cache_engine, attentions[0].scale)
-        self.scheduler = KVCompressScheduler(config, self.tables)
+        self.scheduler = KVCompressScheduler(config, self.tables, scheduler.max_num_batched_tokens)
         self.engine = KVCompressEngine(self.tables, self.cache_engine, config.allocation)
         step = CompressedStep(runner.model, self.cache_engine, runner.backend, metric)
         runner.compressed = CompressedDecode(step, self.tables, worker.capture_compressed(step))

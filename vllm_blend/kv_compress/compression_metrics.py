@@ -29,6 +29,11 @@ class CompressionMetrics:
         """`layers`: the ordinary blocks; `scale`: of attention scores."""
         self.metric, self.layers, self.pages, self.scale = metric, layers, pages, scale
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether what a prompt was given holds, and what decode steps add to it; others are scored again."""
+        return self.metric.watches or self.metric.accumulates
+
     def of_prompt(self, state: CompressionState, block_table: Sequence[int], num_tokens: int) -> torch.Tensor:
         """Scores of a prompt that is complete, in its ordinary blocks: [layers, kv_heads, num_tokens] float32."""
         if self.metric.watches:
@@ -44,7 +49,7 @@ class CompressionMetrics:
         """Scores of the KVs in `slots` [layers, kv_heads, n] int64, -1 for none, at `positions` like them: [layers,
         kv_heads, n] float32."""
         at = slots.clamp(min=0)
-        if self.metric.watches:
+        if self.keeps_scores:
             return self.pages.metric.view(-1)[at]
         dim = self.pages.head_keys.shape[-1]
         keys, values = self.pages.head_keys.view(-1, dim), self.pages.head_values.view(-1, dim)
@@ -58,7 +63,9 @@ class CompressionMetrics:
 
     def rank(self, scores: torch.Tensor, positions: torch.Tensor, state: CompressionState) -> torch.Tensor:
         """What eviction compares; `positions` like `scores`."""
-        if state.window_positions is None:
+        if not self.keeps_scores:
             return scores
-        decoded = torch.arange(state.num_prompt_tokens, state.num_tokens, device=positions.device)
-        return self.metric.rank(scores, positions, torch.cat([state.window_positions, decoded]))
+        queries = torch.arange(state.num_prompt_tokens, state.num_tokens, device=positions.device)  # decoded
+        if state.window_positions is not None:
+            queries = torch.cat([state.window_positions, queries])
+        return self.metric.rank(scores, positions, queries)

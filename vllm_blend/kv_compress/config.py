@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from vllm_blend.checks import require
@@ -15,12 +16,15 @@ Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _count(name: str, value: Any, least: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
+def _count(of: Any, name: str, least: int) -> None:
+    """Raises ValueError where a field of a frozen dataclass is no count; else it is an int, whatever NumPy gave."""
+    value = getattr(of, name)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
     require(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")
+    object.__setattr__(of, name, int(value))
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,12 @@ class CompressionSettings:
             rate is None or (_is_number(rate) and 0 < rate <= 1),
             f"target_compression_rate={rate!r} is the share of KVs that is kept: use a number in (0, 1]",
         )
-        _count("protected_window_size", self.protected_window_size, 1)
-        _count("num_sinks", self.num_sinks, 0)
+        if rate is not None:
+            object.__setattr__(self, "target_compression_rate", float(rate))
+        _count(self, "protected_window_size", 1)
+        _count(self, "num_sinks", 0)
         if budget is not None:
-            _count("max_cache_tokens", budget, 1)
+            _count(self, "max_cache_tokens", 1)
             least = self.protected_window_size + self.num_sinks
             require(
                 budget >= least,
@@ -69,7 +75,8 @@ class CompressionSettings:
         """How many tokens' worth of KVs a request of `num_tokens` tokens keeps."""
         if self.max_cache_tokens is not None:
             return min(num_tokens, self.max_cache_tokens)
-        kept = math.ceil(num_tokens * (self.target_compression_rate or 1.0))
+        # 0.07 of 100 is 7, whatever the product rounds to.
+        kept = math.ceil(num_tokens * (self.target_compression_rate or 1.0) - 1e-9)
         return min(num_tokens, max(kept, self.protected_window_size + self.num_sinks))
 
 
@@ -107,12 +114,13 @@ class KVCompressConfig:
                 self.enable_kvc or value is None,
                 f"{name}={value}, but the engine does not compress: give enable_kvc=True too, or leave it out",
             )
-        _count("kvc_interval", self.kvc_interval, 1)
+        _count(self, "kvc_interval", 1)
         if self.new_token_limit is not None:
-            _count("new_token_limit", self.new_token_limit, 1)
-        _count("max_kv_per_compression", self.max_kv_per_compression, 1)
-        _count("metric_collection_buffer_size", self.metric_collection_buffer_size, 0)
-        _count("prefill_metric_collection_window_size", self.prefill_metric_collection_window_size, 1)
+            _count(self, "new_token_limit", 1)
+        _count(self, "max_kv_per_compression", 1)
+        _count(self, "metric_collection_buffer_size", 0)
+        _count(self, "prefill_metric_collection_window_size", 1)
+        require(isinstance(self.kvc_metric, str), f"kvc_metric={self.kvc_metric!r} must be the name of a metric")
         for name, choice, known in (
             ("metric_aggregation", self.metric_aggregation, get_args(Aggregation)),
             ("kvc_allocation", self.kvc_allocation, get_args(AllocationChoice)),
@@ -120,6 +128,20 @@ class KVCompressConfig:
             require(choice in known, f"{name}={choice!r} is unknown: use one of {', '.join(map(repr, known))}")
         self.check(self.settings)
         self.make_metric()
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises ValueError for a setting that the metric would not look at."""
+        known = setting_names(self.kvc_metric)
+        for setting, name, value, default in (
+            ("aggregation", "metric_aggregation", self.metric_aggregation, "L2-sum"),
+            ("buffer", "metric_collection_buffer_size", self.metric_collection_buffer_size, 0),
+        ):
+            require(
+                setting in known or value == default,
+                f"{name}={value!r} means nothing to kvc_metric={self.kvc_metric!r}: leave it out, or use "
+                "kvc_metric='kv_compress'",
+            )
 
     def make_metric(self) -> EvictionMetric:
         """The metric, with those of the settings that it has."""

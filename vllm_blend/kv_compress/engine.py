@@ -140,7 +140,7 @@ class KVCompressEngine:
         n = slots.shape[-1]
         for i, state in enumerate(states):
             scores, at = stored[i], positions[i]
-            if not metrics.metric.watches:
+            if not metrics.keeps_scores:
                 own = int(self.tables.lengths[state.index].max())
                 scores = F.pad(metrics.in_head_pages(slots[i, ..., :own], at[..., :own]), (0, n - own))
             ranks.append(metrics.rank(scores, at, state))

@@ -33,8 +33,9 @@ class KVCompressScheduler:
     batch, unless `new_token_limit` is given, pages run short, or more is due than `max_kv_per_compression`.
     """
 
-    def __init__(self, config: KVCompressConfig, tables: HeadTables) -> None:
-        self.config, self.tables = config, tables
+    def __init__(self, config: KVCompressConfig, tables: HeadTables, step_tokens: int) -> None:
+        """`step_tokens`: the most that a step computes."""
+        self.config, self.tables, self.step_tokens = config, tables, step_tokens
         self._num_new_tokens = 0  # of all requests since everybody was compressed
 
     def step_taken(self, num_new_tokens: int) -> None:
@@ -49,15 +50,15 @@ class KVCompressScheduler:
 
     def is_due(self, state: CompressionState) -> bool:
         """Whether a request in head pages has grown enough, and holds more than it keeps."""
-        return self._has_grown(state) and self._excess(state) > 0
+        return self._is_candidate(state) and self._excess(state) > 0
 
     def _has_grown(self, state: CompressionState) -> bool:
         return state.num_tokens - state.compressed_at >= self.config.kvc_interval
 
     def run(self, running: Sequence[Request], everybody: bool = False) -> KVCompressSchedulerOutput:
-        """What the next step starts with. Prompts that are complete always leave their blocks. When the pages do not
-        hold one more token of everybody, all are compressed, as with `everybody`: a request that gave its pages back
-        would be computed again from the start."""
+        """What the next step starts with. Prompts that are complete always leave their blocks. When the free pages do
+        not hold the next step of everybody, all are compressed, as with `everybody`: a request that gave its pages
+        back would be computed again from the start."""
         output = KVCompressSchedulerOutput()
         in_head_pages: list[tuple[Request, CompressionState]] = []
         indices = []
@@ -71,22 +72,41 @@ class KVCompressScheduler:
                     in_head_pages.append((request, state))
             elif is_complete(request):
                 output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
-        everybody = everybody or self.is_full or not self.tables.can_append(indices, 1)
+        everybody = everybody or self.is_full or self._is_short(running, indices)
         if everybody:
             self._num_new_tokens = 0
-        due = ((request, state) for request, state in in_head_pages if everybody or self._has_grown(state))
+        due = [(request, state) for request, state in in_head_pages if everybody or self._is_candidate(state)]
         candidates = (Eviction(request, state, self._excess(state)) for request, state in due)
         self._evict((one for one in candidates if one.num_pages), output)
         return output
+
+    def _is_candidate(self, state: CompressionState) -> bool:
+        return state.is_overdue or self._has_grown(state)
+
+    def _is_short(self, running: Sequence[Request], indices: Sequence[int]) -> bool:
+        """Whether the next step of those that run takes more than is free: a token more in the pages of `indices`, or
+        blocks for the others."""
+        if not self.tables.can_append(indices, 1):
+            return True
+        blocks, wanted, budget = self.tables.pool.blocks, 0, self.step_tokens
+        for request in running:
+            if request.in_head_pages or is_complete(request):
+                budget -= 1
+                continue
+            remaining = request.num_tokens - request.num_computed_tokens
+            count = remaining if request.awaits_blend else min(remaining, max(0, budget))
+            wanted += max(0, blocks.blocks_for(request.num_computed_tokens + count) - len(request.block_table))
+            budget -= count
+        return wanted > blocks.num_free_blocks
 
     def _evict(self, due: Iterable[Eviction], output: KVCompressSchedulerOutput) -> None:
         """As many as are sorted at a time, but at least one; the others are due as long as they are not."""
         num_kvs = 0
         for eviction in due:
             num_kvs += int(self.tables.lengths[eviction.state.index].sum())
-            if output.evictions and num_kvs > self.config.max_kv_per_compression:
-                return
-            output.evictions.append(eviction)
+            eviction.state.is_overdue = bool(output.evictions) and num_kvs > self.config.max_kv_per_compression
+            if not eviction.state.is_overdue:
+                output.evictions.append(eviction)
 
     def _adopted(self, state: CompressionState, num_tokens: int) -> int:
         """Pages of a prompt beyond those of the tokens it keeps."""

@@ -28,6 +28,7 @@ class CompressionState:
     num_prompt_tokens: int = 0  # that were in the cache when it came into head pages
     compressed_at: int = 0  # tokens that it had when it was last compressed, or came into head pages
     num_compressions: int = 0  # that have evicted something
+    is_overdue: bool = False  # it was to be compressed, but others were sorted first
 
     def begin(self, index: int, num_tokens: int) -> None:
         """Its KV is in head pages from now on, or about to be written there."""
@@ -39,5 +40,5 @@ class CompressionState:
         self.queries.clear()
         self.scores.clear()
         self.window_positions = self.index = None
-        self.num_scored = 0
+        self.num_scored, self.is_overdue = 0, False
         self.num_tokens = self.num_prompt_tokens = self.compressed_at = self.num_compressions = 0

@@ -86,7 +86,10 @@ class HeadTables:
         self._free.pop()
         self._open[index] = True
         self._widen(int(counts.max()))
-        self.tables[index][np.arange(self.tables.shape[3]) < counts[..., None]] = pages
+        # Heads take turns, so that pages of a block are equally far from the ends of their heads: what these free at
+        # their ends later is whole blocks, as far as they are of one length.
+        by_column = np.moveaxis(self.tables[index], -1, 0)
+        by_column[np.arange(len(by_column))[:, None, None] < counts] = pages
         self._room[index] = counts * self.block_size
         self._pages[index] = len(pages)
         self._set_lengths(np.array([index]), lengths[None])

@@ -2,8 +2,9 @@
 
 The life of a metric's numbers: at the end of a prompt `score` looks at the request's blocks (a `BlockView`) and its
 result is stored beside K and V. A metric that `accumulates` has every decode step add what the step's query attends to
-(`ops.accumulate_sums` with the metric's `power` and `buffer`), and eviction compares `rank` of what is stored. Any
-other metric is scored again, from what the head pages hold by then (a `HeadView`), before each eviction.
+(`ops.accumulate_sums` with the metric's `power` and `buffer`), and eviction compares `rank` of what is stored. One that
+only `watches` keeps the scores of its prompt, and generated tokens go last. Any other metric is scored again, from what
+the head pages hold by then (a `HeadView`), before each eviction.
 """
 
 from __future__ import annotations
