@@ -101,6 +101,24 @@ def test_mistakes_end_the_command_with_a_message(assignment, message, capsys):
     assert ended.value.code == 1 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["target_compression_rate=0.5", "max_cache_tokens=64"], "target_compression_rate=0.5 and max_cache_tokens=64"),
+        (["max_cache_tokens=10"], "max_cache_tokens=10 is below"),
+        (["kvc_metric=guess"], "kvc_metric='guess' is unknown"),
+        (["draft_tokens=4"], "enable_kvc and draft_tokens=4 exclude each other"),
+    ],
+)
+def test_what_the_last_stage_would_refuse_stops_the_first(assignments, message, monkeypatch, capsys):
+    monkeypatch.setattr(module, "run_retrieval", lambda _: pytest.fail("a stage has begun"))
+    evicting = ["enable_kvc=true", "offload_mode=none", *assignments]
+    flags = [part for assignment in evicting for part in ("--set", f"decode.{assignment}")]
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--config", str(ROOT / "configs/musique.yaml"), *flags])
+    assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
 def test_flags_reach_every_stage(monkeypatch, tmp_path):
     seen: list[Any] = []
 

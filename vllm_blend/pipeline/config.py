@@ -155,6 +155,10 @@ class DecodeConfig:
             raise ValueError(
                 f"enable_kvc needs offload_mode none, not {self.offload_mode}: pages of single heads do not move"
             )
+        if self.enable_kvc and self.draft_tokens:
+            raise ValueError(
+                f"enable_kvc and draft_tokens={self.draft_tokens} exclude each other: leave one of them out"
+            )
 
 
 SECTIONS: dict[str, type] = {"retrieval": RetrievalConfig, "prefill": PrefillConfig, "decode": DecodeConfig}

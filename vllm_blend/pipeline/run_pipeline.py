@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from vllm_blend.blend.selectors import make_selector
+from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
 from vllm_blend.pipeline import build_kv_cache, speculative_decode
 from vllm_blend.pipeline.config import DecodeConfig, PrefillConfig, RetrievalConfig, load_config, make_section
 from vllm_blend.pipeline.prompts import prompt_for
@@ -30,6 +31,8 @@ Settings = dict[str, dict[str, Any]]
 def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: DecodeConfig) -> dict[str, Any]:
     """{"retrieval", "prefill", "decode"}: what each stage wrote. Prefill and decode use what this retrieval found."""
     make_selector(decode.blend_selector)  # what the last stage would refuse is refused before the first one works
+    kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
+    KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
     prompt_for(retrieval.dataset_name)
     prefill = replace(prefill, retrieval_json=str(retrieval.output_path))
     decode = replace(decode, retrieval_json=str(retrieval.output_path))
