@@ -17,6 +17,8 @@ from tests.pipeline.quality.small import MODEL, ROOT, write_small
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, make_encoding_context
 from vllm_blend.pipeline.files import read_json
 
+pytestmark = pytest.mark.cpu_only
+
 SCRIPT = ROOT / "benchmarks" / "ordinals.py"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,8 @@ import bm25s
 import numpy as np
 
 from vllm_blend.pipeline.retriever import Collection, Retrieval
+
+logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # it has every index reported, as DEBUG
 
 
 class BM25Retrieval(Retrieval):

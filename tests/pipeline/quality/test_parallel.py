@@ -19,7 +19,10 @@ from vllm_blend.pipeline.quality.rows import make_rows
 from vllm_blend.pipeline.quality.settings import Setting, find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import sweep
 
+pytestmark = pytest.mark.cpu_only
+
 TWO = Crew(workers=2, threads=1)
+ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
 def turned_round(sample: Any, prompt: Any) -> Any:
@@ -48,8 +51,8 @@ def test_two_workers_measure_what_one_does(tmp_path: Path) -> None:
         (0.0, 0.2, 1.0),
     )
     said: list[str] = []
-    steps = list(sweep_by(TWO, MODEL, data, runs, 2, said.append))
-    expected = [make_rows(measured, runs) for measured in sweep(MODEL, data, runs, batch=2)]
+    steps = list(sweep_by(TWO, MODEL, data, runs, 2, said.append, **ON_CPU))
+    expected = [make_rows(measured, runs) for measured in sweep(MODEL, data, runs, batch=2, **ON_CPU)]
     rows = [make_rows(step, runs) for step in steps]
     assert [len(each) for each in rows] == [len(each) for each in expected] and len(rows) == 2
     for row, other in zip(rows[-1], expected[-1], strict=True):
@@ -70,7 +73,7 @@ def test_an_error_of_one_worker_ends_the_sweep(tmp_path: Path) -> None:
     wrong = Setting("wrong", {"blend_selector": "full"}, arrange=fails_on_the_second, ratios=(1.0,))
     data = [read_questions(write_small(tmp_path, 2))]
     with pytest.raises(ValueError, match="no such page") as raised:
-        list(sweep_by(TWO, MODEL, data, make_runs([wrong], (0.0, 1.0)), 2, print))
+        list(sweep_by(TWO, MODEL, data, make_runs([wrong], (0.0, 1.0)), 2, print, **ON_CPU))
     assert "in fails_on_the_second" in str(raised.value.__cause__)
 
 
