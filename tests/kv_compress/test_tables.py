@@ -233,6 +233,17 @@ def test_what_a_batch_was_given_stays_as_it_was() -> None:
         assert torch.equal(tensor, before)
 
 
+def test_what_heads_free_at_their_ends_is_whole_blocks() -> None:
+    """Blocks are what prompts need: pages of one request that are left over in many of them would be nobody's."""
+    blocks = BlockManager(40, 2)
+    tables = HeadTables(HeadPagePool(blocks, 2, 3), 2, 3, 2, MAX_LEN, CPU)
+    index = tables.open(np.full((2, 3), 12))
+    assert blocks.num_free_blocks == blocks.num_usable_blocks - 6
+    for pages in (5, 3, 1):
+        tables.shrink(index, np.full((2, 3), 2 * pages))
+        assert blocks.num_free_blocks == blocks.num_usable_blocks - pages
+
+
 def test_an_index_that_is_used_again() -> None:
     """Beside a longer request, whose tables are wide enough to show what is left of the one before it."""
     tables = HeadTables(HeadPagePool(BlockManager(40, 2), 1, 2), 1, 2, 2, MAX_LEN, CPU, 2)
