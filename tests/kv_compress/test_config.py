@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,30 @@ def test_numbers_may_be_of_numpy() -> None:
     with engine(tiny_model("llama"), enable_kvc=True, protected_window_size=6, num_sinks=1) as llm:
         run(llm, PROMPT, greedy(4, target_compression_rate=np.float32(0.5), num_sinks=np.int64(2)))
         assert llm.llm_engine.kv_compression.engine.num_evicted > 0  # type: ignore[union-attr]
+
+
+def test_every_setting_is_a_flag_with_its_default() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    made = EngineArgs.from_cli_args(parser.parse_args(["--model", DEMO, "--enable-kvc"])).create_engine_config()
+    assert made.kv_compress == KVCompressConfig(enable_kvc=True)
+    own = {field.name: field.default for field in (*fields(KVCompressConfig), *fields(CompressionSettings))}
+    del own["settings"]
+    said = " ".join(parser.format_help().split())
+    for name, default in own.items():
+        _, _, text = said.rpartition("--" + name.replace("_", "-"))
+        assert f"(default: {default})" in text.partition(" --")[0], name
+    flags = ["--max-cache-tokens", "64", "--num-sinks", "2", "--compress-once", "--kvc-allocation", "layer"]
+    given = EngineArgs.from_cli_args(parser.parse_args(["--model", DEMO, "--enable-kvc", *flags]))
+    settings = CompressionSettings(max_cache_tokens=64, num_sinks=2, compress_once=True)
+    assert given.create_engine_config().kv_compress == KVCompressConfig(True, settings, kvc_allocation="layer")
+
+
+def test_a_batch_with_a_bad_wish_answers_the_others() -> None:
+    with engine(tiny_model("llama"), enable_kvc=True) as llm:
+        own = [greedy(4), greedy(4, max_cache_tokens=8), greedy(4, target_compression_rate=0.5)]
+        first, bad, last = run(llm, [PROMPT] * 3, own)
+        assert first.error is None and last.error is None
+        assert bad.error is not None and "max_cache_tokens=8 is below" in bad.error
 
 
 def test_heads_compete_where_their_scores_can_be_compared() -> None:
