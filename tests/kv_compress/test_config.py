@@ -107,10 +107,9 @@ def test_every_setting_is_a_flag_with_its_default() -> None:
     assert made.kv_compress == KVCompressConfig(enable_kvc=True)
     own = {field.name: field.default for field in (*fields(KVCompressConfig), *fields(CompressionSettings))}
     del own["settings"]
-    said = " ".join(parser.format_help().split())
+    said = {action.dest: str(action.help) for action in parser._actions}
     for name, default in own.items():
-        _, _, text = said.rpartition("--" + name.replace("_", "-"))
-        assert f"(default: {default})" in text.partition(" --")[0], name
+        assert said[name].endswith(f" (default: {default})"), said[name]
     flags = ["--max-cache-tokens", "64", "--num-sinks", "2", "--compress-once", "--kvc-allocation", "layer"]
     given = EngineArgs.from_cli_args(parser.parse_args(["--model", DEMO, "--enable-kvc", *flags]))
     settings = CompressionSettings(max_cache_tokens=64, num_sinks=2, compress_once=True)
