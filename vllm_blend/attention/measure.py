@@ -94,7 +94,7 @@ class Workload:
         run: Callable[[], None] = lambda: layers(self.layers)  # noqa: E731
         if captured:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 layers(self.layers)
             run = graph.replay
             run()

@@ -119,6 +119,7 @@ def capture(work: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUD
     # workspace for every stream it has seen, 32 MiB on an H200.
     work()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Other threads may call CUDA meanwhile (stores that read and write chunks, another engine's): it is not their capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = work()
     return graph, result
