@@ -119,7 +119,7 @@ def capture(work: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUD
     # workspace for every stream it has seen, 32 MiB on an H200.
     work()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may call CUDA meanwhile (stores that read and write chunks, another engine's): it is not their capture.
+    # Other threads may call CUDA meanwhile: stores that read and write chunks, or those of another engine.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = work()
     return graph, result
