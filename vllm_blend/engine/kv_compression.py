@@ -102,6 +102,8 @@ class KVCompression:
         if output.adoptions:
             for kept in self.engine.choose(self.metrics, output.adoptions):
                 self._adopt(kept)
+        if self.scheduler.is_short(self.core.running):
+            self._evict(self.scheduler.run(self.core.running, everybody=True))
         self._reserve()
 
     def _evict(self, output: KVCompressSchedulerOutput) -> None:

@@ -56,23 +56,20 @@ class KVCompressScheduler:
         return state.num_tokens - state.compressed_at >= self.config.kvc_interval
 
     def run(self, running: Sequence[Request], everybody: bool = False) -> KVCompressSchedulerOutput:
-        """What the next step starts with. Prompts that are complete always leave their blocks. When the free pages do
-        not hold the next step of everybody, all are compressed, as with `everybody`: a request that gave its pages
-        back would be computed again from the start."""
+        """What the next step starts with: prompts that are complete leave their blocks, and whoever is due is
+        compressed, or `everybody`."""
         output = KVCompressSchedulerOutput()
         in_head_pages: list[tuple[Request, CompressionState]] = []
-        indices = []
         for request in running:
             state = request.compression
             if state is None:
                 continue
             if state.index is not None:
-                indices.append(state.index)
                 if not request.awaits_blend:
                     in_head_pages.append((request, state))
             elif is_complete(request):
                 output.adoptions.append(Eviction(request, state, self._adopted(state, request.num_computed_tokens)))
-        everybody = everybody or self.is_full or self._is_short(running, indices)
+        everybody = everybody or self.is_full
         if everybody:
             self._num_new_tokens = 0
         due = [(request, state) for request, state in in_head_pages if everybody or self._is_candidate(state)]
@@ -83,14 +80,15 @@ class KVCompressScheduler:
     def _is_candidate(self, state: CompressionState) -> bool:
         return state.is_overdue or self._has_grown(state)
 
-    def _is_short(self, running: Sequence[Request], indices: Sequence[int]) -> bool:
-        """Whether the next step of those that run takes more than is free: a token more in the pages of `indices`, or
-        blocks for the others."""
-        if not self.tables.can_append(indices, 1):
+    def is_short(self, running: Sequence[Request]) -> bool:
+        """Whether the next step of those that run takes more than is free, pages of heads or blocks. Everybody is to
+        be compressed then: a request that gave its pages back would be computed again from the start."""
+        states = [request.compression for request in running if request.compression is not None]
+        if not self.tables.can_append([state.index for state in states if state.index is not None], 1):
             return True
         blocks, wanted, budget = self.tables.pool.blocks, 0, self.step_tokens
         for request in running:
-            if request.in_head_pages or is_complete(request):
+            if request.in_head_pages:
                 budget -= 1
                 continue
             remaining = request.num_tokens - request.num_computed_tokens
