@@ -132,7 +132,7 @@ def watch(llm: LLM) -> Held:
         ("llama", "L2-sum", 0, "global"),
         ("qwen3", "L2-avg", 3, "global"),
         ("qwen2", "L1-sum", 2, "layer"),
-        ("llama", "L1-avg", 0, "head"),
+        ("mistral", "L1-avg", 0, "head"),
     ],
 )
 def test_what_goes_is_what_a_dense_model_says(

@@ -35,7 +35,8 @@ class KVCompression:
     Then every earlier step has been queued, so what they wrote is what is moved; every later one is queued behind the
     moves; and the scheduler, which runs next, hands out pages that nobody reads any more. Between choosing a step and
     computing it, pages that the step was given would hold KVs yet to be written; after it, the step behind it may be
-    queued already, with tables from before the moves.
+    queued already, with tables from before the moves. CUDA graphs hold no table: each replay is given the tables of its
+    step, and what they name is where it was when the graph was made, in one cache.
     """
 
     def __init__(self, config: KVCompressConfig, worker: Worker, scheduler: Scheduler) -> None:
