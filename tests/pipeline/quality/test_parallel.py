@@ -67,6 +67,7 @@ def test_two_workers_measure_what_one_does(tmp_path: Path) -> None:
     assert [s.sample_id for s in one[0].questions.samples] == [samples[i]["id"] for i in (0, 2, 3)]
     assert one[0].questions.left_out == (samples[1]["id"],)
     assert "engine 2 of 2 is done by 2 workers" in said
+    assert any(text.startswith("the first of 2 workers: value_deviation at 20%") for text in said)
 
 
 def test_an_error_of_one_worker_ends_the_sweep(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def sweep_by(
                 replace(q, samples=tuple(q.samples[i] for i in s[worker])) for q, s in zip(data, shares, strict=True)
             ]
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, crew.threads, model, own, runs, batch, engine_args)
+            arguments = (theirs, worker == 0, crew.threads, model, own, runs, batch, engine_args)
             processes.append(context.Process(target=_work, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()  # the worker's end alone keeps it open: its death is the end of what comes
@@ -90,7 +90,11 @@ def sweep_by(
                 ready = wait(missing)
                 for connection, process in zip(connections, processes, strict=True):
                     if connection in ready:
-                        found[connection] = _receive(connection, process)
+                        received = _receive(connection, process)
+                        if isinstance(received, str):
+                            progress(f"the first of {crew.workers} workers: {received.strip()}")
+                        else:
+                            found[connection] = received
             parts = [found[connection] for connection in connections]
             measured = [
                 _merge(questions, share, [part[index] for part in parts], runs)
@@ -119,6 +123,7 @@ def deal(questions: Questions, workers: int) -> list[list[int]]:
 
 def _work(
     connection: Connection,
+    tells: bool,
     threads: int,
     model: str,
     data: Sequence[Questions],
@@ -126,10 +131,12 @@ def _work(
     batch: int,
     engine_args: dict[str, Any],
 ) -> None:
-    """A worker's process: what it has so far after each engine, or an error with its traceback."""
+    """A worker's process: what it has so far after each engine, or an error with its traceback; and between them, if it
+    is the one that `tells`, its progress."""
     torch.set_num_threads(threads)
+    progress: Progress = connection.send if tells else lambda text: None
     try:
-        for measured in sweep(model, data, runs, batch, whole=False, **engine_args):
+        for measured in sweep(model, data, runs, batch, progress, whole=False, **engine_args):
             parts = []
             for one in measured:
                 first = {run.key: index for index, run in reversed(list(enumerate(runs)))}
@@ -140,7 +147,7 @@ def _work(
         connection.send((error, traceback.format_exc()))
 
 
-def _receive(connection: Connection, process: Any) -> list[_Part]:
+def _receive(connection: Connection, process: Any) -> list[_Part] | str:
     try:
         received = connection.recv()
     except EOFError:
