@@ -93,7 +93,8 @@ class KVCompressConfig:
 
     A request is compressed when its prompt has been computed, and again after every `kvc_interval` tokens of its own.
     All are when `new_token_limit` tokens have been appended to all requests since the last time, and when pages run
-    short. At most `max_kv_per_compression` KVs are sorted at a time, but always those of one request.
+    short. At most `max_kv_per_compression` KVs are sorted at a time, but always those of one request; whoever is left
+    out comes next.
     """
 
     enable_kvc: bool = False
