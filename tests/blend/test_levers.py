@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, run, tiny_model
-from vllm_blend.blend.selectors import Evidence, LooksAt, choose, make_selector
+from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, best, choose, make_selector
+from vllm_blend.blend.selectors.levers.base import above_all
 from vllm_blend.blend.selectors.levers.chunk_heads import ChunkHeads
 from vllm_blend.blend.selectors.levers.chunk_minimum import ChunkMinimum
 from vllm_blend.blend.selectors.levers.coverage import Coverage
 from vllm_blend.blend.selectors.levers.smoothing import Smoothing
-from vllm_blend.blend.selectors.spec import Composed
+from vllm_blend.blend.selectors.spec import Composed, parse_selector
 
 # Chunks of 3, 4 and 2 tokens from position 10 on, all of them candidates.
 OFFSETS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1])
@@ -114,11 +116,80 @@ def test_what_text_makes() -> None:
         ("question_attention+coverage(share=0)", r"share=0 must be in \(0, 1\]"),
         ("value_deviation+coverage", "coverage is of the question's attention"),
         ("none+smoothing", "'none' leaves nothing to choose"),
+        ("auto+smoothing", "'auto' has levers of its own"),
+        ("question_attention+mean_shift+smoothing+mean_shift", "the lever 'mean_shift' is there more than once"),
+        ("question_attention(layer_share=nan)", "layer_share=nan must be a number, as 0.75 is"),
+        ("question_attention(layer_share=0.5))", r"layer_share=0.5\) must be a number"),
+        ("question_attention+mean_shift(strength=x)", "strength=x must be a number, as 1.0 is"),
+        ("question_attention+chunk_heads(tokens=99999999999999999999)", "must be a whole number"),
+        ("attention_deviation(power=inf)", "power=inf must be a number"),
+        ("attention_deviation(power=-1)", "power=-1 must be a number from 0 on"),
+        ("gradual(first=0.5)", "first=0.5 must be 1 or more"),
+        ("gradual(first=-2)", "first=-2 must be 1 or more"),
+        ("random(seed=1.5)", "seed=1.5 must be a whole number"),
+        ("", "'' is unknown"),
     ],
 )
 def test_text_that_cannot_be(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_selector(text)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", [None, 3, ["auto"], {"auto": 1}, b"auto"])
+def test_a_name_that_is_no_text_is_an_error(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"blend_selector=.* must be text"):
+        make_selector(name)
+
+
+@pytest.mark.cpu_only
+def test_spaces_around_a_name_do_not_matter() -> None:
+    assert make_selector(" auto ") == make_selector("auto")
+    assert make_selector(" question_attention( ) ") == make_selector("question_attention")
+
+
+@pytest.mark.cpu_only
+def test_what_a_rule_of_ones_own_does_is_kept_under_levers() -> None:
+    @dataclass(frozen=True)
+    class Half(Selector):
+        name: ClassVar[str] = "half"
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            return evidence.positions.float()
+
+        def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
+            return budget // 2
+
+        def mean_shift(self) -> float:
+            return 0.5
+
+        def temperature(self) -> float:
+            return 0.75
+
+    composed = parse_selector("half+smoothing", {"half": Half})
+    assert len(choose(composed, evidence(), 8)) == 4
+    assert (composed.mean_shift(), composed.temperature()) == (0.5, 0.75)
+    assert parse_selector("half+mean_shift", {"half": Half}).mean_shift() == 1.0
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("small", "largest"), [(1e-9, 1.0), (1e-3, 3e9)])
+def test_what_comes_first_keeps_its_order_however_small_its_scores(small: float, largest: float) -> None:
+    """In float32, adding more than the range of the scores would make small ones equal, and the largest as large."""
+    scores = torch.tensor([0.0, 2 * small, small, largest])
+    first = torch.tensor([True, True, True, False])
+    assert best(above_all(scores, first), 1).tolist() == [1]
+    assert best(above_all(scores, first), 2).tolist() == [1, 2]
+    assert best(above_all(scores, first), 3).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["", ["auto"], "random(seed=x)", "question_attention+mean_shift+mean_shift"])
+def test_a_prompt_whose_rule_cannot_be_is_refused_alone(name: Any) -> None:
+    with engine(tiny_model("llama"), enable_blending=True) as llm:
+        outputs = run(llm, [tiny_prompt(), tiny_prompt(blend_selector=name), tiny_prompt()], greedy(3))
+        assert [output.error is None for output in outputs] == [True, False, True]
+        assert "blend_selector=" in str(outputs[1].error) and outputs[1].outputs[0].token_ids == []
+        assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids != []
 
 
 @pytest.mark.parametrize("rule", SPECS)

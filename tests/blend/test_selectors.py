@@ -112,7 +112,7 @@ def test_auto_is_late_attention_whatever_the_model() -> None:
     looks = [LateAttention().look(layers) for layers in (1, 2, 10, 12, 32)]
     assert [(look.first, look.stop) for look in looks] == [(0, 1), (1, 2), (6, 10), (8, 12), (21, 32)]
     assert all(look.is_plain for look in looks)
-    with pytest.raises(ValueError, match="is unknown"):
+    with pytest.raises(ValueError, match="'auto' has levers of its own"):
         make_selector("auto+smoothing")  # a lever on a rule that nobody named
 
 

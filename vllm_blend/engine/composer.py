@@ -381,7 +381,8 @@ class ChunkComposer:
 
     def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
-        selector = make_selector(parsed.blend_selector or self.config.selector, self.compresses(parsed))
+        name = self.config.selector if parsed.blend_selector is None else parsed.blend_selector
+        selector = make_selector(name, self.compresses(parsed))
         if self.compresses(parsed):
             check_selector(selector, self.num_layers)
         ratio, ratios = parsed.blend_recompute_ratio, None

@@ -31,6 +31,9 @@ def make_selector(name: str, compressed: bool = False) -> Selector:
     """The selector registered as `name`, or what `spec.py` makes of it: a registered one with settings and levers.
     "auto" is `BEST`, or `BEST_COMPRESSED` where chunks are stored compressed, and goes by that name in what the engine
     reports. Raises ValueError listing the known ones."""
+    if not isinstance(name, str):  # of a prompt, whose types nobody has checked
+        raise ValueError(f"blend_selector={name!r} must be text: the name of a rule, such as {AUTO!r} or {BEST!r}")
+    name = name.strip()
     if name == AUTO:
         name = BEST_COMPRESSED if compressed else BEST
     return SELECTORS[name]() if name in SELECTORS else parse_selector(name, SELECTORS)

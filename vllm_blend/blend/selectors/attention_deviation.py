@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,8 +24,8 @@ class AttentionDeviation(QuestionAttention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.power < 0:
-            raise ValueError(f"power={self.power} must not be negative")
+        if not 0 <= self.power < math.inf:
+            raise ValueError(f"power={self.power} must be a number from 0 on")
         if self.first_round:
             raise ValueError(f"first_round={self.first_round}: the check layer comes once, so there is one round")
 

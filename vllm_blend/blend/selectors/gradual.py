@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,6 +25,10 @@ class Gradual(Selector):
     looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
 
     first: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first < math.inf:
+            raise ValueError(f"gradual: first={self.first} must be 1 or more: fewer tokens are kept layer by layer")
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         k_change, v_change = evidence.k_deviation(), evidence.v_deviation()

@@ -18,6 +18,10 @@ class Random(Selector):
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int):
+            raise ValueError(f"random: seed={self.seed!r} must be a whole number")
+
     def score(self, evidence: Evidence) -> torch.Tensor:
         generator = torch.Generator().manual_seed((evidence.seed + self.seed) % 2**63)
         return torch.rand(len(evidence.positions), generator=generator).to(evidence.positions.device)

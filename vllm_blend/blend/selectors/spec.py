@@ -7,6 +7,7 @@ question_attention(first_round=0.5) + smoothing(window=5) + coverage(share=0.7)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -41,13 +42,14 @@ class Composed(Selector):
         return scores
 
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
-        return min([lever.count(evidence, budget) for lever in self.levers])
+        own = self.rule.count(scores, evidence, budget)  # a rule of a user may do what levers do
+        return min([own, *(lever.count(evidence, budget) for lever in self.levers)])
 
     def mean_shift(self) -> float:
-        return max(lever.mean_shift() for lever in self.levers)
+        return max([self.rule.mean_shift(), *(lever.mean_shift() for lever in self.levers)])
 
     def temperature(self) -> float:
-        return max(lever.temperature() for lever in self.levers)
+        return max([self.rule.temperature(), *(lever.temperature() for lever in self.levers)])
 
     def question_layers(self, num_layers: int) -> int:
         return self.rule.question_layers(num_layers)
@@ -64,11 +66,13 @@ class Composed(Selector):
 
 def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
     """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
-    if not isinstance(text, str):  # of a prompt, whose types nobody has checked
-        raise ValueError(f"blend_selector={text!r} is unknown: use one of {_names(selectors)}, or register your own")
     rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
     if not levers:
         return rule
+    names = [lever.name for lever in levers]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"blend_selector={text!r}: the lever {twice!r} is there more than once: give it once")
     if rule.fixed_ratio is not None:
         raise ValueError(f"blend_selector={text!r}: {rule.name!r} leaves nothing to choose: leave the levers out")
     if not rule.looks_at.asks and any(lever.name == "coverage" for lever in levers):
@@ -94,8 +98,10 @@ def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
     if found is None or name not in known:
         if known is LEVERS:
             raise ValueError(f"blend_selector={text!r}: the lever {name!r} is unknown: use one of {sorted(LEVERS)}")
+        if name == AUTO:
+            raise ValueError(f"blend_selector={text!r}: {AUTO!r} has levers of its own: leave it alone, or name a rule")
         raise ValueError(f"blend_selector={text!r} is unknown: use one of {_names(known)}, or register your own")
-    if not found[2]:
+    if not (found[2] or "").strip():
         return known[name]()
     try:
         return known[name](**_arguments(found[2], known[name]))
@@ -105,22 +111,30 @@ def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
 
 def _arguments(text: str, kind: type[Any]) -> dict[str, Any]:
     """Of `name=value, ...`: numbers and words."""
-    settings = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    defaults = {field.name: field.default for field in fields(kind)} if is_dataclass(kind) else {}
     arguments: dict[str, Any] = {}
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or name not in settings or name in arguments:
+        if not equals or name not in defaults or name in arguments:
             raise ValueError(
-                f"{pair.strip()!r} is no setting of {kind.name!r}: write name=value, once each, of {settings}"
+                f"{pair.strip()!r} is no setting of {kind.name!r}: write name=value, once each, of {[*defaults]}"
             )
-        arguments[name] = _value(value)
+        arguments[name] = _value(name, value, defaults[name])
     return arguments
 
 
-def _value(text: str) -> int | float | str:
+def _value(name: str, text: str, default: Any) -> int | float | str:
+    """Of the kind that the setting's default is; ValueError for another one. What it may be is the setting's to say."""
+    value: int | float | str = text
     for kind in (int, float):
         try:
-            return kind(text)
+            value = kind(text)
+            break
         except ValueError:
             continue
-    return text
+    number = isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 2**63
+    if isinstance(default, int) and not isinstance(default, bool) and not (number and isinstance(value, int)):
+        raise ValueError(f"{name}={text} must be a whole number, as {default} is")
+    if isinstance(default, float) and not number:
+        raise ValueError(f"{name}={text} must be a number, as {default} is")
+    return value

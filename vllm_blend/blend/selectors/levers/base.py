@@ -17,7 +17,7 @@ class Lever(ABC):
     name: ClassVar[str]
 
     def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-        """[n] float scores in place of `scores` ([n], float32, larger meaning compute this token again)."""
+        """[n] float scores in place of `scores` ([n], float32 or float64, larger meaning compute this token again)."""
         return scores
 
     def count(self, evidence: Evidence, budget: int) -> int:
@@ -39,5 +39,7 @@ def chunk_starts(evidence: Evidence) -> torch.Tensor:
 
 
 def above_all(scores: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Scores in which the candidates `first` ([n] bool) come before all others, each kind in its order."""
+    """Scores (float64) in which the candidates `first` ([n] bool) come before all others, each kind in its order: in
+    float32 a small score would be lost in the sum, or 1 in a large one."""
+    scores = scores.double()
     return scores + first * (scores.max() - scores.min() + 1)
