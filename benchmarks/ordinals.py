@@ -25,10 +25,10 @@ from quality import ROOT, describe
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
-from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate
 from vllm_blend.pipeline.quality.parallel import make_crew, sweep_by
-from vllm_blend.pipeline.quality.questions import read_questions
+from vllm_blend.pipeline.quality.questions import read_all
 from vllm_blend.pipeline.quality.rows import ALL, FULL, shortened
 from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import Measured, Outcome
@@ -139,9 +139,11 @@ def run(args: argparse.Namespace, command: str) -> Path:
     """Measure and write, after each engine what there is."""
     settings = [PREFIX, *find_settings(args.settings, SETTINGS[1:])]
     runs = make_runs(settings, RATIOS)
-    data = [read_questions(path, limit=args.samples) for path in args.datasets]
+    data = read_all(args.datasets, limit=args.samples)
     crew = make_crew(args.workers, args.device, data)
     paths = [args.output.with_name(args.output.name + end) for end in (".json", ".md")]
+    for path in paths:
+        check_place(path, "--output")
     started = time.perf_counter()
     common: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
     for measured in sweep_by(crew, args.model, data, runs, args.batch, _say, **common):

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from vllm_blend.pipeline.files import read_json, write_json
+from vllm_blend.pipeline.files import check_place, read_json, write_json
 from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, RULES, SETTINGS
 from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
 from vllm_blend.pipeline.quality.parallel import Crew, make_crew, sweep_by
-from vllm_blend.pipeline.quality.picture import draw, load_pyplot
-from vllm_blend.pipeline.quality.questions import read_questions
+from vllm_blend.pipeline.quality.picture import check_rows, draw, load_pyplot
+from vllm_blend.pipeline.quality.questions import read_all
 from vllm_blend.pipeline.quality.report import render
 from vllm_blend.pipeline.quality.rows import make_rows, shortened
 from vllm_blend.pipeline.quality.settings import find_settings, make_runs
@@ -86,9 +86,11 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
     settings = find_settings(args.settings, SETTINGS)
     runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
     limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else SAMPLES)
-    data = [read_questions(path, args.style, limit) for path in args.datasets]
+    data = read_all(args.datasets, args.style, limit)
     crew = make_crew(args.workers, args.device, data)
     paths = [args.output.with_name(args.output.name + end) for end in (".json", ".md", ".png")]
+    for path in paths:
+        check_place(path, "--output")
     started = time.perf_counter()
     common: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "seed": args.seed}
     for measured in sweep_by(crew, args.model, data, runs, args.batch, _say, **common):
@@ -105,8 +107,7 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
 def draw_again(file: Path) -> Path:
     """The picture of rows that were written before."""
     written = read_json(file, "rows")
-    if not isinstance(written, dict) or not written.get("rows"):
-        raise ValueError(f"{file} holds no rows: give a .json that this command has written")
+    check_rows(written.get("rows") if isinstance(written, dict) else None, file)
     path = file.with_name(file.name.removesuffix(".json") + ".png")
     draw(written["rows"], path, [setting.name for setting in RULES])
     return path

@@ -46,6 +46,8 @@ def test_mistakes_are_found_before_anything_is_loaded(tmp_path: Path, capsys, mo
         (["--samples", "-1"], "use 1 or more"),
         (["--workers", "0"], "the number of workers is 0"),
         (["--draw", str(tmp_path / "q.json")], "rows not found"),
+        (["--draw", str(ROOT / "inputs/musique_s.json")], "holds no rows"),
+        (["--output", str(ROOT / "pyproject.toml" / "q")], "is a file and no folder"),
     ):
         with pytest.raises(SystemExit) as ended:
             quality.main([*flags, "--no-picture"])

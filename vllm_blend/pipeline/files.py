@@ -28,6 +28,23 @@ def write_json(path: str | Path, data: Any) -> Path:
     return path
 
 
+def check_place(path: str | Path, option: str) -> None:
+    """Before work whose result goes to the file `path`: OSError naming the option where it could not be written."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{option} {path} is a folder: name a file")
+    check_folder(path.absolute().parent, f"{option} {path}")
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """OSError, which begins with `what`, where no file could be written in a folder, made where there is none."""
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{what}: {there} is a file and no folder; choose another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{what}: nothing can be written in {there}; choose another place")
+
+
 def read_json(path: str | Path, what: str) -> Any:
     """Parse a JSON file. FileNotFoundError or ValueError names the file, `what` it is, and where it breaks."""
     path = Path(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.quality.broken import StepPositions
-from tests.pipeline.quality.small import MODEL, small_samples, write_small
+from tests.pipeline.quality.small import MODEL, ROOT, small_samples, write_small
 from vllm_blend.entrypoints import cli
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.pipeline.files import read_json, write_json
@@ -73,12 +73,44 @@ def test_a_rule_that_keeps_too_little_is_no_way_to_blend(tmp_path, capsys):
     assert "do not blend this model: at 2% recomputed it still loses 16.7%" in out and "| random | 2% |" in out
 
 
-def test_a_broken_model_is_refused_with_a_reason(data, monkeypatch, capsys):
+def test_a_broken_model_is_refused_with_a_reason(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODEL_REGISTRY, "LlamaForCausalLM", StepPositions)
-    assert module.main([MODEL, "--dataset", str(data), "--batch", "4"]) == NOT_TO_BLEND
+    flags = ["--batch", "4", "--output", str(tmp_path / "c.json")]
+    assert module.main([MODEL, "--dataset", str(data), *flags]) == NOT_TO_BLEND
     out = capsys.readouterr().out
     assert out.startswith("Refused: do not blend this model.") and "positions that count from the step's first" in out
     assert "is enough" not in out and "| full prefill |" not in out
+    [verdict] = read_json(tmp_path / "c.json", "verdicts")["verdicts"]
+    assert verdict["ratio"] is None and "positions that count from the step's first" in verdict["text"]
+
+
+def test_a_lever_is_tried_at_the_ratios_asked_for(data, monkeypatch):
+    """The sweep's own ratios for it are others."""
+    runs = []
+    monkeypatch.setattr(module, "check_exactness", lambda *args: ([], [], None))
+    monkeypatch.setattr(module, "_measure", lambda session, questions, wanted, say: runs.extend(wanted))
+    monkeypatch.setattr(module, "make_rows", lambda *args: [])
+    monkeypatch.setattr(module, "_report", lambda *args: [])
+    flags = [MODEL, "--dataset", str(data), "--setting", "question_attention+mean_shift"]
+    assert module.main([*flags, "--ratios", "0", "0.4", "0.6"]) == FOUND
+    assert [run.ratio for run in runs if "mean_shift" in run.setting.name] == [0, 0.4, 0.6]
+
+
+def test_what_memory_does_not_hold_is_no_verdict(data, monkeypatch, capsys):
+    def crowded(*args):
+        raise RuntimeError("the KV cache has no room for 16 prompts at a time")
+
+    monkeypatch.setattr(module, "check_exactness", crowded)
+    with pytest.raises(SystemExit) as ended:
+        module.main([MODEL, "--dataset", str(data)])
+    assert ended.value.code == BAD_INPUT and "no room for 16 prompts" in capsys.readouterr().err
+
+
+def test_two_data_sets_of_one_name_are_refused(data, tmp_path, capsys):
+    other = write_small(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        module.main([MODEL, "--dataset", str(data), str(other)])
+    assert ended.value.code == BAD_INPUT and "two data sets are called 'musique_small'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +124,8 @@ def test_a_broken_model_is_refused_with_a_reason(data, monkeypatch, capsys):
         (["--batch", "0"], "batch is 0"),
         (["--dataset", "no/musique.json"], "not found"),
         (["--style", "hotpot"], "'hotpot' is unknown"),
+        (["--output", str(ROOT / "pyproject.toml" / "c.json")], "is a file and no folder"),
+        (["--output", str(ROOT / "tests")], "tests is a folder: name a file"),
     ],
 )
 def test_bad_input_ends_with_a_message(data, capsys, flags, message):

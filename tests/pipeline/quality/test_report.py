@@ -68,6 +68,27 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_rows_that_cannot_be_drawn_are_an_error(tmp_path):
+    picture.check_rows(ROWS, tmp_path / "q.json")
+    lonely = [row for row in ROWS if row["setting"] != "full prefill"]
+    for rows, message in (
+        (None, "holds no rows"),
+        ([], "holds no rows"),
+        ([1], "holds no rows"),
+        ({"a": 1}, "holds no rows"),
+        ([{"kind": "all"}], "holds no rows"),
+        ([ROWS[0] | {"metric": "bleu"}], "holds no rows"),
+        (lonely, "has no row 'full prefill' of the data set 'd'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            picture.check_rows(rows, tmp_path / "q.json")
+
+
+def test_what_is_not_finite_is_left_blank():
+    line = table([row("full prefill", None, 0.9), row("random", 0.1, 0.5, kl=None)]).splitlines()[-1]
+    assert line.startswith("| random | 10% |") and line.endswith("|  |")
+
+
 def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib .*`bench`"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from vllm_blend.pipeline.evaluate import score_prediction
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.quality.catalogue import SETTINGS
 from vllm_blend.pipeline.quality.questions import read_questions
-from vllm_blend.pipeline.quality.rows import make_rows
+from vllm_blend.pipeline.quality.rows import make_rows, shortened
 from vllm_blend.pipeline.quality.session import Session
 from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import Measured, kl_divergence, sweep
@@ -107,6 +109,20 @@ def test_rows_of_the_sweep(measured):
     assert reuse["encoding"] == deviation["encoding"] > 0.5
     assert by_name["gradual", 0.2]["encoding"] == pytest.approx(reuse["encoding"])
     assert make_rows(measured, RUNS, seed=0) == rows
+
+
+def test_what_is_not_finite_is_no_number_in_the_file(measured, tmp_path):
+    broken = replace(measured[0].full, kl=[float("nan")] * len(measured[0].full.kl))
+    rows = make_rows([replace(measured[0], full=broken)], RUNS, seed=0)
+    assert (rows[0]["kl"], rows[0]["kl_low"], rows[0]["kl_high"]) == (None, None, None) and rows[0]["f1"] is not None
+    text = write_json(tmp_path / "q.json", {"rows": shortened(rows)}).read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["rows"][0]["kl"] is None
+
+
+def test_a_kind_called_all_is_refused(tmp_path):
+    path = write_json(tmp_path / "musique.json", [sample | {"kind": "all"} for sample in small_samples(1)])
+    with pytest.raises(ValueError, match="the kind 'all' stands for all questions"):
+        read_questions(path)
 
 
 def test_samples_that_do_not_fit_are_left_out_of_every_run(tmp_path):

@@ -4,7 +4,8 @@
 
 answers a data set in full and blended at rising ratios, and names the smallest ratio from which on the score stays
 within the loss. It ends with status 0 if there is one, 1 if the model should not be blended (or cannot be judged), and
-2 for bad input. A model for which recomputing everything is not full prefill is refused, with what is known of why.
+2 for bad input, or where memory does not hold it. A model for which recomputing everything is not full prefill is
+refused, with what is known of why.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.pipeline.quality.catalogue import RATIOS, SETTINGS
 from vllm_blend.pipeline.quality.exactness import Difference, check_exactness, explain
-from vllm_blend.pipeline.quality.questions import Questions, fitting, read_questions
+from vllm_blend.pipeline.quality.questions import Questions, fitting, read_all
 from vllm_blend.pipeline.quality.report import NAMES, table
 from vllm_blend.pipeline.quality.rows import ALL, FULL, make_rows
 from vllm_blend.pipeline.quality.session import Session
@@ -77,14 +78,18 @@ def decide(rows: Sequence[dict[str, Any]], setting: str, max_loss: float) -> Ver
 
 
 def check_model(args: argparse.Namespace, say: Any) -> int:
-    """The command. Raises ValueError or OSError for bad input."""
+    """The command. Raises ValueError or OSError for bad input, RuntimeError where a batch does not fit the engine."""
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"--max-loss {args.max_loss} is a share of full prefill's score: use a number in [0, 1)")
     setting = DEFAULT if args.setting is None else find_settings([args.setting], SETTINGS)[0]
+    if setting.ratios is not None:  # those of a sweep: here the ratios asked for count
+        setting = replace(setting, ratios=None)
     runs = make_runs([setting], args.ratios)
     if not any(0 < run.ratio < 1 for run in runs):
         raise ValueError("--ratios must hold one between 0 and 1: those are what a blend would recompute")
-    data = [read_questions(path, args.style, args.samples) for path in args.dataset]
+    data = read_all(args.dataset, args.style, args.samples)
+    if args.output is not None:
+        check_place(args.output, "--output")
     engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
     engine_args |= setting.engine
     with Session(args.model, args.batch, **engine_args) as session:
@@ -99,9 +104,11 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
         reason = explain(args.model, data[0], full, found, limit, **engine_args)
         print("Refused: do not blend this model. With everything recomputed it is not what full prefill is.")
         print(reason)
-        return NOT_TO_BLEND
-    rows = make_rows(measured, runs, args.seed)
-    verdicts = _report(data, rows, setting, args.max_loss, found)
+        refused = f"refused: with everything recomputed it is not what full prefill is. {reason}"
+        verdicts, rows = [Verdict(questions.name, None, refused) for questions in data], []
+    else:
+        rows = make_rows(measured, runs, args.seed)
+        verdicts = _report(data, rows, setting, args.max_loss, found)
     if args.output is not None:
         about = {"model": args.model, "max_loss": args.max_loss, "setting": setting.name, "seed": args.seed}
         results = [{"dataset": v.dataset, "ratio": v.ratio, "text": v.text} for v in verdicts]
@@ -166,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--max-model-len", type=int, help="tokens of the longest prompt with its answer (default: the model's)")
     add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="also write the rows to this JSON file")
+    add("--output", type=Path, metavar="FILE", help="also write verdicts and rows to this JSON file")
     return parser
 
 
@@ -175,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return check_model(args, lambda text: print(text, file=sys.stderr, flush=True))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # 1 would be a verdict
         parser.exit(BAD_INPUT, f"{parser.prog}: error: {error}\n")
 
 

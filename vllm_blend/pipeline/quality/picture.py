@@ -26,6 +26,17 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def check_rows(rows: Any, where: Path) -> None:
+    """ValueError unless `rows`, of the file `where`, are what `make_rows` makes."""
+    found = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
+    needed = {"dataset", "kind", "setting", "ratio", "samples", "metric", "token_layers"}
+    if not found or any(not needed <= row.keys() or row["metric"] not in row for row in rows):
+        raise ValueError(f"{where} holds no rows: give a .json that benchmarks/quality.py has written")
+    for name in {row["dataset"] for row in rows}:
+        if not any((row["dataset"], row["kind"], row["setting"]) == (name, ALL, FULL) for row in rows):
+            raise ValueError(f"{where} has no row {FULL!r} of the data set {name!r}: measure it again")
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path, rules: Collection[str]) -> None:
     """Each setting's score over the token-layers it took, with intervals, below 60% of full prefill's. A column per
     data set; `rules` are drawn above, other settings below, with plain reuse in both."""

@@ -13,6 +13,8 @@ from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import PROMPT_STYLES, PromptStyle, build_qa_prompt, prompt_for
 
+ALL = "all"  # of kinds, in results: every question
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -52,7 +54,18 @@ def read_questions(path: str | Path, style: str | None = None, limit: int | None
             "rename the file, or give --style"
         ) from error
     samples = [normalize_sample(raw, index) for index, raw in enumerate(load_dataset(path))]
+    if any(sample.kind == ALL for sample in samples):
+        raise ValueError(f"data set {path}: the kind {ALL!r} stands for all questions here: give it another name")
     return Questions(Path(path).stem, found, tuple(_mixed(samples)[:limit]))
+
+
+def read_all(paths: Sequence[str | Path], style: str | None = None, limit: int | None = None) -> list[Questions]:
+    """As `read_questions`, of several files. ValueError too where two have one name, which results go by."""
+    data = [read_questions(path, style, limit) for path in paths]
+    for index, questions in enumerate(data):
+        if questions.name in [other.name for other in data[:index]]:
+            raise ValueError(f"two data sets are called {questions.name!r}, as {paths[index]} is: rename a file")
+    return data
 
 
 def fitting(questions: Questions, engine: LLMEngine, whole: bool = True) -> Questions:

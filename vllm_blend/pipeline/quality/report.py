@@ -15,7 +15,8 @@ put through the model, passes that only choose tokens and the question included,
 the stored chunks is apart. `kept`: the score's share of full prefill's. `recovered`: the share of what plain reuse
 loses that is made good, (score - reuse) / (full - reuse). `over CacheBlend`: the score's difference to value_deviation
 at the same ratio, over the same questions. `same answer`: word for word full prefill's own. `KL`: of the first answer
-token's distribution, from full prefill, in nats, mean. Rows that compute the same as one above are left out."""
+token's distribution, from full prefill, in nats, mean; none where that is not finite. Rows that compute the same as one
+above are left out."""
 
 
 def render(about: dict[str, Any], rows: Sequence[dict[str, Any]], settings: Sequence[Setting]) -> str:
@@ -66,8 +67,8 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{100 * value + 0.0:.{digits}f}"
 
 
-def _short(number: float) -> str:
-    return f"{number:.2g}"
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.2g}"
 
 
 def _options(options: Any) -> str:

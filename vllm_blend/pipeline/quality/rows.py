@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 
 from vllm_blend.pipeline.quality.catalogue import CACHEBLEND
 from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate
+from vllm_blend.pipeline.quality.questions import ALL
 from vllm_blend.pipeline.quality.settings import PLAIN_REUSE, Run
 from vllm_blend.pipeline.quality.sweep import METRICS, Measured, Outcome
 
-ALL = "all"  # the kind of a row over every question
+__all__ = ["ALL", "FULL", "make_rows", "shortened"]
+
 FULL = "full prefill"
 
 
@@ -39,6 +42,7 @@ def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0) 
     `kept_exact_match` and `recovered_exact_match` are the same of that.
     `over_cacheblend` is the metric's difference to `CACHEBLEND` at the ratio. `same_as` names a setting that was
     measured in this one's place, as both compute the same at this ratio. Runs that were not measured are left out.
+    What is not finite (`kl` of a model that computes NaN) is None, as JSON has no word for it.
     """
     return [row for one in measured for scope in _scopes(one, seed) for row in _rows_of(scope, runs)]
 
@@ -103,4 +107,5 @@ def _row(
 def _columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     if estimate is None:
         return {name: None, f"{name}_low": None, f"{name}_high": None}
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    columns = {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return {name: v if v is not None and math.isfinite(v) else None for name, v in columns.items()}
