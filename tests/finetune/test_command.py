@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.engine.engines import DEMO, ROOT, engine, greedy, run, tiny_model
 from vllm_blend.finetune.command import main
 from vllm_blend.finetune.loop import TrainingPlan, train
 from vllm_blend.finetune.rows import RowPool, make_row, pad_rows
+from vllm_blend.finetune.saving import save_model
 from vllm_blend.pipeline.datasets import normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
 
@@ -84,6 +86,11 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "40"], "none of the 150 samples fits 40 tokens"),
         (["--dataset", "missing_musique.json", "--steps", "1"], "data set not found: missing_musique.json"),
         (["--dataset", MUSIQUE, "--steps", "1", "--style", "quiz"], "--style 'quiz' is unknown"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "0"], "--max-length is 0: use 1 to 1024"),
+        (["--dataset", MUSIQUE, "--minutes", "inf"], "--minutes is inf"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--learning-rate", "nan"], "--learning-rate is nan"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--weight-decay", "nan"], "--weight-decay is nan"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--isolated", "nan"], "--isolated is nan"),
         (["--worlds", "--steps", "1", "--max-length", "100"], "worlds fit 96 tokens"),
         (["--worlds", "--steps", "1", "--workers", "-1"], "--workers is -1"),
         (["--worlds", "--steps", "1", "--seed", "99"], "--seed is 99"),
@@ -101,6 +108,66 @@ def test_an_output_that_is_not_empty_is_refused(tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
         finetune(DEMO, "--output", tmp_path, "--worlds", "--steps", "1")
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_an_output_below_a_file_is_refused_before_training(tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit):
+        finetune(DEMO, "--output", tmp_path / "file" / "new", "--worlds", "--steps", "1")
+    assert "is a file and no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answers", [[], [[]], None, [3]])
+def test_a_data_set_without_answers_is_refused(model: str, dataset: str, tmp_path: Path, capsys, answers: Any):
+    Path(dataset).write_text(json.dumps([SAMPLES[0], {**SAMPLES[1], "answers": answers}]))
+    with pytest.raises(SystemExit):
+        finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--steps", "1")
+    assert "sample 1: answers must" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_one_chunk_is_enough_and_nothing_need_be_recomputed(model: str, dataset: str, tmp_path: Path, capsys):
+    """And a sample that is too long is left out, and counted."""
+    one = {**SAMPLES[0], "ctxs": SAMPLES[0]["ctxs"][:1]}
+    Path(dataset).write_text(json.dumps([one, {**one, "ctxs": [{"text": "too long " * 200}]}]))
+    options = ["--steps", 2, "--batch-size", 4, "--max-recomputed", 0, "--device", "cpu", "--max-length", 300]
+    assert finetune(model, "--output", tmp_path / "new", "--dataset", dataset, *options) == 0
+    assert "1 samples are left out as longer than 300 tokens" in capsys.readouterr().out
+
+
+def test_a_training_that_diverges_ends_with_an_error(model: str, dataset: str, tmp_path: Path, capsys):
+    options = ["--steps", 20, "--learning-rate", 1e30, "--warmup-steps", 0, "--device", "cpu", "--save-minutes", 1e-9]
+    with pytest.raises(SystemExit) as ended:
+        finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--batch-size", 2, *options)
+    assert ended.value.code == 2 and "the model is spoilt: lower --learning-rate" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_configuration_has_whole_weights(model: str, dataset: str, tmp_path: Path, monkeypatch):
+    """Where saving is cut short, what is there does not pass for a model."""
+    moved: list[str] = []
+
+    def cut_short(source: Path, target: Path, move: Any = os.replace) -> None:
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(Path(target).name)
+        move(source, target)
+
+    output = tmp_path / "new"
+    stock, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_blend.finetune.saving.os.replace", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            save_model(stock, tokenizer, torch.float32, output)
+    assert len(moved) == 2 and not (output / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    everything: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "vllm_blend.finetune.saving.os.replace",
+            lambda source, target, move=os.replace: (everything.append(Path(target).name), move(source, target)),
+        )
+        save_model(stock, tokenizer, torch.float32, output)
+    assert everything[-1] == "config.json" and "model.safetensors" in everything
+    AutoModelForCausalLM.from_pretrained(output)
 
 
 def test_a_data_set_without_chunks_is_refused(model: str, dataset: str, tmp_path: Path, capsys):

@@ -5,7 +5,7 @@
 
 Prompts are computed in full, from chunks that were encoded on their own, or with a share of the chunks' tokens
 computed again; the answers are what is mostly trained. It takes Llama, Qwen2 and Qwen3 models of transformers.
-docs/finetune.md explains it. It ends with status 0, or 2 for bad input, before any work.
+docs/finetune.md explains it. It ends with status 0, or 2 for bad input, before any work, and where training diverges.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def choose_device(name: str) -> torch.device:
 
 def make_source(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, positions: int, say: Any) -> Source:
     """Where rows come from, by --worlds or --dataset. Data sets are read at once; worlds are made meanwhile."""
-    longest = args.max_length or min(positions, 1024 if args.worlds else positions)
+    longest = min(positions, 1024 if args.worlds else positions) if args.max_length is None else args.max_length
     if not 0 < longest <= positions:
-        raise ValueError(f"--max-length is {longest}: the model has {positions} positions")
+        raise ValueError(f"--max-length is {longest}: use 1 to {positions}, as the model has {positions} positions")
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     bos = leading_bos(tokenizer)
     if args.worlds:

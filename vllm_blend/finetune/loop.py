@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,11 +47,11 @@ class TrainingPlan:
             raise ValueError("give --minutes or --steps: training has no other end")
         for name in ("batch_size", "minutes", "steps", "learning_rate", "save_minutes", "log_steps"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be a number above 0")
         for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must not be below 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be a number from 0 on")
 
     def done(self, seconds: float, step: int) -> float:
         """Share of the training that is over, after `step` steps."""
@@ -86,6 +87,7 @@ def train(
     save: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Train `model` in place, on its device. `save` is called every `save_minutes`, not at the end.
+    ValueError where the loss of a step that is reported or saved is not finite.
 
     On a GPU the products are computed in bfloat16; weights and optimizer are float32 (the model must be).
     """
@@ -124,10 +126,20 @@ def train(
         if step % plan.log_steps == 0 or step in (1, 10) or plan.done(now - start, step) >= 1:
             progress = Progress(step, now - start, loss.item(), accuracies(logits, batch, reuse))
             report(progress)
+            _check_loss(progress.loss, step)
         if plan.save_minutes is not None and now - saved > 60 * plan.save_minutes:
+            _check_loss(loss.item(), step)
             save()
             saved = time.perf_counter()
     return progress
+
+
+def _check_loss(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss} after {step} steps, and the model is spoilt: lower --learning-rate, or raise "
+            "--warmup-steps"
+        )
 
 
 def weighted_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -10,19 +10,24 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+from vllm_blend.pipeline.files import check_folder
+
+CONFIG = "config.json"
 
 
 def check_output(output: Path) -> None:
-    """FileExistsError if there is something at `output` that writing could spoil."""
+    """FileExistsError if there is something at `output` that writing could spoil, another OSError where nothing can be
+    written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output {output} exists and is not an empty folder: choose another, or remove it")
+    check_folder(output, f"--output {output}")
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, output: Path) -> None:
     """Write weights (in `dtype`), configuration and tokenizer; an earlier checkpoint there is replaced.
 
-    The weights come last: a folder with a configuration has whole weights, those of the last checkpoint or these.
+    The configuration comes last: a folder that has one has whole weights, those of the last checkpoint or these. (Of
+    weights in several files, some may be newer than others where replacing a checkpoint is cut short.)
     """
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as name:
@@ -35,5 +40,5 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype
         config = copy.deepcopy(model.config)
         config.dtype = dtype
         config.save_pretrained(folder)
-        for file in sorted(folder.iterdir(), key=lambda file: any(file.match(pattern) for pattern in WEIGHTS)):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == CONFIG):
             os.replace(file, output / file.name)
