@@ -98,10 +98,18 @@ def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk():
     assert len(FILLER.passages(COUNT + 1, 5)) == COUNT
 
 
-@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5]])
+@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5], [0, "a"]])
 def test_ordinals_that_cannot_be(ordinals):
     with pytest.raises(ValueError, match=r"blend_ordinals=.* must be ascending"):
         check_encoding_context("ordinal", ordinals)
+
+
+def test_settings_of_another_type_are_named():
+    with pytest.raises(ValueError, match=r"blend_encoding_context=\['page'\] is unknown"):
+        check_encoding_context(["page"], None)
+    for ordinals in (3, "0, 2"):
+        with pytest.raises(ValueError, match=r"blend_ordinals=.* must be a list of numbers"):
+            check_encoding_context("ordinal", ordinals)
 
 
 def test_settings_that_cannot_be():

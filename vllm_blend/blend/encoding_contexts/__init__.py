@@ -34,10 +34,12 @@ ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
 
 def check_encoding_context(name: str, ordinals: Sequence[int] | None) -> None:
     """Raise ValueError for a name that is unknown, and for ordinals where none are used, or that cannot be."""
-    if name not in ENCODING_CONTEXTS:
+    if not isinstance(name, str) or name not in ENCODING_CONTEXTS:
         raise ValueError(f"blend_encoding_context={name!r} is unknown: use one of {', '.join(ENCODING_CONTEXTS)}")
     if ordinals is None:
         return
+    if isinstance(ordinals, str) or not isinstance(ordinals, Sequence):
+        raise ValueError(f"blend_ordinals={ordinals!r} must be a list of numbers, such as [0, 2, 5, 9, 14]")
     if not issubclass(ENCODING_CONTEXTS[name], AfterFiller):
         raise ValueError(
             f"blend_ordinals={list(ordinals)} are those of filler, which blend_encoding_context={name!r} has not: "

@@ -35,8 +35,8 @@ class AfterFiller(EncodingContext):
     ordinals: tuple[int, ...] = ORDINALS
 
     def __post_init__(self) -> None:
-        ascending = list(self.ordinals) == sorted(set(self.ordinals))
-        if not self.ordinals or not ascending or any(not isinstance(i, int) or i < 0 for i in self.ordinals):
+        numbers = all(isinstance(i, int) and i >= 0 for i in self.ordinals)
+        if not self.ordinals or not numbers or list(self.ordinals) != sorted(set(self.ordinals)):
             raise ValueError(
                 f"blend_ordinals={list(self.ordinals)} must be ascending numbers of passages from 0 on, at least one: "
                 "for example [0, 2, 5, 9, 14]"
