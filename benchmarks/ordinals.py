@@ -26,7 +26,7 @@ from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
 from vllm_blend.pipeline.files import check_place, write_json
-from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate
+from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate, check_seed
 from vllm_blend.pipeline.quality.parallel import make_crew, sweep_by
 from vllm_blend.pipeline.quality.questions import read_all
 from vllm_blend.pipeline.quality.rows import ALL, FULL, shortened
@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace, command: str) -> Path:
     """Measure and write, after each engine what there is."""
+    check_seed(args.seed)
     settings = [PREFIX, *find_settings(args.settings, SETTINGS[1:])]
     runs = make_runs(settings, RATIOS)
     data = read_all(args.datasets, limit=args.samples)

@@ -29,7 +29,7 @@ import torch
 
 from vllm_blend.pipeline.files import check_place, read_json, write_json
 from vllm_blend.pipeline.quality.catalogue import QUICK_RATIOS, RATIOS, RULES, SETTINGS
-from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES
+from vllm_blend.pipeline.quality.intervals import LEVEL, RESAMPLES, check_seed
 from vllm_blend.pipeline.quality.parallel import Crew, make_crew, sweep_by
 from vllm_blend.pipeline.quality.picture import check_rows, draw, load_pyplot
 from vllm_blend.pipeline.quality.questions import read_all
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace, command: str) -> list[Path]:
     every engine, so that an interrupted run leaves what it had."""
     if not args.no_picture:
         load_pyplot()
+    check_seed(args.seed)
     settings = find_settings(args.settings, SETTINGS)
     runs = make_runs(settings, args.ratios or (QUICK_RATIOS if args.quick else RATIOS))
     limit = args.samples if args.samples is not None else (QUICK_SAMPLES if args.quick else SAMPLES)

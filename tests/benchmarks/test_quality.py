@@ -44,6 +44,7 @@ def test_mistakes_are_found_before_anything_is_loaded(tmp_path: Path, capsys, mo
         (["--ratios", "0", "2"], "a ratio=2.0"),
         (["--datasets", str(tmp_path / "musique.json")], "not found"),
         (["--samples", "-1"], "use 1 or more"),
+        (["--seed", "-1"], "--seed is -1"),
         (["--workers", "0"], "the number of workers is 0"),
         (["--draw", str(tmp_path / "q.json")], "rows not found"),
         (["--draw", str(ROOT / "inputs/musique_s.json")], "holds no rows"),

@@ -122,6 +122,7 @@ def test_two_data_sets_of_one_name_are_refused(data, tmp_path, capsys):
         (["--setting", "randm"], "'randm' is unknown"),
         (["--samples", "0"], "use 1 or more"),
         (["--batch", "0"], "batch is 0"),
+        (["--seed", "-1"], "--seed is -1: use 0 or more"),
         (["--dataset", "no/musique.json"], "not found"),
         (["--style", "hotpot"], "'hotpot' is unknown"),
         (["--output", str(ROOT / "pyproject.toml" / "c.json")], "is a file and no folder"),

@@ -20,6 +20,7 @@ from typing import Any
 from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.pipeline.quality.catalogue import RATIOS, SETTINGS
 from vllm_blend.pipeline.quality.exactness import Difference, check_exactness, explain
+from vllm_blend.pipeline.quality.intervals import check_seed
 from vllm_blend.pipeline.quality.questions import Questions, fitting, read_all
 from vllm_blend.pipeline.quality.report import NAMES, table
 from vllm_blend.pipeline.quality.rows import ALL, FULL, make_rows
@@ -81,6 +82,7 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     """The command. Raises ValueError or OSError for bad input, RuntimeError where a batch does not fit the engine."""
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"--max-loss {args.max_loss} is a share of full prefill's score: use a number in [0, 1)")
+    check_seed(args.seed)
     setting = DEFAULT if args.setting is None else find_settings([args.setting], SETTINGS)[0]
     if setting.ratios is not None:  # those of a sweep: here the ratios asked for count
         setting = replace(setting, ratios=None)

@@ -20,6 +20,12 @@ class Estimate:
     high: float | None
 
 
+def check_seed(seed: int) -> None:
+    """ValueError, before anything is computed, for a seed that a `Bootstrap` does not take."""
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}: use 0 or more")
+
+
 class Bootstrap:
     """Resamples of `count` questions, fixed by `seed`."""
 
