@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 from tests.blend.prompts import tiny_prompt
+from tests.blend.reference import BlendReference
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import engine, greedy, run, tiny_model
+from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import tiny_hf_model
 from vllm_blend.attention.metadata import LayerCache
 from vllm_blend.blend.plan import BlendPlan, Segment
@@ -113,6 +118,60 @@ def test_batch_mates_change_nothing(rule: str) -> None:
                 assert_same_logprobs(output, one)
         (first, *_), (second, *_) = (output.outputs[0].logprobs for output in alone[:2])
         assert first != second  # the correction is there
+
+
+def shifted_in_float64(prompt: dict[str, Any], chosen: list[int], strength: float) -> torch.Tensor:
+    """Log-probabilities of the first token where `chosen` are computed again and the rest of their chunks is moved."""
+    reference = BlendReference(copy.deepcopy(hf_model(tiny_model("llama"))).double())
+    context = reference.compose(list(prompt["prefix"]), [list(chunk) for chunk in prompt["chunks"]])
+    ids, start = [*context.ids, *prompt["suffix"]], len(context.ids)
+    positions, active = torch.arange(len(ids)), torch.tensor([*chosen, *range(start, len(ids))])
+    stops = list(itertools.accumulate(map(len, prompt["chunks"]), initial=len(prompt["prefix"])))
+    hidden = reference._embed(ids)[active]
+    for layer, stored in zip(reference._layers, context.kv, strict=True):
+        q, *fresh = reference._project(layer, hidden)
+        both = []
+        for new, old in zip(fresh, stored, strict=True):
+            now = torch.cat([old, new[len(chosen) :]])
+            now[chosen] = new[: len(chosen)]
+            for first, stop in itertools.pairwise(stops):
+                again = [p for p in range(first, stop) if p in chosen]
+                kept = [p for p in range(first, stop) if p not in chosen]
+                if again:
+                    now[kept] += strength * (now[again] - old[again]).mean(0)
+            both.append(now)
+        keys = reference._rotate(both[0], positions)
+        weights = reference._weights(reference._rotate(q, active), keys, active)
+        hidden = reference._finish(layer, hidden, weights, both[1])
+    return reference.model.lm_head(reference.model.model.norm(hidden[-1])).log_softmax(-1)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("ratio", [0.05, 0.3])
+@pytest.mark.parametrize(
+    ("rule", "strength"),
+    [("auto", 1.0), ("question_attention+mean_shift(strength=0.5)", 0.5), ("random+mean_shift", 1.0)],
+)
+def test_a_prompt_with_shifts_is_what_float64_makes_of_it(rule: str, strength: float, ratio: float) -> None:
+    """Of the weights of transformers, and nothing of ours but the choice. What is stored stays as it is."""
+    with engine(tiny_model("llama"), enable_blending=True) as llm:
+        prompt = tiny_prompt(blend_selector=rule, blend_recompute_ratio=ratio)
+        run(llm, tiny_prompt(blend_selector="none"), PARAMS)
+        store = llm.llm_engine.chunk_store
+        prefix, chunks = llm.llm_engine.identify_chunks(prompt["prefix"], prompt["chunks"])
+        stored = {piece.key: store.get(piece.key) for piece in (prefix, *chunks)}
+        before = {key: (kv.k.clone(), kv.v.clone()) for key, kv in stored.items()}
+        [output] = run(llm, prompt, greedy(1, logprobs=5, ignore_eos=True))
+        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        with torch.no_grad():
+            expected = shifted_in_float64(prompt, chosen, strength)
+            unmoved = shifted_in_float64(prompt, chosen, 0.0)
+        assert len(chosen) == int(ratio * 53) and (expected - unmoved).abs().max() > 0.1
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert found.logprob == pytest.approx(float(expected[token]), abs=1e-4)
+        assert len(before) == 4
+        for key, (k, v) in before.items():
+            assert torch.equal(store.get(key).k, k) and torch.equal(store.get(key).v, v)
 
 
 @pytest.mark.cpu_only
