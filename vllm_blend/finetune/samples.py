@@ -21,7 +21,7 @@ def sample_rows(
     if style is not None and style not in PROMPT_STYLES:
         raise ValueError(f"--style {style!r} is unknown: use one of {', '.join(PROMPT_STYLES)}")
     for path in paths:
-        name = style or prompt_for(path).name
+        name = style or _style_of(path)
         for index, raw in enumerate(load_dataset(path)):
             sample = normalize_sample(raw, index)
             prompt = build_qa_prompt(sample, name)
@@ -37,3 +37,13 @@ def sample_rows(
             "use a model with more positions"
         )
     return rows, left_out
+
+
+def _style_of(path: Path) -> str:
+    try:
+        return prompt_for(path).name
+    except ValueError as error:
+        raise ValueError(
+            f"cannot tell how to ask data set {str(path)!r}: its name must contain one of {', '.join(PROMPT_STYLES)}; "
+            "rename the file, or give --style"
+        ) from error
