@@ -147,7 +147,7 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "no suffix": ({"prefix": [1], "chunks": [[1]]}, ValueError, "suffix is empty"),
     "chunks too long": ({**tiny_prompt(), "chunks": [LONG]}, ValueError, "max_model_len=96"),
     "an unknown selector": (tiny_prompt(blend_selector="nonesuch"), ValueError, "'nonesuch' is unknown"),
-    "a selector by number": (tiny_prompt(blend_selector=3), ValueError, "blend_selector=3 is unknown"),
+    "a selector by number": (tiny_prompt(blend_selector=3), ValueError, "blend_selector=3 must be text"),
     "a ratio above 1": (tiny_prompt(blend_recompute_ratio=1.01), ValueError, r"blend_recompute_ratio=1\.01"),
     "a ratio of text": (tiny_prompt(blend_recompute_ratio="15%"), ValueError, "blend_recompute_ratio='15%'"),
     "a contradiction": (tiny_prompt(blend_selector="full", blend_recompute_ratio=0.5), ValueError, "leave one of"),
