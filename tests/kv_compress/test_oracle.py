@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, tiny_model
+from tests.kv_compress.masked import MASKED, received, visible, watch
 from tests.kv_compress.worlds import World, expected
-from vllm_blend import LLM
 
 WINDOW, POOL, PROTECTED, SINKS, INTERVAL, BUDGET = 8, 7, 6, 1, 4, 16
 SETTINGS: dict[str, Any] = {
@@ -25,24 +25,6 @@ SETTINGS: dict[str, Any] = {
 }
 PROMPTS = [[(7 * i * i + 3 * i + start) % TINY_VOCABULARY for i in range(n)] for start, n in enumerate((50, 13, 33))]
 POWERS = {"L1-sum": 1, "L1-avg": 1, "L2-sum": 2, "L2-avg": 2}
-Held = dict[str, dict[int, torch.Tensor]]  # request -> tokens in the cache -> [layers, kv_heads, tokens] bool
-
-_visible: list[torch.Tensor] = []  # [layers, kv_heads, queries, keys] bool, for the forward pass that runs
-_attention: list[torch.Tensor] = []  # what it found: by layer [heads, queries, keys]
-
-
-def watched_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, scaling: float, **__: Any
-) -> tuple[torch.Tensor, None]:
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    seen = _visible[0][module.layer_idx].repeat_interleave(group, 0)
-    received = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -math.inf).softmax(-1)
-    _attention.append(received[0])
-    return (received @ value).transpose(1, 2), None
-
-
-AttentionInterface.register("watched", watched_attention)
 
 
 class Dense:
@@ -59,20 +41,20 @@ class Dense:
 
     def attention(self, tokens: int) -> torch.Tensor:
         """[layers, kv_heads, group, queries, keys]"""
-        _visible[:], _attention[:] = [self.visible[..., :tokens, :tokens]], []
+        visible[:], received[:] = [self.visible[..., :tokens, :tokens]], []
         with torch.inference_mode():
             self.model(torch.tensor([self.ids[:tokens]]))
-        return torch.stack(_attention).unflatten(1, (self.shape[1], -1))
+        return torch.stack(received).unflatten(1, (self.shape[1], -1))
 
-    def counted(self, received: torch.Tensor, query: int) -> torch.Tensor:
+    def counted(self, found: torch.Tensor, query: int) -> torch.Tensor:
         """What the keys receive from one query, [..., keys]."""
-        far = torch.arange(received.shape[-1]) <= query - self.buffer
-        return received[..., query, :] ** self.power * far
+        far = torch.arange(found.shape[-1]) <= query - self.buffer
+        return found[..., query, :] ** self.power * far
 
     def prefill(self) -> None:
         n = self.prompt
-        received = self.attention(n)
-        sums = sum(self.counted(received, query) for query in range(max(0, n - WINDOW), n))
+        found = self.attention(n)
+        sums = sum(self.counted(found, query) for query in range(max(0, n - WINDOW), n))
         assert isinstance(sums, torch.Tensor)
         pooled = [sums[..., max(0, k - POOL // 2) : k + POOL // 2 + 1].amax(-1).sum(-1) for k in range(n)]
         self.metric[..., :n] = torch.stack(pooled, -1)
@@ -105,27 +87,6 @@ class Dense:
         return int((-(-self.held[..., :tokens].sum(-1) // BLOCK_SIZE)).sum())
 
 
-def watch(llm: LLM) -> Held:
-    """Note which positions each head of a request in head pages holds, after every compression and step."""
-    compression = llm.llm_engine.kv_compression
-    assert compression is not None
-    launched, held = compression.launched, Held()
-
-    def noting(step: Any) -> None:
-        launched(step)
-        for item in step.scheduled:
-            state = item.request.compression
-            if state is None or state.index is None:
-                continue
-            _, positions = compression.cache_engine.read(compression.tables.slots_of(state.index))
-            seen = torch.zeros(*positions.shape[:2], item.stop + 1, dtype=torch.bool)
-            seen.scatter_(2, positions.masked_fill(positions < 0, item.stop), True)
-            held.setdefault(item.request.request_id, {})[item.stop] = seen[..., :-1]
-
-    compression.launched = noting  # type: ignore[method-assign]
-    return held
-
-
 @pytest.mark.parametrize(
     ("architecture", "aggregation", "buffer", "allocation"),
     [
@@ -149,7 +110,7 @@ def test_what_goes_is_what_a_dense_model_says(
             outputs += [output for output in inner.step() if output.finished]
         del inner.kv_compression.launched  # type: ignore[union-attr]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    reference.set_attn_implementation("watched")
+    reference.set_attn_implementation(MASKED)
     for output in outputs:
         ids, prompt = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]], len(output.prompt_token_ids)
         dense = Dense(reference, ids, prompt, aggregation, buffer, allocation)
@@ -163,6 +124,6 @@ def test_what_goes_is_what_a_dense_model_says(
                 dense.evict(tokens, excess)
                 compressed_at = tokens
             dense.decode(tokens)
-            ours = held[output.request_id][tokens + 1]
+            ours = held[output.request_id][tokens]
             assert torch.equal(ours, dense.held[..., : tokens + 1]), f"after {tokens + 1} tokens"
         assert not dense.held.all(), "something was evicted"
