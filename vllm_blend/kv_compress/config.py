@@ -134,12 +134,10 @@ class KVCompressConfig:
     def _check_used(self) -> None:
         """Raises ValueError for a setting that the metric would not look at."""
         known = setting_names(self.kvc_metric)
-        for setting, name, value, default in (
-            ("aggregation", "metric_aggregation", self.metric_aggregation, "L2-sum"),
-            ("buffer", "metric_collection_buffer_size", self.metric_collection_buffer_size, 0),
-        ):
+        for setting, name in (("aggregation", "metric_aggregation"), ("buffer", "metric_collection_buffer_size")):
+            value = getattr(self, name)
             require(
-                setting in known or value == default,
+                setting in known or value == getattr(KVCompressConfig, name),
                 f"{name}={value!r} means nothing to kvc_metric={self.kvc_metric!r}: leave it out, or use "
                 "kvc_metric='kv_compress'",
             )
