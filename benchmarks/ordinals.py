@@ -26,10 +26,10 @@ from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
 from vllm_blend.pipeline.files import check_place, write_json
-from vllm_blend.pipeline.quality.intervals import Bootstrap, Estimate, check_seed
+from vllm_blend.pipeline.quality.intervals import Bootstrap, check_seed
 from vllm_blend.pipeline.quality.parallel import make_crew, sweep_by
 from vllm_blend.pipeline.quality.questions import read_all
-from vllm_blend.pipeline.quality.rows import ALL, FULL, shortened
+from vllm_blend.pipeline.quality.rows import ALL, FULL, columns_of, shortened
 from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, make_runs
 from vllm_blend.pipeline.quality.sweep import Measured, Outcome
 
@@ -187,7 +187,7 @@ def _rows_of(
         columns: dict[str, Any] = {"dataset": name, "setting": setting, "ratio": ratio, "samples": len(samples)}
         for metric in METRICS:
             values = _values(outcomes, metric)
-            columns |= _columns(metric, bootstrap.mean(values))
+            columns |= columns_of(metric, bootstrap.mean(values))
             columns |= {f"{metric} {kind}": float(values[kinds == kind].mean()) for kind in sorted({*kinds} - {""})}
         return columns
 
@@ -200,17 +200,13 @@ def _rows_of(
         theirs = [part.runs[after_prefix[run.ratio].key] for part in parts]
         for metric in METRICS:
             difference = bootstrap.difference(_values(outcomes, metric), _values(theirs, metric))
-            columns |= _columns(f"{metric}_over_prefix", difference)
+            columns |= columns_of(f"{metric}_over_prefix", difference)
         columns["variants"] = num_variants(run.setting, places)
         yield columns | {"encoding": encoding[run.setting.name] / encoding[PREFIX.name]}
 
 
 def _values(outcomes: Sequence[Outcome], metric: str) -> np.ndarray:
     return np.concatenate([outcome.values(metric) for outcome in outcomes])
-
-
-def _columns(name: str, estimate: Estimate) -> dict[str, float | None]:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def render(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

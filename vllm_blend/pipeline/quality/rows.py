@@ -15,7 +15,7 @@ from vllm_blend.pipeline.quality.questions import ALL
 from vllm_blend.pipeline.quality.settings import PLAIN_REUSE, Run
 from vllm_blend.pipeline.quality.sweep import METRICS, Measured, Outcome
 
-__all__ = ["ALL", "FULL", "make_rows", "shortened"]
+__all__ = ["ALL", "FULL", "columns_of", "make_rows", "shortened"]
 
 FULL = "full prefill"
 
@@ -94,17 +94,18 @@ def _row(
     row["token_layers"] = outcome.token_layers / scope.measured.full.token_layers
     row |= {"encoding": 0.0, "same_as": None}
     for name in (*METRICS, "same_answer", "kl"):
-        row |= _columns(name, bootstrap.mean(scope.of(outcome, name)))
+        row |= columns_of(name, bootstrap.mean(scope.of(outcome, name)))
     for end, name in (("", metric), ("_exact_match", "exact_match")):
         ours, full = scope.of(outcome, name), scope.of(scope.measured.full, name)
-        row |= _columns(f"kept{end}", bootstrap.ratio(ours, full))
+        row |= columns_of(f"kept{end}", bootstrap.ratio(ours, full))
         recovered = None if reuse is None else bootstrap.recovered(ours, scope.of(reuse, name), full)
-        row |= _columns(f"recovered{end}", recovered)
+        row |= columns_of(f"recovered{end}", recovered)
     over = None if cacheblend is None else bootstrap.difference(*(scope.of(o, metric) for o in (outcome, cacheblend)))
-    return row | _columns("over_cacheblend", over)
+    return row | columns_of("over_cacheblend", over)
 
 
-def _columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+def columns_of(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """An estimate and its interval as columns of a row."""
     if estimate is None:
         return {name: None, f"{name}_low": None, f"{name}_high": None}
     columns = {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
