@@ -38,8 +38,9 @@ def full() -> Iterator[list[RequestOutput]]:
 def test_it_answers_as_the_model_in_bfloat16(full: list[RequestOutput]) -> None:
     llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_prefix_caching=False, **SMALL)
     expected = llm.generate(prompts(8), GREEDY, use_tqdm=False)
-    texts = [(a.outputs[0].text, b.outputs[0].text) for a, b in zip(full, expected, strict=True)]
-    assert sum(a == b for a, b in texts) >= 6, texts
+    # Up to the end of the answer: what follows is anybody's guess, here as in the test of graphs below.
+    answers = [tuple(o.outputs[0].text.split("\n")[0] for o in pair) for pair in zip(full, expected, strict=True)]
+    assert sum(a == b for a, b in answers) >= 6, answers
     assert any(first_difference(a, b) > 0 for a, b in zip(full, expected, strict=True))
 
 
