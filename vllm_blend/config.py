@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,7 +46,7 @@ def resolve_device(device: str) -> torch.device:
             _warn_of_unusable_gpu()
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:  # a name that torch does not know
+    except (RuntimeError, TypeError) as error:  # a name that torch does not know, or no name
         raise ValueError(f"device={device!r} is unknown: use 'auto', 'cpu' or 'cuda'") from error
     require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
     if resolved.type == "cuda" and not torch.cuda.is_available():
@@ -131,15 +132,24 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.block_size in (8, 16, 32, 64, 128),
-            f"block_size={self.block_size}: use one of 8, 16, 32, 64, 128 tokens",
+            _is_a(Integral, self.block_size) and self.block_size in (8, 16, 32, 64, 128),
+            f"block_size={self.block_size!r}: use one of 8, 16, 32, 64, 128 tokens",
         )
+        share = self.gpu_memory_utilization
         require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization={self.gpu_memory_utilization} is a share of the memory: use a value in (0, 1]",
+            _is_a(Real, share) and 0 < share <= 1,
+            f"gpu_memory_utilization={share!r} is a share of the memory: use a number in (0, 1]",
         )
         blocks = self.num_gpu_blocks_override
-        require(blocks is None or blocks >= 2, f"num_gpu_blocks_override={blocks}: at least 2 blocks are needed")
+        require(
+            blocks is None or (_is_a(Integral, blocks) and blocks >= 2),
+            f"num_gpu_blocks_override={blocks!r}: use a whole number of at least 2 blocks",
+        )
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether a value is a number of this kind, of Python or numpy."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass
