@@ -12,6 +12,11 @@
 # PATIENCE   seconds until a test is given up (900)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SANITIZER=${SANITIZER:-compute-sanitizer}
+command -v "$SANITIZER" >/dev/null || {
+  echo "$SANITIZER was not found: it comes with the CUDA toolkit; put it into PATH, or name it in SANITIZER" >&2
+  exit 1
+}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CASES=${CASES:-0}
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
@@ -21,7 +26,7 @@ check() {  # check TOOL TEST
   log="$logs/$1-$(basename "${2//::/-}")"
   # Not torch's own kernels: the references in plain torch launch thousands, and take most of the time. What cuBLAS runs
   # stays in: its products fail under racecheck when they are left out.
-  timeout "${PATIENCE:-900}" "${SANITIZER:-compute-sanitizer}" --tool "$1" --error-exitcode 9 --kernel-name-exclude kns=_ZN2at \
+  timeout "${PATIENCE:-900}" "$SANITIZER" --tool "$1" --error-exitcode 9 --kernel-name-exclude kns=_ZN2at \
     "${PYTHON:-python3}" -m pytest -p no:cacheprovider -m gpu "$2" >"$log" 2>&1 || outcome="FAILED ($?)"
   if [[ $outcome != clean ]]; then
     touch "$logs/failed"
@@ -32,11 +37,10 @@ check() {  # check TOOL TEST
 }
 
 mapfile -t tests < <("${PYTHON:-python3}" -m pytest -p no:cacheprovider -o addopts= -m gpu --collect-only -q tests/ops_gpu |
-  grep '::' | sed 's/\[.*//' | uniq)
-[[ ${#tests[@]} -gt 0 ]] || { echo "no tests were found in tests/ops_gpu" >&2; exit 1; }
+  grep '::' | sed 's/\[.*//' | uniq | grep -F -- "${ONLY:-}")
+[[ ${#tests[@]} -gt 0 ]] || { echo "no test in tests/ops_gpu has ONLY=${ONLY:-} in its name" >&2; exit 1; }
 for tool in ${TOOLS:-memcheck racecheck}; do
   for test in "${tests[@]}"; do
-    [[ $test == *"${ONLY:-}"* ]] || continue
     while [[ $(jobs -rp | wc -l) -ge ${JOBS:-4} ]]; do wait -n || true; done
     check "$tool" "$test" &
   done

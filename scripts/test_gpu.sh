@@ -49,4 +49,5 @@ done
 wait
 # Alone: some of these measure the memory that is free.
 [[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m "gpu$without_redis" tests
+[[ -n "$(ls "$logs")" ]] || { echo "no part has ONLY=${ONLY:-} in its name" >&2; exit 1; }
 [[ ! -e "$logs/failed" ]]
