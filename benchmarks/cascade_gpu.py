@@ -59,6 +59,7 @@ def load(batch: int, max_model_len: int, cascade: bool) -> LLM:
             folder,
             tokenizer=TOKENIZER,
             load_format="dummy",
+            device="cuda",
             max_num_seqs=batch,
             max_model_len=max_model_len,
             attention_backend="cuda",

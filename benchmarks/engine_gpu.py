@@ -136,7 +136,7 @@ def load(config: dict[str, Any], **options: Any) -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         start = time.perf_counter()
-        llm = LLM(folder, tokenizer=TOKENIZER, load_format="dummy", **options)
+        llm = LLM(folder, tokenizer=TOKENIZER, load_format="dummy", device="cuda", **options)
         print(f"loaded in {time.perf_counter() - start:.1f} s, {llm.llm_engine.blocks.num_blocks} blocks", flush=True)
         return llm
 
