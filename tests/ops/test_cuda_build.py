@@ -220,7 +220,8 @@ def test_a_forced_backend_says_why_it_cannot_run(nvcc: FakeNvcc, gpu: None, monk
 
 def test_a_library_that_does_not_load_is_no_crash(nvcc: FakeNvcc, gpu: None) -> None:
     assert not cuda_library.is_available()  # the fake compiler's library is text
-    assert "the CUDA kernels do not load" in (cuda_library.unavailable_reason() or "")
+    reason = cuda_library.unavailable_reason() or ""
+    assert "the CUDA kernels do not load" in reason and f"delete {cuda_build.cache_folder()}" in reason
 
 
 def test_where_a_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

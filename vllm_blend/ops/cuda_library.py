@@ -103,9 +103,12 @@ def library() -> ctypes.CDLL:
     """The library, loaded, built first where there is none. Raises RuntimeError saying why it cannot be used."""
     try:
         path = library_path() or build_for(_capabilities())
-        lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"the CUDA kernels do not load: {error}") from error
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the CUDA kernels do not load: {error} (delete {path} to have it built again)") from error
     _declare(lib, {"vb_prefill_variant": (c_int, c_int)}, c_int)
     code = lib.vb_prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
     if code < min(_ERRORS):  # -100 - cudaError_t: the library's own CUDA runtime cannot work with the driver
