@@ -103,12 +103,14 @@ def build_cuda(target: Path, work: Path) -> None:
     cuda_build = sys.modules["cuda_build"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cuda_build)  # by path: importing the package would need torch
     wanted = os.environ.get(cuda_build.BUILD_VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"{cuda_build.BUILD_VARIABLE}={wanted} is unknown: use 1 (build), 0 (do not), or unset it")
     if wanted == "0" or (wanted != "1" and not sees_gpu()):
         print("vllm-blend: the CUDA kernels are left to the first use on a GPU")
         return
     try:
         built = cuda_build.Build(ROOT / CUDA_SOURCES, cuda_build.find_nvcc()).run(work, os.cpu_count() or 1)
-    except cuda_build.BuildError as error:
+    except (cuda_build.BuildError, OSError, UnicodeError) as error:  # a full disk; a compiler that writes no text
         if wanted == "1":
             raise
         print(f"\nvllm-blend: the CUDA kernels were not built. Reason:\n{error}\n", file=sys.stderr)

@@ -83,6 +83,8 @@ def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc:
     assert done.returncode != 0 and "kernel.cu(7): error: this is no CUDA" in done.stderr
     done = setup(checkout, nvcc, "build_ext", VLLM_BLEND_BUILD_CUDA="1", CUDACXX="no-such-nvcc")
     assert done.returncode != 0 and "CUDACXX=no-such-nvcc is no program" in done.stderr
+    done = setup(checkout, nvcc, "build_ext", VLLM_BLEND_BUILD_CUDA="true")
+    assert done.returncode != 0 and "VLLM_BLEND_BUILD_CUDA=true is unknown: use 1" in done.stderr
 
 
 @pytest.mark.parametrize("gpus", [None, 0, 1])
@@ -107,5 +109,9 @@ def test_an_installation_compiles_where_a_driver_sees_a_gpu(
     assert bool(nvcc.calls) is (gpus == 1)
 
     if gpus == 1:  # what cannot be compiled costs speed, not the installation
-        done = setup(checkout, nvcc, "build_ext", LD_LIBRARY_PATH=str(tmp_path), FAKE_FAILS=".cu ")
-        assert done.returncode == 0 and "the CUDA kernels were not built. Reason:" in done.stderr
+        useless = tmp_path / "useless"
+        useless.write_text("#!/bin/sh\nprintf '\\377'\nexit 1\n")  # says what is no text
+        useless.chmod(0o755)
+        for variables in ({"FAKE_FAILS": ".cu "}, {"CUDACXX": "true"}, {"CUDACXX": str(useless)}):
+            done = setup(checkout, nvcc, "build_ext", LD_LIBRARY_PATH=str(tmp_path), **variables)
+            assert done.returncode == 0 and "the CUDA kernels were not built. Reason:" in done.stderr, done.stderr
