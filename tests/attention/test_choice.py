@@ -31,7 +31,7 @@ LAYOUT = HeadLayout(CPU, torch.float32, 4, 2, 64)
 class BrokenImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A package that is found, and raises when it is imported."""
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: BaseException) -> None:
         self.name, self.error = name, error
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -63,7 +63,7 @@ def install_fake(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", package)
 
 
-def break_import(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
+def break_import(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [BrokenImport(name, error), *sys.meta_path])
 
@@ -100,11 +100,12 @@ class TestUsable:
             OSError("libcudart.so.12: cannot open shared object file"),
             ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi"),  # a part of it is missing, not it
             AttributeError("module 'torch' has no attribute 'old'"),
+            SystemExit("needs a newer Python"),
         ],
         ids=lambda error: type(error).__name__,
     )
     @pytest.mark.parametrize("name", ["flashinfer", "xformers"])
-    def test_raises_on_import(self, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_raises_on_import(self, name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         break_import(monkeypatch, name, error)
         with pytest.raises(Unusable, match=f"{name} does not work here: {type(error).__name__}: ") as caught:
             usable(name, LAYOUT)

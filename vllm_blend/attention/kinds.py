@@ -47,7 +47,9 @@ def usable(name: str, layout: HeadLayout, workload: Workload | None = None) -> A
             importlib.import_module(kind.package)
         backend = kind.make(layout)
         agrees = (workload or Workload.make(layout)).agrees(backend, TorchNativeBackend())
-    except Exception as error:  # a broken package may raise anything, from OSError (a library) to types of its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a broken package may raise anything, from OSError (a library) to SystemExit
         if isinstance(error, ModuleNotFoundError) and kind.package is not None and error.name == kind.package:
             raise Unusable(f"{kind.package} is not installed", missing=True) from error
         raise Unusable(f"{kind.package or 'it'} does not work here: {describe(error)}") from error
