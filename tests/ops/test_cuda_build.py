@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,30 @@ def test_a_failed_compilation_says_what_the_compiler_said(
     assert not (tmp_path / "out" / "libvllm_blend_cuda.so").exists()
     monkeypatch.setenv("FAKE_FAILS", "nothing")
     assert Build(sources, str(nvcc.path)).run(tmp_path / "out", jobs=2).exists()
+
+
+def test_what_is_no_compiler_is_named(sources: Path, tmp_path: Path) -> None:
+    """One that succeeds and writes nothing, and one that fails with what is no text."""
+    for commands, message in (("exit 0", r"wrote no \w+\.o: is it nvcc"), ("printf '\\377'; exit 1", "exit status 1")):
+        program = tmp_path / "no-compiler"
+        program.write_text(f"#!/bin/sh\n{commands}\n")
+        program.chmod(0o755)
+        with pytest.raises(BuildError, match=message):
+            Build(sources, str(program)).run(tmp_path / "out", jobs=1)
+
+
+def test_sources_edited_meanwhile_make_a_stale_library(
+    nvcc: FakeNvcc, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Build._object
+
+    def edit_after(build: Build, *arguments: Any) -> Path:
+        done = compiled(build, *arguments)
+        (sources / "kernels.h").write_text("// edited\n")
+        return done
+
+    monkeypatch.setattr(Build, "_object", edit_after)
+    assert not cuda_build.is_built_from(Build(sources, str(nvcc.path)).run(tmp_path / "out", jobs=1), sources)
 
 
 def test_a_library_knows_its_sources(nvcc: FakeNvcc, sources: Path, tmp_path: Path) -> None:

@@ -132,9 +132,10 @@ class Build:
         sources = sorted(self.folder.glob("*.cu"))
         headers = [*self.folder.glob("*.cuh"), *self.folder.glob("*.h")]
         newest_header = max(path.stat().st_mtime for path in headers)
+        digest = source_digest(self.folder)  # what is edited from here on makes the library a stale one
         with _locked(out / ".lock"), ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
             objects = list(pool.map(lambda source: self._object(source, out, newest_header), sources))
-            return self._link(objects, out)
+            return self._link(objects, digest, out)
 
     def _object(self, source: Path, out: Path, newest_header: float) -> Path:
         """Compiled as `out`/NAME.o; NAME.o.log holds the command and what the compiler said."""
@@ -146,20 +147,27 @@ class Build:
         target.unlink(missing_ok=True)
         partial = out / f"{target.name}.partial"
         log.write_text(first_line + _run([*command, "-o", str(partial)], source.name).stderr)
-        partial.replace(target)
-        return target
+        return _moved(partial, target, self.nvcc)
 
-    def _link(self, objects: Sequence[Path], out: Path) -> Path:
+    def _link(self, objects: Sequence[Path], digest: str, out: Path) -> Path:
         mark = out / "sources.cpp"
         mark.write_text(
-            'extern "C" __attribute__((visibility("default"))) const char* vb_sources() '
-            f'{{ return "{source_digest(self.folder)}"; }}\n'
+            f'extern "C" __attribute__((visibility("default"))) const char* vb_sources() {{ return "{digest}"; }}\n'
         )
         target, partial = out / LIBRARY_NAME, out / f"{LIBRARY_NAME}.partial"
         command = [self.nvcc, "-shared", "-cudart", "static", "-Xcompiler", "-fPIC", str(mark), *map(str, objects)]
         _run([*command, "-o", str(partial)], LIBRARY_NAME)
-        partial.replace(target)
-        return target
+        return _moved(partial, target, self.nvcc)
+
+
+def _moved(partial: Path, target: Path, nvcc: str) -> Path:
+    """What nvcc wrote, under its name, and on the disk first: a library of which a crash left half ends every process
+    that loads it."""
+    if not partial.is_file():
+        raise BuildError(f"{nvcc} succeeded and wrote no {target.name}: is it nvcc?")
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    return partial.replace(target)
 
 
 def cache_folder() -> Path:
@@ -216,7 +224,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _run(command: Sequence[str], what: str = "") -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True)
+        return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
     except OSError as error:
         raise BuildError(f"{command[0]} does not run: {error}") from error
     except subprocess.CalledProcessError as error:
