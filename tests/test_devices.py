@@ -43,6 +43,14 @@ def test_a_forced_gpu_is_an_error_with_the_reason(old_driver: None, monkeypatch:
         resolve_device("cuda:0")
 
 
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [resolve_device(f"cuda{index}").index for index in ("", ":0", ":1")] == [None, 0, 1]
+    with pytest.raises(ValueError, match=r"device='cuda:2': torch sees 2 CUDA devices, counted from 0"):
+        resolve_device("cuda:2")
+
+
 def test_nothing_is_said_where_there_is_no_gpu_to_expect(
     old_driver: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
