@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_blend.worker import memory
+from vllm_blend.worker.kv_cache import KVCache
 from vllm_blend.worker.memory import GIB, GRANULARITY, OutOfDeviceMemory, Pool, Share, Usage, must_fit
 
 H200 = Share(
@@ -81,6 +82,13 @@ def test_what_did_not_fit_is_named_with_the_remedy(error: RuntimeError, monkeypa
         "the weights did not fit into GPU memory (of 8.00 GiB, this process's tensors hold 4.00 GiB, other processes "
         f"and CUDA itself 2.00 GiB): use fewer ({said})"
     )
+
+
+def test_what_does_not_fit_into_the_hosts_memory_is_named() -> None:
+    """More than any machine can address, so nothing is touched before the error."""
+    message = r"^the KV cache did not fit into memory: use fewer \(Unable to allocate"
+    with pytest.raises(OutOfDeviceMemory, match=message), must_fit("the KV cache", "use fewer", CPU):
+        KVCache.allocate(8, 2**40, 128, 8, 128, torch.float32, CPU)
 
 
 def test_other_errors_pass_and_success_is_silent() -> None:

@@ -129,22 +129,25 @@ def measure_tensors(make: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def must_fit(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Turn running out of device memory into an error that says what did not fit, with numbers, and the remedy."""
+    """Turn running out of a device's memory into an error that says what did not fit, with numbers, and the remedy."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        message = f"{what} did not fit into GPU memory{_numbers(device)}: {remedy} ({_first_sentence(error)})"
+        where = "GPU memory" if device.type == "cuda" else "memory"
+        message = f"{what} did not fit into {where}{_numbers(device)}: {remedy} ({_first_sentence(error)})"
         # The frames of the failed call hold what it had allocated: who catches this may want to try something smaller.
         traceback.clear_frames(error.__traceback__)
         raise OutOfDeviceMemory(message) from error
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's allocator has a type for it; CUDA itself and its libraries say it in their messages."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator has a type for it, and Python for the host's; CUDA itself and its libraries say it in their
+    messages."""
     text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
+    typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return typed or "out of memory" in text or "ALLOC_FAILED" in text
 
 
 def _numbers(device: torch.device) -> str:
