@@ -54,9 +54,9 @@ def resolve_device(device: str) -> torch.device:
             f"device={device!r} was asked for, but torch sees no CUDA device ({_why_no_cuda()}): use device='cpu', or "
             "install CUDA"
         )
-    if resolved.type == "cuda":
+    if resolved.type == "cuda" and resolved.index is not None:
         count = torch.cuda.device_count()
-        require((resolved.index or 0) < count, f"device={device!r}: torch sees {count} CUDA devices, counted from 0")
+        require(resolved.index < count, f"device={device!r}: torch sees {count} CUDA devices, counted from 0")
     return resolved
 
 
