@@ -8,13 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from vllm_blend.checks import require
+from vllm_blend.checks import is_number, is_whole, require
 from vllm_blend.kv_compress.chunks import ChunkCompression
 from vllm_blend.kv_compress.config import KVCompressConfig
 from vllm_blend.kv_compress.metrics import METRICS, make_metric
@@ -135,24 +134,19 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require(
-            _is_a(Integral, self.block_size) and self.block_size in (8, 16, 32, 64, 128),
+            is_whole(self.block_size) and self.block_size in (8, 16, 32, 64, 128),
             f"block_size={self.block_size!r}: use one of 8, 16, 32, 64, 128 tokens",
         )
         share = self.gpu_memory_utilization
         require(
-            _is_a(Real, share) and 0 < share <= 1,
+            is_number(share) and 0 < share <= 1,
             f"gpu_memory_utilization={share!r} is a share of the memory: use a number in (0, 1]",
         )
         blocks = self.num_gpu_blocks_override
         require(
-            blocks is None or (_is_a(Integral, blocks) and blocks >= 2),
+            blocks is None or (is_whole(blocks) and blocks >= 2),
             f"num_gpu_blocks_override={blocks!r}: use a whole number of at least 2 blocks",
         )
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    """Whether a value is a number of this kind, of Python or numpy."""
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass

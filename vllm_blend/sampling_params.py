@@ -6,10 +6,11 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.checks import is_number, is_whole
 
 _COMPRESSION = (
     "target_compression_rate",
@@ -177,7 +178,7 @@ class SamplingParams:
 
 
 def _number(field: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise TypeError(f"{field}={value!r} must be a number, not {type(value).__name__}")
     number = float(value)
     below = number <= low if open_low else number < low
@@ -187,7 +188,7 @@ def _number(field: str, value: Any, low: float, high: float = math.inf, open_low
 
 
 def _integer(field: str, value: Any, low: int, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_whole(value):
         raise TypeError(f"{field}={value!r} must be an integer, not {type(value).__name__}")
     if not low <= int(value) <= high:
         raise ValueError(f"{field}={value!r} is out of range: use an integer of at least {low}{_at_most(high)}")

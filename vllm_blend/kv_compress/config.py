@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from vllm_blend.checks import require
+from vllm_blend.checks import is_number, is_whole, require
 from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, make_metric, setting_names
 
 Allocation = Literal["global", "layer", "head"]
@@ -15,15 +14,10 @@ AllocationChoice = Literal["auto", "global", "layer", "head"]
 Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _count(of: Any, name: str, least: int) -> None:
     """Raises ValueError where a field of a frozen dataclass is no count; else it is an int, whatever NumPy gave."""
     value = getattr(of, name)
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")
+    require(is_whole(value) and value >= least, f"{name}={value!r} must be a whole number of at least {least}")
     object.__setattr__(of, name, int(value))
 
 
@@ -49,7 +43,7 @@ class CompressionSettings:
             f"target_compression_rate={rate} and max_cache_tokens={budget} are both given: keep one of them",
         )
         require(
-            rate is None or (_is_number(rate) and 0 < rate <= 1),
+            rate is None or (is_number(rate) and 0 < rate <= 1),
             f"target_compression_rate={rate!r} is the share of KVs that is kept: use a number in (0, 1]",
         )
         if rate is not None:
