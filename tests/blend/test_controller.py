@@ -102,6 +102,8 @@ def test_speeds_are_moving_averages_of_all_but_tiny_steps() -> None:
     average = Average()
     average.add(10.0, 10)
     assert average.value == 1.0
+    average.add(20.0, 10)
+    assert average.value == pytest.approx(1.2), "the newest measurement counts for a fifth"
     for _ in range(100):
         average.add(6.0, 2)
     assert average.value == pytest.approx(3.0)

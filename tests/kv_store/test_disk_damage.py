@@ -298,3 +298,24 @@ def test_damage_that_two_readers_find_at_once_is_warned_of_once(folder, caplog):
         assert all(p.wait() is None for p in pending if p is not None)
         assert store.num_misses == 5 and caplog.text.count(WARNING) == 1
         assert len(store) == COUNT - 1 and store.num_bytes == bytes_on_disk(folder)
+
+
+def test_a_faulty_chunk_that_cannot_be_dropped_is_absent_and_is_stored_anew(folder, monkeypatch):
+    """While its row stays, the chunk must not count as present: the one that is computed again could never replace
+    it."""
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    offset, _ = places(folder)[2]
+    flip(segments(folder)[0], offset)
+    with open_store(folder) as store:
+        monkeypatch.setattr(store.space, "drop", fail)
+        assert store.get(key(2)) is None
+        monkeypatch.undo()
+        assert len(store) == COUNT and store.space.index.find(key(2)) is not None  # the row has stayed
+        assert key(2) not in store and key(1) in store
+        assert store.get(key(2)) is None and store.tally.misses == {"damaged": 1, "absent": 1}
+        store.put(key(2), chunk(key(2)))
+        assert store.tally.refused == {} and store.tally.num_stored == 1
+        assert key(2) in store and same(store.get(key(2)), chunk(key(2)))
