@@ -59,8 +59,9 @@ def main() -> None:
     for selector, ratio in rules:
         metadata.update(check=True, selector=selector, recomp_ratio=ratio, suffix_len=len(question))
         [output] = llm.generate(whole, params, use_tqdm=False)
+        recomputed = len(metadata["imp_indices"]) - len(question)  # the question's positions come last
         print(
-            f"{selector:18s} {ratio:4.2f}: {len(metadata['imp_indices'])} of {metadata['org_seq_len'] - len(question)} "
+            f"{selector:18s} {ratio:4.2f}: {recomputed} of {metadata['org_seq_len'] - len(question)} "
             f"tokens recomputed, first token after {first_token_ms(output):.0f} ms:{output.outputs[0].text}"
         )
     [output] = llm.generate(whole, params, use_tqdm=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.engine.engines import TINY_VOCABULARY
-from vllm_blend import RequestOutput
+from vllm_blend import LLM, RequestOutput
 
 
 def tiny_prompt(**options: Any) -> dict[str, Any]:
@@ -20,6 +22,16 @@ def plain(prompt: dict[str, Any]) -> dict[str, list[int]]:
     return {
         "prompt_token_ids": [*prompt["prefix"], *(t for chunk in prompt["chunks"] for t in chunk), *prompt["suffix"]]
     }
+
+
+def recomputed_positions(llm: LLM, num_suffix_tokens: int) -> torch.Tensor:
+    """Return the context positions that the last blend computed, and check that the suffix stands behind them."""
+    metadata = llm.llm_engine.decoder.cache_fuse_metadata
+    indices, n = metadata["imp_indices"], metadata["org_seq_len"]
+    start = n - num_suffix_tokens
+    assert indices[-num_suffix_tokens:].tolist() == list(range(start, n))
+    assert (indices[:-num_suffix_tokens] < start).all()
+    return indices[:-num_suffix_tokens]
 
 
 def assert_counts_add_up(output: RequestOutput) -> None:

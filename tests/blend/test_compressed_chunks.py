@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.blend.compressed_reference import CompressedReference
-from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
+from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
 from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import (
     assert_identical,
@@ -95,7 +95,7 @@ def test_answers_are_those_of_a_plain_forward_with_the_rest_masked(
     backend = "torch_native" if share == 0.25 else "auto"
     with engine(TINY, **settings_of(share, blend_chunk_metric=metric, attention_backend=backend)) as llm:
         [output] = run(llm, prompt, PARAMS)
-        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"]
+        chosen = recomputed_positions(llm, len(prompt["suffix"]))
     check_against_reference(output, prompt, metric, share, chosen)
 
 

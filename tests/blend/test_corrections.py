@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blend.prompts import tiny_prompt
+from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.blend.reference import BlendReference
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
@@ -162,7 +162,7 @@ def test_a_prompt_with_shifts_is_what_float64_makes_of_it(rule: str, strength: f
         stored = {piece.key: store.get(piece.key) for piece in (prefix, *chunks)}
         before = {key: (kv.k.clone(), kv.v.clone()) for key, kv in stored.items()}
         [output] = run(llm, prompt, greedy(1, logprobs=5, ignore_eos=True))
-        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        chosen = recomputed_positions(llm, len(prompt["suffix"])).tolist()
         with torch.no_grad():
             expected = shifted_in_float64(prompt, chosen, strength)
             unmoved = shifted_in_float64(prompt, chosen, 0.0)

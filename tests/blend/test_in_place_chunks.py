@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
+from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, new_llm, run, tiny_model
 
@@ -44,7 +44,7 @@ def test_what_is_stored_is_reused_and_the_rest_is_computed(rule: str, stored: li
             start = len(prompt["prefix"]) + sum(sizes[:index])
             where += range(start, start + sizes[index]) if chunk in known else []
         context = len(prompt["prefix"]) + sum(sizes)
-        computed = set(llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist())
+        computed = set(recomputed_positions(llm, len(prompt["suffix"])).tolist())
         holes = set(range(len(prompt["prefix"]), context)) - set(where)
         assert holes <= computed, "what is not stored is computed"
         free = len(where) - (sizes[0] if prompt["chunks"][0] in known else 0)  # the first chunk is exact where it is

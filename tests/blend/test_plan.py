@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
 from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import engine, greedy, hf_model, tiny_model
 from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
@@ -213,11 +213,12 @@ TINY = {name: tiny_model(name) for name in ("llama", "qwen3")}
 @pytest.mark.parametrize("rule", [*RULES, "question_attention", "none"])
 def test_a_context_of_exact_pieces_and_holes_is_full_prefill(rule: str, model: str) -> None:
     with engine(TINY[model], enable_blending=True) as llm:
-        output, plan = with_holes(llm, tiny_prompt(blend_selector=rule), lambda _, segment: segment.exact)
+        prompt = tiny_prompt(blend_selector=rule)
+        output, plan = with_holes(llm, prompt, lambda _, segment: segment.exact)
         assert len(plan.holes) > 0
         assert_logprobs_match(output, hf_model(TINY[model]))
         assert_counts_add_up(output)
-        assert llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist() == plan.holes.tolist()
+        assert recomputed_positions(llm, len(prompt["suffix"])).tolist() == plan.holes.tolist()
 
 
 @pytest.mark.parametrize("rule", [*RULES, "question_attention", "first_tokens"])
@@ -225,7 +226,7 @@ def test_holes_are_computed_beside_what_is_chosen(rule: str) -> None:
     with engine(TINY["llama"], enable_blending=True) as llm:
         prompt = tiny_prompt(blend_selector=rule, blend_recompute_ratio=0.2)
         output, plan = with_holes(llm, prompt, lambda index, _: index % 2 == 0)
-        computed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        computed = recomputed_positions(llm, len(prompt["suffix"])).tolist()
         assert set(plan.holes.tolist()) <= set(computed)
         assert len(computed) == len(plan.holes) + int(0.2 * plan.suffix_start)
         assert set(computed) <= set(plan.holes.tolist()) | set(plan.candidates.tolist())

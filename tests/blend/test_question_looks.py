@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import tolerances
+from tests.blend.prompts import recomputed_positions
 from tests.blend.reference import BlendReference, Context
 from tests.blend.test_reference import pieces_of
 from tests.engine.compare import assert_same_choice, assert_same_logprobs
@@ -110,7 +111,7 @@ def test_a_second_look_sees_what_the_first_one_had_computed() -> None:
         prompt, context, suffix = question(llm, reference)
         options = {"blend_selector": "watching(first_round=0.5)", "blend_recompute_ratio": RATIO}
         [output] = run(llm, {**prompt, **options}, greedy(4))
-        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        chosen = recomputed_positions(llm, len(suffix)).tolist()
     budget = int(RATIO * len(context.ids))
     once, again = Watching.seen
     rule = QuestionAttention()
@@ -171,7 +172,7 @@ def test_attention_times_deviation_in_the_engine_is_that_of_a_plain_forward() ->
         prompts = [{**prompt, "blend_selector": rule, "blend_recompute_ratio": RATIO} for rule in rules]
         together = run(llm, prompts, greedy(4, logprobs=2))
         [alone] = run(llm, prompts[0], greedy(4, logprobs=2))
-        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        chosen = recomputed_positions(llm, len(suffix)).tolist()
     assert_same_logprobs(together[0], alone)
     budget = int(RATIO * len(context.ids))
     mass = reduce(suffix_weights(reference, context, suffix, []), QuestionAttention())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import tolerances
+from tests.blend.prompts import recomputed_positions
 from tests.blend.reference import Blended, BlendReference, Context, pad_suffix
 from tests.engine.compare import assert_greedy, assert_same_choice, check_entries
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, ids_of, run
@@ -79,7 +80,7 @@ def assert_equal(
 ) -> None:
     """The same tokens chosen, the same answer, the same log-probabilities on the way."""
     budget = 0 if rule == "none" else int(RATIO * len(context.ids))
-    chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].cpu()
+    chosen = recomputed_positions(llm, len(suffix)).cpu()
     blended = reference.blend(context, suffix, rule, budget, instead=chosen)
     assert_chosen(chosen, blended)
     completion = output.outputs[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.blend.prompts import assert_counts_add_up
+from tests.blend.prompts import assert_counts_add_up, recomputed_positions
 from tests.engine.compare import assert_identical, assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import (
     BLOCK_SIZE,
@@ -91,7 +91,7 @@ def test_the_example_script() -> None:
         n = len(input_ids) + 1
         assert blended.prompt_token_ids == [tokenizer.bos_token_id, *input_ids]
         assert cache_fuse_metadata["org_seq_len"] == n
-        chosen = cache_fuse_metadata["imp_indices"]
+        chosen = recomputed_positions(llm, last_len)
         assert len(chosen) == int((n - last_len) * 0.16)
         assert chosen.dtype == torch.int64
         assert all(0 <= a < b < n - last_len for a, b in zip(chosen.tolist(), chosen.tolist()[1:], strict=False))
@@ -223,9 +223,9 @@ def test_flat_rows_and_heads_are_the_same_old_kvs() -> None:
         flat = stale(llm)
         heads = [[tensor.view(len(IDS), 2, HEAD_DIM) for tensor in layer] for layer in flat]
         expected = blend(llm, IDS, flat, suffix_len=SUFFIX)
-        chosen = decoder_of(llm).cache_fuse_metadata["imp_indices"]
+        chosen = recomputed_positions(llm, SUFFIX)
         assert_identical(blend(llm, IDS, heads, suffix_len=SUFFIX), expected)
-        assert torch.equal(decoder_of(llm).cache_fuse_metadata["imp_indices"], chosen)
+        assert torch.equal(recomputed_positions(llm, SUFFIX), chosen)
 
 
 def test_old_kvs_in_half_precision() -> None:
@@ -254,10 +254,10 @@ def test_several_check_layers() -> None:
         old_kvs = stale(llm)
         context = len(IDS) - SUFFIX
         output = blend(llm, IDS, old_kvs, suffix_len=SUFFIX, check_layers=[1, 2], recomp_ratios=[0.5, 0.25])
-        chosen = decoder_of(llm).cache_fuse_metadata["imp_indices"].tolist()
+        chosen = recomputed_positions(llm, SUFFIX).tolist()
         assert len(chosen) == int(0.25 * context)
         single = blend(llm, IDS, old_kvs, suffix_len=SUFFIX, check_layers=[1], recomp_ratios=[0.5])
-        assert set(chosen) <= set(decoder_of(llm).cache_fuse_metadata["imp_indices"].tolist())
+        assert set(chosen) <= set(recomputed_positions(llm, SUFFIX).tolist())
         assert output.blend is not None
         assert single.blend is not None
         assert (output.blend.recompute_ratio, single.blend.recompute_ratio) == (0.25, 0.5)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.blend.prompts import assert_counts_add_up, tiny_prompt
+from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
@@ -150,7 +150,7 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
         [output] = run(llm, prompt, PARAMS)
         context = len(output.prompt_token_ids) - len(prompt["suffix"])
         budget = int(0.2 * context)
-        chosen = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        chosen = recomputed_positions(llm, len(prompt["suffix"])).tolist()
         assert chosen == list(range(context - budget, context))
         assert_counts_add_up(output)
         [only] = seen

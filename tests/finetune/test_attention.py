@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.blend.prompts import tiny_prompt
+from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend.finetune.attention import NAME, check_supported, register, reuse_arguments
 from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, reuse_of
@@ -66,7 +66,7 @@ def test_a_row_is_what_the_engine_blends(name: str, ratio: float) -> None:
     with engine(TINY[name], enable_blending=True, block_size=BLOCK_SIZE) as llm:
         asked = {**prompt, "blend_selector": "random", "blend_recompute_ratio": ratio}
         [output] = run(llm, asked, greedy(1, logprobs=LIKELIEST, ignore_eos=True))
-        recomputed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+        recomputed = recomputed_positions(llm, len(prompt["suffix"])).tolist()
     kind, chosen = {0.0: (ISOLATED, []), 1.0: (FULL, [])}.get(ratio, (PARTLY, recomputed))
     assert kind != PARTLY or len(chosen) > 10
     assert_same(output, last_logprobs(trained(TINY[name]), prompt, kind, chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_blend.finetune import masks
 from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, MaskShares, chunk_starts, draw_reuse, reuse_of, visible
 from vllm_blend.finetune.rows import Batch
 
@@ -61,6 +62,24 @@ def test_kinds_and_recomputed_tokens_are_drawn_in_their_shares():
     assert again[reuse.kinds == PARTLY].float().mean() > 2 and again.max() <= shares.room(length)
     assert ((batch.chunks > 0) | reuse.current[:, :length]).all()  # only chunks' tokens are replaced
     assert torch.equal(reuse.current.sum(1), torch.full((400,), length))  # each token is there once
+
+
+def test_recomputed_heads_are_each_chunks_first_tokens_in_the_drawn_share(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(masks, "HEADS_SHARE", 1.0)
+    rows, shares = 2000, MaskShares(full=0.0, isolated=0.0, max_recomputed=0.25)
+    batch = batch_of(rows)
+    reuse = draw_reuse(batch, shares, torch.Generator().manual_seed(3))
+    replaced = ~reuse.current[:, : batch.ids.shape[1]]
+    whole = replaced.sum(1) < shares.room(batch.ids.shape[1])  # else some at random stay as they were
+    heads = torch.stack([replaced[:, start:stop].sum(1) for start, stop in ((10, 40), (40, 70), (70, 90))], 1)[whole]
+    assert (heads == heads[:, :1]).all()
+    for start in (10, 40, 70):
+        first = torch.arange(20) < heads[:, :1]
+        assert torch.equal(replaced[whole, start : start + 20], first)
+    # Chunks have 80 / 3 tokens on average, and shares are uniform: 1 / 6.7 of the rows would have each count from 1 on
+    # and half as many none, without those that do not fit.
+    counts = heads[:, 0].bincount().float()
+    assert 0.3 < counts[0] / counts[1:4].mean() < 0.7
 
 
 @pytest.mark.parametrize("shares, kind", [(MaskShares(1.0, 0.0), FULL), (MaskShares(0.0, 1.0), ISOLATED)])

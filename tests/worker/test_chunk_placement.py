@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.blend.prompts import plain, tiny_prompt
-from tests.engine.engines import greedy, run, tiny_model
+from tests.engine.compare import assert_same_logprobs
+from tests.engine.engines import TINY_VOCABULARY, greedy, run, tiny_model
+from tests.engine.tiny_tokenizers import byte_level
+from tests.models.tiny import edit_config, save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.blend.plan import Segment
 from vllm_blend.blend.selectors import SELECTORS
@@ -37,7 +41,7 @@ class Ring:
 class Load:
     """A load whose layers come when they are asked for; before that, the request's pages hold nothing."""
 
-    made: list[Load]
+    made: ClassVar[list[Load]] = []
 
     def __init__(self, ring: Any, chunks: Sequence[ChunkKV], num_layers: int) -> None:
         self.groups, self.num_layers, self.layers = _groups(chunks, ring.slot_tokens), num_layers, 0
@@ -116,6 +120,29 @@ def test_a_batch_of_blends_is_one_load(llm: LLM, request: pytest.FixtureRequest)
     outputs = run(request.getfixturevalue("layerwise"), prompts, PARAMS)
     assert len(Load.made) == 1
     assert all(same(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("travels", [False, True])
+def test_each_layer_rotates_by_its_own_tables(travels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that stands where it was encoded is exact, so its reuse is a full prefill in every layer."""
+    save(tiny_hf_model("mistral", vocab_size=TINY_VOCABULARY, sliding_window=64), tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
+    ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    edit_config(tmp_path, layer_types=kinds, rope_parameters=ropes)
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32", enable_blending=True, enable_prefix_caching=False)
+    whole = tiny_prompt()
+    prompt = {"prefix": whole["prefix"], "chunks": whole["chunks"][2:3], "suffix": whole["suffix"]}
+    [expected] = run(llm, plain(prompt), PARAMS)
+    llm.encode_chunks(prompt["prefix"], prompt["chunks"])
+    monkeypatch.setattr(Load, "made", [])
+    if travels:
+        monkeypatch.setattr(chunk_placement, "LayerwiseLoad", Load)
+        monkeypatch.setattr(llm.llm_engine.model_executor.driver_worker.model_runner.placement, "ring", Ring())
+    [output] = run(llm, {**prompt, "blend_selector": "none"}, PARAMS)
+    assert output.blend is not None and output.blend.num_exact_tokens == 26 and bool(travels) == bool(Load.made)
+    assert_same_logprobs(output, expected)
 
 
 def test_encoding_loads_the_prefix(layerwise: LLM) -> None:

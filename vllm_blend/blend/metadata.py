@@ -24,8 +24,9 @@ def default_fuse_metadata(kv_cache_dtype: torch.dtype) -> dict[str, Any]:
     `old_kvs`, then become False again), `selector`, `check_layers`, `recomp_ratio` or `recomp_ratios` (one per check
     layer), `suffix_len` (trailing tokens always computed; None: what `old_kvs` does not cover, or the question, if it
     was the last prompt collected and ends this one; at least the last token).
-    Set by the engine after a blend: `imp_indices` (chosen positions before the suffix, int64), `org_seq_len`,
-    `original_slot_mapping` and `our_slot_mapping` (cache slots of all tokens, and of those computed in the last layer).
+    Set by the engine after a blend: `imp_indices` (the chosen positions, then those of the suffix, int64),
+    `org_seq_len`, `original_slot_mapping` and `our_slot_mapping` (cache slots of all tokens, and of those computed in
+    the last layer).
     `attn_bias` stays None and `fast_attention` True: the mask follows from explicit positions.
     """
     return {

@@ -96,7 +96,7 @@ class StepResults:
         self.engine.metrics.blend_recomputed_tokens += recomputed
         self.engine.metrics.blend_reused_tokens += plan.num_prompt_tokens - recomputed
         self.engine.decoder.cache_fuse_metadata.update(
-            imp_indices=blend.computed,
+            imp_indices=blend.computed_with_suffix(),
             org_seq_len=plan.num_prompt_tokens,
             original_slot_mapping=blend.all_slots,
             our_slot_mapping=blend.computed_slots,

@@ -45,6 +45,11 @@ class BlendResult:
     all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer; none of a blend in head pages
     computed_slots: torch.Tensor  # [m] int64, of the rows whose K and V the last layer computed; likewise
 
+    def computed_with_suffix(self) -> torch.Tensor:
+        """Return the ascending positions of the prompt that were computed in the last layer, int64."""
+        suffix = torch.arange(self.plan.suffix_start, self.plan.num_prompt_tokens, device=self.computed.device)
+        return torch.cat([self.computed, suffix])
+
 
 @dataclass
 class RunnerOutput:
