@@ -27,6 +27,10 @@ ChunkDevice = Literal["auto", "cpu", "cuda"]
 ChunkFormat = Literal["auto", "fp8", "int8"]
 OffloadMode = Literal["resident", "exact"]
 QUANTIZATIONS = ("fp8",)
+# Settings of a generation config that are sampling settings, and their names in SamplingParams.
+GENERATION_SETTINGS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
+    "max_new_tokens": "max_tokens"
+}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -94,7 +98,12 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None
 
 @dataclass
 class ModelConfig:
-    """Which model, in which precision, on which device."""
+    """Which model, in which precision, on which device.
+
+    `generation_config` says where the sampling settings of requests without `sampling_params` come from: "auto" is the
+    model's generation_config.json, "vllm" leaves its sampling settings out, anything else is a folder or a Hugging Face
+    id that has such a file. `override_generation_config` replaces some of them.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -107,6 +116,8 @@ class ModelConfig:
     seed: int = 0
     enforce_eager: bool = False
     quantization: str | None = None  # of QUANTIZATIONS; "fp8": e4m3 weights and activations in the linear layers
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model is empty: give a model directory or a Hugging Face model id")
@@ -120,6 +131,15 @@ class ModelConfig:
         require(
             self.quantization in (None, *QUANTIZATIONS),
             f"quantization={self.quantization!r} is unknown: use {known}, or None for the weights as they are",
+        )
+        require(
+            isinstance(self.generation_config, str) and self.generation_config != "",
+            f"generation_config={self.generation_config!r}: use 'auto', 'vllm', or a folder that has such a file",
+        )
+        override = self.override_generation_config
+        require(
+            override is None or (isinstance(override, dict) and override.keys() <= GENERATION_SETTINGS.keys()),
+            f"override_generation_config={override!r}: give a dict of {', '.join(GENERATION_SETTINGS)}",
         )
 
 

@@ -266,7 +266,7 @@ class ChunkedLLM:
     def _start(
         self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool
     ) -> Iterator[RequestOutput]:
-        params = SamplingParams() if params is None else params
+        params = self.llm.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}: give SamplingParams")
         request_id = f"composition-{next(self._ids)}"

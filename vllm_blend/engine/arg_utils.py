@@ -28,6 +28,8 @@ _HELP = {
     "tokenizer": "tokenizer directory or id, where it is not the model's",
     "dtype": "auto, float32, bfloat16 or float16",
     "device": "auto, cpu or cuda",
+    "generation_config": "default sampling settings: auto (the model's generation_config.json), vllm, or a folder",
+    "override_generation_config": 'some of these settings, as JSON: {"temperature": 0.6}',
     "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
     "max_model_len": "tokens of the longest request",
     "max_num_seqs": "requests in a step",
@@ -106,6 +108,8 @@ class EngineArgs:
     load_format: LoadFormat = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
     disable_log_stats: bool = True
     attention_backend: str = "auto"
     cascade_attention: bool = False
@@ -175,6 +179,8 @@ class EngineArgs:
                 seed=self.seed,
                 enforce_eager=self.enforce_eager,
                 quantization=self.quantization,
+                generation_config=self.generation_config,
+                override_generation_config=self.override_generation_config,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

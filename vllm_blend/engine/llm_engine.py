@@ -19,7 +19,7 @@ from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
-from vllm_blend.engine import chunk_registration, setup
+from vllm_blend.engine import chunk_registration, generation_config, setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
@@ -72,6 +72,9 @@ class LLMEngine:
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
         self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)
+        generation = generation_config.load_generation_config(config.model, self.hf_config)
+        self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
+        self.eos_token_ids = generation_config.eos_token_ids(generation, self.hf_config, self.tokenizer)
         self.model_executor = UniProcExecutor(config, self.hf_config, dtype, device, self.max_model_len)
         worker = self.model_executor.driver_worker
         cache = config.cache
@@ -95,7 +98,6 @@ class LLMEngine:
             encoding=make_encoding_context(config.blend.encoding_context, self.tokenizer, config.blend.ordinals),
             max_model_len=self.max_model_len,
         )
-        self.eos_token_ids = setup.eos_token_ids(config.model, self.hf_config, self.tokenizer)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
         self._stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from vllm_blend.checks import require
 from vllm_blend.config import ModelConfig
@@ -45,22 +45,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:  # transformers raises many types here, from OSError to KeyError
         raise ValueError(f"no tokenizer could be loaded from {name!r}: {error}") from error
-
-
-def eos_token_ids(
-    config: ModelConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> set[int]:
-    """Every token that ends a text: of the generation config, the model config and the tokenizer."""
-    found: list[int | list[int] | None] = [getattr(hf_config, "eos_token_id", None)]
-    if (Path(config.model) / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(config.model).eos_token_id)
-    if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for entry in found:
-        if entry is not None:
-            ids.update(entry if isinstance(entry, list) else [entry])
-    return ids
 
 
 def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokenizerBase | None) -> ModelFingerprint:

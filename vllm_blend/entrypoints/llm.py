@@ -52,7 +52,7 @@ class LLM:
         if not batch:
             return []
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         each = [sampling_params] * len(batch) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         if len(each) != len(batch):
             raise ValueError(
@@ -103,6 +103,11 @@ class LLM:
             ids = list(tokenizer.encode(str(text), add_special_tokens=False))
             prompts.append(TokensPrompt(prompt=str(text), prompt_token_ids=ids))
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` use without sampling_params: vLLM's defaults, changed by the model's
+        generation config (see `generation_config` of the engine). The caller may change it."""
+        return SamplingParams(**self.llm_engine.default_sampling_settings)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = self.llm_engine.tokenizer

@@ -1,0 +1,108 @@
+"""A model's generation_config.json: the tokens that end a text, and the sampling settings its authors recommend."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from vllm_blend.checks import is_whole, require
+from vllm_blend.config import GENERATION_SETTINGS, ModelConfig
+from vllm_blend.models.loader import is_local
+from vllm_blend.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "generation_config.json"
+
+
+def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return what the generation config says: that of the model at its revision, or of the path that
+    `ModelConfig.generation_config` names. A model without one is asked through its config.json, as older models keep
+    these settings there.
+
+    Raises ValueError when the file is damaged, and when a named path has none.
+    """
+    own = config.generation_config in ("auto", "vllm")
+    source, revision = (config.model, config.revision) if own else (config.generation_config, None)
+    try:
+        path = _find(source, revision)
+    except FileNotFoundError as error:
+        raise ValueError(f"generation_config={source!r}: {error}") from error
+    if path is None:
+        require(
+            own,
+            f"generation_config={source!r} has no {FILE_NAME}: name a folder or a Hugging Face id that has one, or use "
+            "'auto' or 'vllm'",
+        )
+        return GenerationConfig.from_model_config(hf_config).to_diff_dict()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    require(isinstance(content, dict), f"{path} must hold a JSON object, got {type(content).__name__}")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def default_sampling_settings(config: ModelConfig, generation: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `SamplingParams` that requests get which bring none: those of the generation config
+    unless `ModelConfig.generation_config` is "vllm", and those of `override_generation_config` over them.
+
+    Raises ValueError when a value cannot be a sampling setting.
+    """
+    found = {} if config.generation_config == "vllm" else generation
+    recommended = {name: found[name] for name in GENERATION_SETTINGS if name in found}
+    merged = recommended | (config.override_generation_config or {})
+    settings = {GENERATION_SETTINGS[name]: value for name, value in merged.items()}
+    try:
+        SamplingParams(**settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{FILE_NAME} of {config.model!r}, or override_generation_config, does not fit sampling: {error}; to leave "
+            "the file's settings out, give generation_config='vllm'"
+        ) from error
+    if recommended and config.generation_config == "auto":
+        logger.warning(
+            "requests without sampling_params use settings of the model's %s: %s; for vLLM's own defaults give "
+            "generation_config='vllm'",
+            FILE_NAME,
+            recommended,
+        )
+    return settings
+
+
+def eos_token_ids(
+    generation: dict[str, Any], hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
+    """Return every token that ends a text: of the generation config, the model config and the tokenizer."""
+    found = [generation.get("eos_token_id"), getattr(hf_config, "eos_token_id", None)]
+    if tokenizer is not None:
+        found.append(tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for entry in found:
+        tokens = entry if isinstance(entry, list) else [] if entry is None else [entry]
+        require(
+            all(is_whole(token) for token in tokens),
+            f"eos_token_id={entry!r} of the model must be a token id or a list of them: see {FILE_NAME}, config.json",
+        )
+        ids.update(tokens)
+    return ids
+
+
+def _find(source: str, revision: str | None) -> Path | None:
+    """Return the path of the file in a folder, or of a repository's after downloading it; None where there is none."""
+    if is_local(source):
+        path = Path(source).expanduser() / FILE_NAME
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(source, FILE_NAME, revision=revision))
+    except EntryNotFoundError:  # the repository has none, or it cannot be reached and the cache has none
+        return None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise FileNotFoundError(f"the Hub does not give its {FILE_NAME} ({error})") from error
