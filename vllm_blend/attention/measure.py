@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.ops.graph_capture import capture
 
 DENSE, SCATTERED, DECODE = "dense prefill", "scattered prefill", "decode"
 JOBS = (DENSE, SCATTERED, DECODE)
@@ -93,9 +94,7 @@ class Workload:
         layers(2)  # compiles, tunes, allocates
         run: Callable[[], None] = lambda: layers(self.layers)  # noqa: E731
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                layers(self.layers)
+            graph, _ = capture(lambda: layers(self.layers), self.layout.device)
             run = graph.replay
             run()
         times: list[float] = []

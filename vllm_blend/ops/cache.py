@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
-from vllm_blend.ops import cpu, cuda
+from vllm_blend.ops import constants, cpu, cuda
 from vllm_blend.ops.bindings import kernels_for
 from vllm_blend.ops.layernorm import rms_norm
 from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
@@ -71,7 +70,7 @@ def norm_rotary_and_cache(
     head_dim, half = q.shape[2], cos.shape[-1]
     whole = 2 * half == head_dim and 16 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
     if whole and len(q) and cuda.takes(q, head_dim, half) and cuda.are_packed(q, k, v):
-        rows = _arange(len(q), q.device)  # the tables are gathered already: token i has row i of them
+        rows = constants.arange(len(q), q.device)  # the tables are gathered already: token i has row i of them
         cuda.norm_rope_and_cache(q, k, v, q_weight, k_weight, eps, cos, sin, rows, key_cache, value_cache, slot_mapping)
         return q
     q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
@@ -149,18 +148,9 @@ def _rotary_and_cache_cuda(
         packed = torch.cat([q, k, v], 1)
         q, k, v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
     # The tables are gathered already: token i has row i of them.
-    cuda.rope_and_cache(q, k, v, cos, sin, _arange(tokens, q.device), key_cache, value_cache, slot_mapping)
+    rows = constants.arange(tokens, q.device)
+    cuda.rope_and_cache(q, k, v, cos, sin, rows, key_cache, value_cache, slot_mapping)
     return q
-
-
-@lru_cache(maxsize=4)
-def _aranged(capacity: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(capacity, device=device)
-
-
-def _arange(count: int, device: torch.device) -> torch.Tensor:
-    """0 .. count - 1, int64, from a tensor that is made once per power of two."""
-    return _aranged(max(1024, 1 << (count - 1).bit_length()), device)[:count]
 
 
 _POINTERS: dict[tuple[int, int, int], torch.Tensor] = {}

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from vllm_blend.ops import cuda, cuda_fp8
+from vllm_blend.ops import constants, cuda, cuda_fp8
 from vllm_blend.ops.activation import silu_and_mul_reference
 from vllm_blend.ops.layernorm import rms_norm_reference
 
@@ -106,7 +106,7 @@ def quantized_product(
     tiles = -(-x.values.shape[0] // 128) * -(-weight.values.shape[0] // 128)
     if bias is not None or tiles >= SCALED_TILES or not has_fp8_products(x.values.device):
         return quantized_linear(x, weight, bias, dtype)
-    one = _one(x.values.device)
+    one = constants.one(x.values.device)
     return UnscaledProduct(_product(x, weight, one, one, torch.bfloat16), x.scales, weight.scales)
 
 
@@ -116,11 +116,6 @@ def _product(
     # Never with a bias: cuBLASLt 13.0 has no kernel for row-wise scales and a bias with up to 17 rows of 14336, or 8 of
     # 8192 (CUBLAS_STATUS_NOT_SUPPORTED).
     return torch._scaled_mm(x.values, weight.values.t(), x_scale, weight_scale, out_dtype=dtype, use_fast_accum=True)
-
-
-@cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones((), device=device)
 
 
 def _apart(x: torch.Tensor | UnscaledProduct) -> tuple[torch.Tensor, cuda_fp8.Scales | None]:

@@ -18,10 +18,10 @@ from torch import nn
 from vllm_blend.attention.cascade import CascadeBackend, CascadeData, CascadeStep, Level
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.ops.graph_capture import capture
 from vllm_blend.ops.host_copy import fill, to_device
 from vllm_blend.worker.batch import Drawn, Span, decode_row
 from vllm_blend.worker.cascade import CascadePlanner
-from vllm_blend.worker.cuda_graphs import capture
 from vllm_blend.worker.kv_cache import KVCache
 
 MAX_GROUPS = 8
@@ -90,7 +90,7 @@ class CascadeGraphs:
         self.model, self.cache, self.backend, self.planner = model, cache, backend, planner
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // cache.block_size)
-        self._capture = capture or (lambda work: _cuda_graph(work, pool))
+        self._capture = capture or (lambda work: _cuda_graph(work, cache.key.device, pool))
         sizes = sorted({min(size, max_num_seqs) for size in SIZES}, reverse=True)
         self._graphs = {size: self._make(size) for size in sizes}
 
@@ -175,6 +175,8 @@ def _fill(buffers: _Buffers, spans: Sequence[Span], groups: Groups, block_size: 
     fill(buffers.starts, starts)
 
 
-def _cuda_graph(work: Callable[[], torch.Tensor], pool: Any) -> tuple[Callable[[], None], torch.Tensor]:
-    graph, logits = capture(work, pool)
+def _cuda_graph(
+    work: Callable[[], torch.Tensor], device: torch.device, pool: Any
+) -> tuple[Callable[[], None], torch.Tensor]:
+    graph, logits = capture(work, device, pool)
     return graph.replay, logits

@@ -16,10 +16,11 @@ import torch
 
 from vllm_blend.kv_compress.tables import PADDING, DecodeTables, HeadTables
 from vllm_blend.ops import cuda_kv_compress
+from vllm_blend.ops.graph_capture import capture
 from vllm_blend.ops.host_copy import fill
 from vllm_blend.worker.batch import Drawn
 from vllm_blend.worker.compressed_step import CompressedStep
-from vllm_blend.worker.cuda_graphs import buckets, capture
+from vllm_blend.worker.cuda_graphs import buckets
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
@@ -53,7 +54,7 @@ class CompressedGraphs:
             torch.zeros(num_layers, rows, dtype=torch.int64, device=device),
         )
         self._step, self._kv_heads, self._device = step, kv_heads, device
-        self._capture = capture or _CUDAGraphs(pool)
+        self._capture = capture or _CUDAGraphs(device, pool)
         self._graphs = {size: self._make(size) for size in buckets(max_num_seqs)}
         self._sizes = sorted(self._graphs)
 
@@ -99,11 +100,11 @@ class CompressedGraphs:
 class _CUDAGraphs:
     """Makes CUDA graphs that share their memory."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self.device, self.pool = device, pool
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        graph, result = capture(work, self.pool)
+        graph, result = capture(work, self.device, self.pool)
         self.pool = self.pool or graph.pool()
         return graph.replay, result
 

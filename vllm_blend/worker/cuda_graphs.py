@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.offload.attention import QueryTap
+from vllm_blend.ops.graph_capture import capture
 from vllm_blend.ops.host_copy import fill
 from vllm_blend.worker.batch import Drawn, Span, decode_row, single_rows
 from vllm_blend.worker.kv_cache import KVCache
@@ -109,17 +110,5 @@ class DecodeGraphs:
             with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, hooks)):
                 return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
 
-        graph, logits = capture(step, pool)
+        graph, logits = capture(step, device, pool)
         return _Graph(graph, rows, tables, np.zeros(tables.shape, np.int32), logits, tap)
-
-
-def capture(work: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `work`, and the tensor that it fills at every replay."""
-    # Outside the graph first: lazy initialisation must not be captured. And on the stream that there is: cuBLAS keeps a
-    # workspace for every stream it has seen, 32 MiB on an H200.
-    work()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may call CUDA meanwhile: stores that read and write chunks, or those of another engine.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = work()
-    return graph, result

@@ -16,8 +16,8 @@ from torch import nn
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.blend.selectors import Look
+from vllm_blend.ops.graph_capture import capture
 from vllm_blend.request import Request
-from vllm_blend.worker.cuda_graphs import capture
 from vllm_blend.worker.hooks import QuestionMassHook
 from vllm_blend.worker.kv_cache import KVCache
 
@@ -105,5 +105,5 @@ class QuestionGraphs:
                 self.model(rows[0])
             return hook.masses()[0]
 
-        graph, mass = capture(measure, pool)
+        graph, mass = capture(measure, device, pool)
         return _Graph(graph, inputs, mass)

@@ -1,0 +1,45 @@
+"""CUDA graphs are captured here, and here is the rule for what they may read.
+
+A graph holds addresses, not tensors. Whatever it reads must live as long as the graph does, and so must be one of:
+
+1. an input that the record of the graph owns and that is filled before every replay;
+2. a weight, buffer or cache that the object which holds the graphs refers to;
+3. memory that was allocated during the capture: it lies in the graph's own pool;
+4. a constant of `ops.constants`, which are never freed.
+
+Nothing else may be remembered from one step to the next by code that a graph captures: neither a tensor that an
+`lru_cache` may drop, nor one that is replaced when it grows. `tests/gpu/test_graph_memory.py` reads the addresses out
+of every kind of graph and compares them with these owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def capture(work: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of `work`, and what `work` returned: tensors that every replay fills.
+
+    `pool` is the memory of graphs that never run while this one does; None gives it a pool of its own.
+    """
+    # Outside the graph first: lazy initialisation must not be captured. It runs on the current stream, as cuBLAS keeps
+    # a workspace for every stream it has seen, 32 MiB on an H200.
+    work()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may call CUDA meanwhile: stores that read and write chunks, or those of another engine.
+    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(device), capture_error_mode="thread_local"):
+        result = work()
+    return graph, result
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which graphs of a device are captured; torch's own default belongs to the first device that
+    captured anything."""
+    return torch.cuda.Stream(device)
