@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
@@ -30,6 +31,7 @@ from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
 from vllm_blend.engine.output_router import OutputRouter
+from vllm_blend.engine.own_device import current, on_own_device, with_index
 from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.engine.step_results import StepResults
 from vllm_blend.executor.uniproc import UniProcExecutor
@@ -67,7 +69,11 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        device = resolve_device(config.model.device)
+        self.device = with_index(resolve_device(config.model.device))
+        with current(self.device):
+            self._build(config, self.device)
+
+    def _build(self, config: EngineConfig, device: torch.device) -> None:
         self.hf_config = load_hf_config(config.model.model, config.model.revision, config.model.trust_remote_code)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
@@ -142,6 +148,7 @@ class LLMEngine:
         parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
         self.add_parsed(request_id, parsed, params, arrival_time, final_only)
 
+    @on_own_device
     def add_parsed(
         self,
         request_id: str,
@@ -231,10 +238,12 @@ class LLMEngine:
         """
         return chunk_registration.generate_from_chunks(self, request_id, composition, params, final_only)
 
+    @on_own_device
     def register_chunk(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
         """Enter a chunk into `chunk_registry` and compute its KV now; see `engine/chunk_registration.py`."""
         return chunk_registration.register_chunk(self, chunk, name, metadata)
 
+    @on_own_device
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
         """Delete a registered chunk, or have it deleted when the last request that uses it ends."""
         return chunk_registration.delete_chunk(self, id_or_name)
@@ -243,11 +252,13 @@ class LLMEngine:
         """Whether a request has not finished."""
         return request_id in self._groups
 
+    @on_own_device
     def drop_finished(self) -> None:
         """Let go of requests that have finished: a step in flight that nobody waits for may hold their chunks' KV."""
         if self._in_flight is not None and self._in_flight.abandoned:
             self._in_flight = None
 
+    @on_own_device
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Stop requests and free their pages; unknown ids are ignored, as they may just have finished."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
@@ -272,6 +283,7 @@ class LLMEngine:
         sizes = (self.tokenizer, self.hf_config.vocab_size)
         return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after))
 
+    @on_own_device
     def encode_chunks(
         self,
         prefix: str | Sequence[int],
@@ -290,6 +302,7 @@ class LLMEngine:
         sizes = (self.tokenizer, self.hf_config.vocab_size)
         return run_encodings(self, parse_context(prefix, chunks, *sizes, continues, encode_after))
 
+    @on_own_device
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""
         check_chunk(self.fingerprint, chunk, kv)
@@ -301,6 +314,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
 
+    @on_own_device
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list, and so does waiting
         for chunks that are being loaded, after a moment.

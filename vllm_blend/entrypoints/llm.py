@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
+from vllm_blend.engine.own_device import current
 from vllm_blend.inputs import PromptType, TokensPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
@@ -133,8 +134,9 @@ class LLM:
         self.llm_engine.load_chunk(chunk, kv)
 
     def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
-        """`func` of the model, one result per worker."""
-        return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
+        """Return `func` of the model, one result per worker."""
+        with current(self.llm_engine.device):
+            return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()

@@ -152,8 +152,19 @@ def check(name: str, code: int) -> None:
 
 
 def stream_of(tensor: torch.Tensor) -> int:
+    """Return the current stream of the tensor's device, on which its kernel is to run.
+
+    Raises RuntimeError if another device is the current one: a kernel is launched on the current device, whatever the
+    device of its tensors.
+    """
+    index = tensor.get_device()
+    if index != torch._C._cuda_getDevice():
+        raise RuntimeError(
+            f"a CUDA kernel was called with tensors on cuda:{index}, but the current device of this thread is "
+            f"cuda:{torch._C._cuda_getDevice()}: call it within torch.cuda.device({index})"
+        )
     # The raw handle, as compiled torch code reads it: a Stream object costs microseconds, several times a layer.
-    stream: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream
 
 
