@@ -26,6 +26,7 @@ LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
 ChunkFormat = Literal["auto", "fp8", "int8"]
 OffloadMode = Literal["resident", "exact"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 QUANTIZATIONS = ("fp8",)
 # Settings of a generation config that are sampling settings, and their names in SamplingParams.
 GENERATION_SETTINGS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
@@ -177,8 +178,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None  # default: 2048 on a CPU, 8192 on a GPU
     # queue a step before the last one is read; default: on a GPU, unless the engine speculates
     async_scheduling: bool | None = None
+    policy: SchedulingPolicy = "fcfs"  # first come, first served, or by the priority that requests are given
 
     def __post_init__(self) -> None:
+        policies = get_args(SchedulingPolicy)
+        require(self.policy in policies, f"scheduling_policy={self.policy!r} is unknown: use one of {policies}")
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
         tokens = self.max_num_batched_tokens
         require(

@@ -49,7 +49,7 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     suffix: str | list[int]
 
 
-PromptType: TypeAlias = "str | TextPrompt | TokensPrompt | ChunkedPrompt"
+PromptType: TypeAlias = "str | list[int] | TextPrompt | TokensPrompt | ChunkedPrompt"
 
 _CHUNKED_KEYS = {
     "prefix",
@@ -108,8 +108,12 @@ def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, 
     """
     if isinstance(prompt, str):
         return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return _plain(_check_ids(prompt, "prompt", vocab_size), None, vocab_size)
     if not isinstance(prompt, dict):
-        raise TypeError(f"a prompt is a str or a dict, not {type(prompt).__name__}: see vllm_blend.inputs")
+        raise TypeError(
+            f"a prompt is a str, a list of token ids or a dict, not {type(prompt).__name__}: see vllm_blend.inputs"
+        )
     if "chunks" in prompt:
         return _chunked(prompt, tokenizer, vocab_size)  # type: ignore[arg-type]
     if "prompt_token_ids" in prompt:

@@ -51,6 +51,7 @@ class Request:
     metrics: RequestMetrics
     index: int = 0  # which of the n completions this is
     max_num_tokens: int | None = None  # prompt and output together end here at the latest
+    priority: int = 0  # requests of a lower number are scheduled before this one
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)

@@ -29,6 +29,7 @@ class Arrival:
     kind: str  # "plain", "blend"
     blocked_until: int = 0
     abort_at: int | None = None
+    priority: int = 0
 
 
 @st.composite
@@ -42,6 +43,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         kind="blend" if blend else "plain",
         blocked_until=draw(st.sampled_from([0, 0, 0, 8, 15])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 20))),
+        priority=draw(st.integers(-1, 1)),
     )
 
 
@@ -55,7 +57,7 @@ def request_of(index: int, arrival: Arrival) -> Request:
         plan = make_plan(segments, arrival.prompt, n, selector, 0.5, [1], None, 3)
     params = SamplingParams(max_tokens=arrival.new_tokens) if arrival.new_tokens else None
     metrics = RequestMetrics(arrival_time=0.0)
-    return Request(str(index), list(arrival.prompt), params, metrics, blend=plan)
+    return Request(str(index), list(arrival.prompt), params, metrics, blend=plan, priority=arrival.priority)
 
 
 @dataclass
@@ -74,6 +76,9 @@ class Simulation:
         assert bool(output) == bool(output.scheduled)
         self.check_tables()
         self.check_admission(queue, was_running, [item.request for item in output.scheduled])
+        for request in output.preempted:
+            kept = [other.priority for other in scheduler.running]
+            assert max(kept, default=request.priority) <= request.priority, "a higher number kept its pages"
         self.check_budget(output.scheduled)
         for item in output.scheduled:
             self.read_and_write(item)
@@ -108,7 +113,10 @@ class Simulation:
 
     def check_admission(self, queue: list[Request], was_running: list[Request], scheduled: list[Request]) -> None:
         admitted = [request for request in scheduled if request not in was_running]
-        assert admitted == queue[: len(admitted)], "first come, first served; only blocked requests are passed over"
+        in_order = sorted(queue, key=lambda request: request.priority)
+        assert sorted(admitted, key=in_order.index) == in_order[: len(admitted)], (
+            "only blocked requests are passed over"
+        )
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         if queue or was_running:
             assert scheduled, "somebody could run, but nobody does"
@@ -242,6 +250,16 @@ def test_requests_wait_for_a_free_sequence() -> None:
         scheduler.add(request_of(index, Arrival(0, [index] * 4, 3, "plain")))
     assert [item.request.request_id for item in scheduler.schedule().scheduled] == ["0", "1"]
     assert [request.request_id for request in scheduler.waiting] == ["2"]
+
+
+def test_a_lower_priority_number_goes_first_and_takes_no_running_requests_place() -> None:
+    scheduler = Scheduler(BlockManager(60, SIZE), 2, 64)
+    for index, priority in enumerate([5, 0, 3, 0, -1]):
+        scheduler.add(request_of(index, Arrival(0, [index] * 4, 3, "plain", priority=priority)))
+    assert [item.request.request_id for item in scheduler.schedule().scheduled] == ["4", "1"]
+    scheduler.add(request_of(5, Arrival(0, [0] * 4, 3, "plain", priority=-2)))
+    assert [request.request_id for request in scheduler.running] == ["4", "1"]
+    assert [request.request_id for request in scheduler.waiting] == ["5", "3", "2", "0"]
 
 
 def test_long_prompts_are_computed_in_pieces_beside_decodes() -> None:

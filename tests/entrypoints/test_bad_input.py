@@ -134,7 +134,8 @@ def test_an_unknown_argument() -> None:
 
 LONG = [5] * 96
 BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "a number": (5, TypeError, "a prompt is a str or a dict, not int"),
+    "a number": (5.0, TypeError, "a prompt is a str, a list of token ids or a dict, not float"),
+    "a bare list with a string": ([5, "6"], TypeError, r"prompt\[1\] is '6'"),
     "an empty dict": ({}, ValueError, "needs 'prompt', 'prompt_token_ids', or"),
     "empty ids": ({"prompt_token_ids": []}, ValueError, "the prompt is empty"),
     "ids as text": ({"prompt_token_ids": "5 6"}, TypeError, "prompt_token_ids must be a list of token ids, not str"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import io
+from typing import Any
 
-from tests.engine.engines import engine, greedy, new_llm, run, tiny_model
+import pytest
+from tqdm import tqdm
+
+from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
 from vllm_blend import RequestOutput, SamplingParams
 
 TINY = tiny_model("llama")
@@ -32,9 +36,46 @@ def test_a_prompt_may_be_text_a_dict_or_ids() -> None:
     with engine(TINY) as llm:
         text = "over the lazy dog"
         ids = llm.get_tokenizer().encode(text)
-        kinds = [text, {"prompt": text}, {"prompt_token_ids": ids}]
+        kinds = [text, {"prompt": text}, {"prompt_token_ids": ids}, ids, tuple(ids)]
         one_by_one = [run(llm, kind, greedy(4))[0] for kind in kinds]
         assert len({tuple(output.outputs[0].token_ids) for output in one_by_one + run(llm, kinds, greedy(4))}) == 1
+
+
+def test_arguments_of_vllms_generate() -> None:
+    with engine(TINY) as llm:
+        expected = tokens_of(run(llm, [[5, 6], [7]], greedy(4)))
+        with pytest.warns(DeprecationWarning, match="prompt_token_ids"):
+            outputs = llm.generate(prompt_token_ids=[[5, 6], [7]], sampling_params=greedy(4), use_tqdm=False)
+        assert tokens_of(outputs) == expected
+        bars: list[tqdm] = []
+
+        def new_bar(**options: Any) -> tqdm:
+            bars.append(tqdm(**options, file=io.StringIO()))
+            return bars[-1]
+
+        options: dict[str, Any] = {"use_tqdm": new_bar, "lora_request": None, "priority": [0, 0]}
+        assert tokens_of(llm.generate([[5, 6], [7]], greedy(4), **options)) == expected
+        assert [(bar.total, bar.n) for bar in bars] == [(2, 2)]
+        refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (ValueError, "lora_request='x': LoRA adapters are not supported", {"lora_request": "x"}),
+            (ValueError, "1 priorities for 2 prompts", {"priority": [0]}),
+            (ValueError, "0 priorities for 2 prompts", {"priority": []}),
+            (ValueError, "priority=1, but the engine serves.*scheduling_policy", {"priority": [1, 2]}),
+            (TypeError, "priority='high' must be an integer", {"priority": ["high", "low"]}),
+            (ValueError, "prompts and prompt_token_ids are both given", {"prompt_token_ids": [[1]]}),
+        ]
+        for error, message, arguments in refused:
+            with pytest.raises(error, match=message):
+                llm.generate([[5, 6], [7]], greedy(4), use_tqdm=False, **arguments)
+
+
+def test_prompts_run_in_order_of_priority() -> None:
+    with engine(TINY, scheduling_policy="priority", max_num_seqs=1) as llm:
+        outputs = llm.generate([[5], [6], [7]], greedy(3), use_tqdm=False, priority=[2, -1, 0])
+        started = [output.metrics.first_scheduled_time for output in outputs if output.metrics is not None]
+        assert sorted(range(3), key=started.__getitem__) == [1, 2, 0]
+    with pytest.raises(ValueError, match="scheduling_policy='lifo' is unknown: use one of"):
+        new_llm(TINY, scheduling_policy="lifo")
 
 
 def test_vllms_defaults() -> None:

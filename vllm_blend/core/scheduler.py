@@ -3,11 +3,15 @@
 Running requests come first (decodes, and the rest of prefills already begun), then waiting ones in order of arrival, as
 far as the token budget, the number of sequences and the pages allow. When pages run out, the request that started last
 gives its own back and is computed again later.
+
+Both queues are sorted by priority before that, so a request of a lower number runs earlier and keeps its pages longer.
+A waiting request never takes the place of a running one.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +94,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Queue a request behind all others of its priority."""
+        insort_right(self.waiting, request, key=_priority_of)
+
+    def add_first(self, request: Request) -> None:
+        """Queue a request before all others of its priority."""
+        insort_left(self.waiting, request, key=_priority_of)
 
     def schedule(self, ahead: bool = False) -> SchedulerOutput:
         """The next step's tokens. `ahead`: while the step before it still runs, so that some requests will turn out to
@@ -115,12 +124,12 @@ class Scheduler:
         self._release(request)
 
     def send_back(self, requests: Sequence[Request]) -> None:
-        """Take the pages of running requests and have them wait again, before all others."""
+        """Take the pages of running requests and have them wait again, before all others of their priorities."""
         for request in reversed(requests):
             self._wait_again(request)
 
     def preempt_last(self) -> None:
-        """Have the request that started last wait again."""
+        """Have the request wait again that started last, of those with the highest priority number."""
         self._wait_again(self.running[-1])
         self.num_preemptions += 1
 
@@ -208,7 +217,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
-            self.running.append(request)
+            insort_right(self.running, request, key=_priority_of)
         self.waiting.extendleft(reversed(passed_over))
 
     def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
@@ -344,11 +353,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _wait_again(self, request: Request) -> None:
-        """Take the pages of a running request and have it wait, before all others."""
+        """Take the pages of a running request and have it wait, before all others of its priority."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        self.waiting.appendleft(request)
+        self.add_first(request)
 
     def _release(self, request: Request) -> None:
         held = request.block_table if request.residency is None else request.residency.device_table()
@@ -362,6 +371,10 @@ class Scheduler:
         request.block_table = []
         request.num_computed_tokens = 0
         request.collected.clear()
+
+
+def _priority_of(request: Request) -> int:
+    return request.priority
 
 
 def _key_of(request: Request) -> bytes | None:

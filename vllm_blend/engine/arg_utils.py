@@ -18,6 +18,7 @@ from vllm_blend.config import (
     OffloadConfig,
     OffloadMode,
     SchedulerConfig,
+    SchedulingPolicy,
 )
 from vllm_blend.engine.cli_args import add_flags, given
 from vllm_blend.kv_compress.config import Aggregation, AllocationChoice, CompressionSettings, KVCompressConfig
@@ -34,6 +35,7 @@ _HELP = {
     "max_model_len": "tokens of the longest request",
     "max_num_seqs": "requests in a step",
     "max_num_batched_tokens": "tokens in a step",
+    "scheduling_policy": "fcfs (first come, first served) or priority (requests of a lower number first)",
     "block_size": "tokens in a page of the KV cache",
     "num_gpu_blocks_override": "pages of the KV cache, instead of measuring the memory",
     "enforce_eager": "decode without CUDA graphs",
@@ -98,6 +100,7 @@ class EngineArgs:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     async_scheduling: bool | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     enforce_eager: bool = False
@@ -188,7 +191,9 @@ class EngineArgs:
                 enable_prefix_caching=self.enable_prefix_caching,
                 num_gpu_blocks_override=self.num_gpu_blocks_override,
             ),
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling),
+            scheduler=SchedulerConfig(
+                self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling, self.scheduling_policy
+            ),
             blend=BlendConfig(
                 enable_blending=self.enable_blending,
                 selector=self.blend_selector,

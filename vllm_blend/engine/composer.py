@@ -285,6 +285,7 @@ class ChunkComposer:
             self._wait_for(piece.id.key, composition)
             if piece.id.key not in self._encoding:
                 request = self._encoding[piece.id.key] = self._encode_request(piece, prefix)
+                request.priority = min((each.priority for each in composition.requests), default=0)
                 started.append(request)
         return started
 

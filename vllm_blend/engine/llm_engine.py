@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.metadata import plan_from_old_kvs
+from vllm_blend.checks import is_whole
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, composition_key
 from vllm_blend.chunks.registry import ChunkRegistry
@@ -140,13 +141,15 @@ class LLMEngine:
         params: SamplingParams,
         arrival_time: float | None = None,
         final_only: bool = False,
+        priority: int = 0,
     ) -> None:
         """Queue a prompt. Raises ValueError or TypeError, having changed nothing, when it or its parameters are wrong.
 
-        With `final_only`, `step` reports the request once, when it is finished.
+        With `final_only`, `step` reports the request once, when it is finished. With `scheduling_policy="priority"`,
+        requests of a lower `priority` go first.
         """
         parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
-        self.add_parsed(request_id, parsed, params, arrival_time, final_only)
+        self.add_parsed(request_id, parsed, params, arrival_time, final_only, priority=priority)
 
     @on_own_device
     def add_parsed(
@@ -157,11 +160,13 @@ class LLMEngine:
         arrival_time: float | None = None,
         final_only: bool = False,
         on_end: Callable[[], None] | None = None,
+        priority: int = 0,
     ) -> None:
         """As `add_request`, of a prompt as token ids. `on_end` is called once, when the request has finished in any
         way."""
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
+        self._check_priority(priority)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         compression = self.config.kv_compress.settings_of(params.compression)
         self._check_length(parsed)
@@ -202,7 +207,7 @@ class LLMEngine:
         for index in range(params.n):
             own = params.for_completion(index)
             longest = min(self.max_model_len, len(parsed.token_ids) + (own.max_tokens or self.max_model_len))
-            request = Request(request_id, list(parsed.token_ids), own, metrics, index, longest, blend=plan)
+            request = Request(request_id, list(parsed.token_ids), own, metrics, index, longest, priority, blend=plan)
             request.composition = composition
             request.sampling = SamplingState(
                 own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
@@ -438,7 +443,7 @@ class LLMEngine:
     def _schedule_first(self, encodings: Sequence[Request]) -> None:
         """Ahead of the queue: whoever needs them came before what waits there now."""
         for encoding in reversed(encodings):
-            self.scheduler.waiting.appendleft(encoding)
+            self.scheduler.add_first(encoding)
 
     def _compose_lost(self) -> None:
         """Plans for requests whose context was in pages that have been given to others since."""
@@ -474,6 +479,15 @@ class LLMEngine:
             worker.head_dim,
             self.results.last_collected,
         )
+
+    def _check_priority(self, priority: int) -> None:
+        if not is_whole(priority):
+            raise TypeError(f"priority={priority!r} must be an integer, not {type(priority).__name__}")
+        if priority and self.config.scheduler.policy != "priority":
+            raise ValueError(
+                f"priority={priority}, but the engine serves requests in order of arrival: give "
+                'scheduling_policy="priority" to the engine, or leave the priority out'
+            )
 
     def _check_length(self, parsed: ParsedPrompt) -> None:
         n = len(parsed.token_ids)

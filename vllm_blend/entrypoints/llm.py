@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.checks import is_whole
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
@@ -38,18 +41,28 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
+
+        A list of integers is one prompt, given as token ids. `use_tqdm` may be a function that makes the progress bar,
+        as `tqdm` does. `priority` has an integer for each prompt; with `scheduling_policy="priority"` lower ones go
+        first. `prompt_token_ids` is vLLM's earlier name for prompts of token ids, and `lora_request` must be None.
 
         A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error`
         set and no text; if every prompt is bad, the first error is raised.
         """
-        if not isinstance(prompts, (str, dict, Sequence)):
-            raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
-        batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        if lora_request is not None:
+            raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; leave it None")
+        batch = as_batch(prompts, prompt_token_ids)
+        if priority is not None and len(priority) != len(batch):
+            raise ValueError(f"{len(priority)} priorities for {len(batch)} prompts: give one per prompt, or None")
         if not batch:
             return []
         if sampling_params is None:
@@ -64,7 +77,7 @@ class LLM:
                 raise TypeError(f"sampling_params[{index}] is a {type(params).__name__}: give SamplingParams")
         ids = [str(next(self._ids)) for _ in batch]
         try:
-            failed = self._add(ids, batch, each)
+            failed = self._add(ids, batch, each, [0] * len(batch) if priority is None else priority)
             if len(failed) == len(batch):
                 raise next(iter(failed.values()))
             finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
@@ -79,7 +92,7 @@ class LLM:
         self,
         messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
@@ -146,26 +159,48 @@ class LLM:
         self.llm_engine.blocks.reset_prefix_cache()
 
     def _add(
-        self, ids: Sequence[str], prompts: Sequence[PromptType], params: Sequence[SamplingParams]
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
     ) -> dict[str, Exception]:
-        """Queue prompts; the errors of those that were refused."""
+        """Queue prompts; return the errors of those that were refused."""
         failed: dict[str, Exception] = {}
-        for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+        for request_id, prompt, own, priority in zip(ids, prompts, params, priorities, strict=True):
             try:
-                self.llm_engine.add_request(request_id, prompt, own, final_only=True)
+                self.llm_engine.add_request(request_id, prompt, own, final_only=True, priority=priority)
             except (ValueError, TypeError) as error:
                 failed[request_id] = error
         return failed
 
-    def _run(self, total: int, num_failed: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, total: int, num_failed: int, use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         outputs = []
-        with tqdm(total=total, initial=num_failed, desc="Processed prompts", disable=not use_tqdm) as bar:
+        new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with new_bar(total=total, initial=num_failed, desc="Processed prompts") as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     if not self.llm_engine.router.keep(output):  # of a stream that somebody reads meanwhile
                         outputs.append(output)
                         bar.update()
         return outputs
+
+
+def as_batch(prompts: PromptType | Sequence[PromptType] | None, prompt_token_ids: Any) -> list[PromptType]:
+    """Return the prompts of a call one by one. A list of integers is a single prompt."""
+    if prompt_token_ids is not None:
+        if prompts is not None:
+            raise ValueError("prompts and prompt_token_ids are both given: give one of them")
+        warnings.warn("prompt_token_ids is deprecated: give token ids as prompts", DeprecationWarning, stacklevel=3)
+        prompts = prompt_token_ids
+    if isinstance(prompts, bytes) or not isinstance(prompts, (str, dict, Sequence)):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+    batch: list[Any] = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
+    return batch
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return bool(prompts) and is_whole(prompts[0])
 
 
 def _failed_output(request_id: str, error: Exception) -> RequestOutput:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from tqdm import tqdm
 
 from vllm_blend.compat.lmcache.config import load_config
 from vllm_blend.compat.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
-from vllm_blend.entrypoints.llm import ChatMessages
+from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.outputs import RequestOutput
@@ -46,17 +48,18 @@ class LLM(BlendLLM):
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """As in the base class. The `prompt` of an output is the string that was given."""
-        if not isinstance(prompts, (str, dict, Sequence)):
-            return super().generate(prompts, sampling_params, use_tqdm)
-        batch: list[PromptType] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        batch = as_batch(prompts, prompt_token_ids)
         pieces = [self._pieces(prompt) for prompt in batch]
         composed = [prompt if each is None else self._compose(each) for prompt, each in zip(batch, pieces, strict=True)]
-        outputs = super().generate(composed, sampling_params, use_tqdm)
+        outputs = super().generate(composed, sampling_params, use_tqdm, **options)
         self._remember(piece for each in pieces for piece in each or ())
         for output, prompt, each in zip(outputs, batch, pieces, strict=True):
             text = prompt.get("prompt", "") if isinstance(prompt, dict) else prompt
@@ -67,7 +70,7 @@ class LLM(BlendLLM):
         self,
         messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
