@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_blend.config import (
@@ -21,8 +21,10 @@ from vllm_blend.config import (
     SchedulingPolicy,
 )
 from vllm_blend.engine.cli_args import add_flags, given
+from vllm_blend.engine.unsupported_args import UNSUPPORTED_ENGINE_ARGS
 from vllm_blend.kv_compress.config import Aggregation, AllocationChoice, CompressionSettings, KVCompressConfig
 from vllm_blend.spec_decode.config import SpeculativeConfig
+from vllm_blend.unsupported import accept_defaults
 
 _HELP = {
     "model": "model directory or Hugging Face id",
@@ -85,11 +87,19 @@ _HELP = {
 }
 
 
+# Arguments whose default is None in vLLM, and a value here.
+_NONE_IN_VLLM = ("max_num_seqs", "block_size", "enable_prefix_caching", "seed", "attention_backend")
+
+
+@accept_defaults(UNSUPPORTED_ENGINE_ARGS, "engine argument")
 @dataclass
 class EngineArgs:
     """vLLM's engine arguments, and the `blend_*`, `chunk_store_*` and KV-Compress ones (see `BlendConfig`,
     `ChunkStoreConfig`, `KVCompressConfig`).
-    Unknown names are a TypeError from Python."""
+
+    vLLM's arguments that do not exist here may be None or have vLLM's default; other values are a ValueError with the
+    reason (see `UNSUPPORTED_ENGINE_ARGS`). Unknown names are a TypeError.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -155,6 +165,11 @@ class EngineArgs:
     kvc_metric: str = "kv_compress"
     metric_aggregation: Aggregation = "L2-sum"
     kvc_allocation: AllocationChoice = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name in _NONE_IN_VLLM and getattr(self, field.name) is None:
+                setattr(self, field.name, field.default)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,0 +1,65 @@
+"""Arguments of vLLM that do not exist here: accepted when they ask for nothing, otherwise refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """An argument of vLLM that does not exist here.
+
+    `default` is vLLM's, and `reason` says in one sentence why other values are refused or what to do instead. `also`
+    has values that change nothing here either: the default of another release of vLLM, or what this engine does anyway.
+    With `ignored`, other values cause a warning instead of an error, as in vLLM.
+    """
+
+    default: Any
+    reason: str
+    also: tuple[Any, ...] = ()
+    ignored: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError if `value` asks for something."""
+        if value is None or value == self.default or value in self.also:
+            return
+        if not self.ignored:
+            raise ValueError(f"{name}={value!r} is not supported: {self.reason}")
+        logger.warning("%s=%r is ignored: %s", name, value, self.reason)
+
+
+def accept_defaults(table: Mapping[str, Unsupported], kind: str) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that lets a dataclass accept the arguments in `table`, which `Unsupported.check` checks.
+
+    An argument that is neither a field nor in the table raises TypeError, with the known name closest to it.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        own_init = cls.__init__
+        own_names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+
+        @functools.wraps(own_init)
+        def init(self: T, *args: Any, **arguments: Any) -> None:
+            for name in arguments.keys() - own_names:
+                if name not in table:
+                    raise TypeError(f"unknown {kind} {name!r}{_suggestion(name, own_names | table.keys())}")
+                table[name].check(name, arguments.pop(name))
+            own_init(self, *args, **arguments)
+
+        cls.__init__ = init  # type: ignore[method-assign,assignment]
+        return cls
+
+    return decorate
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
