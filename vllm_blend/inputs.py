@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.prompt_keys import kind_of, parse_salt
 
 
-class TextPrompt(TypedDict):
+class _PromptOptions(TypedDict, total=False):
+    """Keys of every kind of prompt.
+
+    Whatever is stored or kept of a prompt with a `cache_salt` (pages, stored chunks, retained contexts, in every tier)
+    serves only prompts with the same salt, and such prompts use nothing else. Prompts without one share with each
+    other. Give every tenant a random string of at least 32 characters: with one that can be guessed, anyone who guesses
+    it shares.
+    """
+
+    cache_salt: str
+
+
+class TextPrompt(_PromptOptions):
     prompt: str
 
 
-class _TokensPromptOptions(TypedDict, total=False):
+class _TokensPromptOptions(_PromptOptions, total=False):
     prompt: str  # the text, where it is known: outputs show it
 
 
@@ -24,7 +37,7 @@ class TokensPrompt(_TokensPromptOptions):
     prompt_token_ids: list[int]
 
 
-class _ChunkedPromptOptions(TypedDict, total=False):
+class _ChunkedPromptOptions(_PromptOptions, total=False):
     blend_selector: str
     blend_recompute_ratio: float
     chunk_ranking: list[int]
@@ -35,6 +48,10 @@ class _ChunkedPromptOptions(TypedDict, total=False):
 
 class ChunkedPrompt(_ChunkedPromptOptions):
     """A prompt in pieces. Each is text or token ids; strings are tokenized one by one and joined as ids, BOS once.
+
+    Nothing is put between the pieces: a space, a blank line or a heading that is to stand there must be written at the
+    end of one piece or the beginning of the next. `output.prompt` shows the whole: the joined pieces where all are
+    text, otherwise what the ids decode to.
 
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `chunk_ranking` has
     numbers of chunks, most relevant first: where chunks move while decoding, the first ones are on the device at first.
@@ -50,18 +67,6 @@ class ChunkedPrompt(_ChunkedPromptOptions):
 
 
 PromptType: TypeAlias = "str | list[int] | TextPrompt | TokensPrompt | ChunkedPrompt"
-
-_CHUNKED_KEYS = {
-    "prefix",
-    "chunks",
-    "suffix",
-    "blend_selector",
-    "blend_recompute_ratio",
-    "chunk_ranking",
-    "in_place_chunks",
-    "continues",
-    "encode_after",
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class ParsedPrompt:
     Everything before the first chunk is the prefix, everything after the last one the suffix. Where `pieces` are given
     they say what is stored, and whatever lies between them is computed; otherwise prefix and chunks are, the chunks
     encoded after the prefix. With `retain` the pages of the blended context are kept for other prompts that have it
-    too.
+    too. `salt` is what stands for the prompt's `cache_salt` (keys.salt_digest), b"" without one.
     """
 
     token_ids: list[int]
@@ -99,6 +104,8 @@ class ParsedPrompt:
     encode_after: tuple[tuple[int, ...], ...] = ()  # likewise
     pieces: tuple[StoredPiece, ...] = ()
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
+    salt: bytes = field(default=b"", repr=False)
+    is_composed: bool = False  # of pieces: outputs show what the ids decode to where there is no text
 
 
 def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
@@ -114,39 +121,36 @@ def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, 
         raise TypeError(
             f"a prompt is a str, a list of token ids or a dict, not {type(prompt).__name__}: see vllm_blend.inputs"
         )
-    if "chunks" in prompt:
-        return _chunked(prompt, tokenizer, vocab_size)  # type: ignore[arg-type]
-    if "prompt_token_ids" in prompt:
-        text = prompt.get("prompt")
-        ids = _check_ids(prompt["prompt_token_ids"], "prompt_token_ids", vocab_size)  # type: ignore[typeddict-item]
-        return _plain(ids, text, vocab_size)
-    if "prompt" in prompt:
-        return parse_prompt(prompt["prompt"], tokenizer, vocab_size)
-    raise ValueError(
-        f"a prompt dict needs 'prompt', 'prompt_token_ids', or 'prefix', 'chunks' and 'suffix'; got {sorted(prompt)}"
-    )
+    given: dict[str, Any] = prompt  # type: ignore[assignment]
+    kind = kind_of(given)
+    if kind == "chunked":
+        return _chunked(given, tokenizer, vocab_size)
+    salt = parse_salt(given.get("cache_salt"))
+    text = given.get("prompt")
+    if not isinstance(text, str | None) or (kind == "text" and text is None):
+        raise TypeError(f"prompt must be a str, not {type(text).__name__}")
+    if kind == "token":
+        return _plain(_check_ids(given["prompt_token_ids"], "prompt_token_ids", vocab_size), text, vocab_size, salt)
+    assert text is not None
+    return _plain(_encode(text, tokenizer, True, "prompt"), text, vocab_size, salt)
 
 
-def _plain(ids: list[int], text: str | None, vocab_size: int) -> ParsedPrompt:
+def _plain(ids: list[int], text: str | None, vocab_size: int, salt: bytes = b"") -> ParsedPrompt:
     if not ids:
         raise ValueError("the prompt is empty: it needs at least one token")
-    return ParsedPrompt(_check_ids(ids, "prompt", vocab_size), text)
+    return ParsedPrompt(_check_ids(ids, "prompt", vocab_size), text, salt=salt)
 
 
 def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
-    unknown = set(prompt) - _CHUNKED_KEYS
-    if unknown:
-        raise ValueError(
-            f"unknown key(s) {sorted(unknown)} in a chunked prompt: the known ones are {sorted(_CHUNKED_KEYS)}"
-        )
-    given = (prompt.get("continues"), prompt.get("encode_after"))
+    given = (prompt.get("continues"), prompt.get("encode_after"), prompt.get("cache_salt"))
     context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, *given)
     suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
     if not suffix:
         raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
+    pieces = [prompt.get("prefix", ""), *prompt["chunks"], prompt.get("suffix", "")]
     return ParsedPrompt(
         context.token_ids + suffix,
-        None,
+        "".join(pieces) if all(isinstance(piece, str) for piece in pieces) else None,
         context.chunk_bounds,
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
@@ -154,6 +158,8 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
         context.continues,
         context.encode_after,
+        salt=context.salt,
+        is_composed=True,
     )
 
 
@@ -200,8 +206,9 @@ def parse_context(
     vocab_size: int,
     continues: Sequence[int | None] | None = None,
     encode_after: Sequence[str | Sequence[int]] | None = None,
+    cache_salt: str | None = None,
 ) -> ParsedPrompt:
-    """Prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
+    """Parse prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
         raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
     ids = parse_piece(prefix, tokenizer, True, "prefix", vocab_size)
@@ -219,7 +226,8 @@ def parse_context(
         for index, given in enumerate(encode_after):
             before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
     checked = _check_continues(continues, len(bounds))
-    return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before))
+    salt = parse_salt(cache_salt)
+    return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before), salt=salt)
 
 
 def parse_piece(

@@ -81,6 +81,8 @@ class BlendStats:
 class RequestOutput:
     """A request and what has been generated for it.
 
+    `prompt` is the prompt's text: as it was given, or of a prompt in pieces (chunks) the whole: the joined pieces where
+    all are text, otherwise what the token ids decode to. None for plain token ids that came without a text.
     `prompt_logprobs` has an entry per prompt token, None for the first. `num_cached_tokens` counts prompt tokens
     whose KV was found in the prefix cache. A request that failed alone has `error` set and outputs with finish_reason
     "error".

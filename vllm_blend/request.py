@@ -52,6 +52,7 @@ class Request:
     index: int = 0  # which of the n completions this is
     max_num_tokens: int | None = None  # prompt and output together end here at the latest
     priority: int = 0  # requests of a lower number are scheduled before this one
+    salt: bytes = field(default=b"", repr=False)  # keys.salt_digest of the prompt's cache_salt: what it shares pages by
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)

@@ -285,7 +285,7 @@ def test_other_prompts_are_left_alone(llm: LLM) -> None:
     chunked = {"prefix": instruction, "chunks": [a], "suffix": question}
     tokens = {"prompt_token_ids": ids(llm, [question]), "prompt": instruction + SEPARATOR + question}
     first, second, third = run(llm, [chunked, tokens, question], PARAMS)
-    assert first.blend is not None and first.prompt is None
+    assert first.blend is not None and first.prompt == instruction + a + question
     assert second.prompt_token_ids == third.prompt_token_ids == ids(llm, [question]) and third.prompt == question
 
 

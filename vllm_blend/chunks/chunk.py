@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,8 @@ class Chunk:
     """Tokens that may stand anywhere in a composition. Positions belong to the composition, never to the chunk.
 
     `id` is made from the content: model, tokens, the part it plays, and `context_token_ids`, which is what stands
-    before the chunk when its KV is computed. The chunk store has the KV under the same id.
+    before the chunk when its KV is computed; and from `salt`, which stands for the `cache_salt` it was registered with
+    (keys.salt_digest). The chunk store has the KV under the same id.
     `PageManager.chunk_page_tables` has the pages in which a chunk stands at present.
     """
 
@@ -45,6 +46,7 @@ class Chunk:
     chunk_type: ChunkType
     token_ids: tuple[int, ...]
     context_token_ids: tuple[int, ...] = ()
+    salt: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(
@@ -53,11 +55,12 @@ class Chunk:
         chunk_type: ChunkType,
         token_ids: tuple[int, ...],
         context_token_ids: tuple[int, ...],
+        salt: bytes = b"",
     ) -> Chunk:
-        key = ChunkId.of(model, context_token_ids, token_ids).key
+        key = ChunkId.of(model, context_token_ids, token_ids, salt=salt).key
         if chunk_type not in (ChunkType.CONTEXT, ChunkType.OUTPUT):  # these play the same part: they are one chunk
             key = hashlib.sha256(f"{chunk_type.value}/{key}".encode()).hexdigest()[:32]
-        return cls(key, chunk_type, token_ids, context_token_ids)
+        return cls(key, chunk_type, token_ids, context_token_ids, salt)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -18,6 +18,7 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.inputs import parse_piece
 from vllm_blend.outputs import RequestOutput
+from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
 
 Content = str | Sequence[int]
@@ -80,11 +81,16 @@ class ChunkedLLM:
         name: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         after: str | Chunk | None = None,
+        cache_salt: str | None = None,
     ) -> Chunk:
         """Register text or token ids, and compute its KV at once. Equal content is registered and computed once.
 
         `after`, the id or name of a system prompt, has a context chunk encoded after that one: its KV fits best to
         compositions that begin with it. A query is always computed with its composition and has no KV of its own.
+
+        With a `cache_salt` the chunk is another one than without, or with another: its KV is computed and stored apart,
+        and it stands only in compositions with the same `cache_salt`. Names and lists are this object's: they are no
+        part of what a salt keeps apart.
 
         Raises ValueError for a chunk that is empty or too long, and RuntimeError with the numbers when there is no
         memory for it although everything unused has left.
@@ -92,10 +98,11 @@ class ChunkedLLM:
         kind = ChunkType.of(chunk_type)
         vocab_size = self.llm_engine.hf_config.vocab_size
         ids = tuple(parse_piece(content, self.llm_engine.tokenizer, False, "content", vocab_size))
-        context = self._context(kind, after)
+        salt = parse_salt(cache_salt)
+        context = self._context(kind, after, salt)
         if kind is ChunkType.SYSTEM_PROMPT and context and ids[: len(context)] == context:
             ids = ids[len(context) :]  # token ids that begin with BOS themselves
-        chunk = Chunk.of(self.llm_engine.fingerprint, kind, ids, context)
+        chunk = Chunk.of(self.llm_engine.fingerprint, kind, ids, context, salt)
         return self.llm_engine.register_chunk(chunk, name, metadata)
 
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
@@ -129,10 +136,12 @@ class ChunkedLLM:
         selector: str | None = None,
         recompute_ratio: float | None = None,
         retain: bool | None = None,
+        cache_salt: str | None = None,
     ) -> ChunkComposition:
-        """The composition of registered chunks, by id or name, and a question: a query chunk, text or token ids.
+        """Return the composition of registered chunks, by id or name, and a question: a query chunk, text or token ids.
 
-        Raises ValueError naming a chunk that is unknown, deleted or of the wrong type.
+        Raises ValueError naming a chunk that is unknown, deleted or of the wrong type, or was registered with another
+        `cache_salt`.
         """
         if isinstance(context_chunk_ids, str | Chunk) or not isinstance(context_chunk_ids, Sequence):
             raise TypeError(f"context_chunk_ids is a {type(context_chunk_ids).__name__}: give a list of ids or names")
@@ -161,7 +170,12 @@ class ChunkedLLM:
         head, middle, tail = self._glue(bool(system))
         parts = [head, *system, middle, *contexts, question, tail]
         return ChunkComposition(
-            tuple(part for part in parts if part.token_ids), mode, selector, recompute_ratio, retain
+            tuple(part for part in parts if part.token_ids),
+            mode,
+            selector,
+            recompute_ratio,
+            retain,
+            parse_salt(cache_salt),
         )
 
     def preview_composition(self, *args: Any, **kwargs: Any) -> CompositionPreview:
@@ -261,7 +275,8 @@ class ChunkedLLM:
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:
             raise ValueError("the answer is empty: there is nothing to retain")
-        return output, self.register_chunk(ids, ChunkType.OUTPUT, name, metadata)
+        salt = options.get("cache_salt")
+        return output, self.register_chunk(ids, ChunkType.OUTPUT, name, metadata, cache_salt=salt)
 
     def _start(
         self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool
@@ -279,13 +294,15 @@ class ChunkedLLM:
             raise ValueError(f"{field}: chunk {id_or_name!r} is of type {chunk.chunk_type.name}, not {wanted}")
         return Part(chunk.token_ids, role, chunk)
 
-    def _context(self, kind: ChunkType, after: str | Chunk | None) -> tuple[int, ...]:
-        """What stands before a chunk when its KV is computed."""
+    def _context(self, kind: ChunkType, after: str | Chunk | None, salt: bytes) -> tuple[int, ...]:
+        """Return what stands before a chunk when its KV is computed."""
         if after is not None:
             system = self._part(after, "after", "system", ChunkType.SYSTEM_PROMPT).chunk
             if kind not in (ChunkType.CONTEXT, ChunkType.OUTPUT):
                 raise ValueError(f"after={after!r} is for context, but this chunk is of type {kind.name}")
             assert system is not None
+            if system.salt != salt:
+                raise ValueError(f"after={after!r} was registered with another cache_salt: register it with this one")
             return system.context_token_ids + system.token_ids
         if kind is ChunkType.QUERY:
             return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -55,7 +55,8 @@ class ChunkComposition:
     mode "blend" computes the tokens again that the engine's rule chooses (`selector` and `recompute_ratio` override
     it), "reuse" none, "exact" all: it is the plain prompt of these tokens, and only exact prefixes are reused. With
     `retain` the pages of a blended context are kept for other compositions that differ in nothing but the question;
-    None retains unless the rule chooses by the question.
+    None retains unless the rule chooses by the question. `salt` stands for a `cache_salt` (keys.salt_digest): every
+    chunk was registered with it, and pages are shared with compositions that have it too.
     """
 
     parts: tuple[Part, ...]
@@ -63,6 +64,7 @@ class ChunkComposition:
     selector: str | None = None
     recompute_ratio: float | None = None
     retain: bool | None = None
+    salt: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -75,6 +77,12 @@ class ChunkComposition:
         last = self.parts[-1] if self.parts else None
         if last is None or not last.token_ids or (last.chunk is not None and last.chunk.has_kv):
             raise ValueError("the composition has no question: its last token is what the answer follows")
+        for chunk in self.chunks:
+            if chunk.salt != self.salt:
+                raise ValueError(
+                    f"chunk {chunk.id!r} was registered with another cache_salt than the composition's, or one of the "
+                    "two has none: register it with this cache_salt, too"
+                )
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,7 +109,7 @@ class ChunkComposition:
             if placed.part.chunk is not None and placed.part.chunk.has_kv
         ]
         if self.mode == "exact" or not stored:
-            return ParsedPrompt(self.token_ids)
+            return ParsedPrompt(self.token_ids, salt=self.salt, is_composed=True)
         # Positions before the first stored chunk are computed, like all between chunks.
         return ParsedPrompt(
             self.token_ids,
@@ -110,12 +118,15 @@ class ChunkComposition:
             blend_recompute_ratio=self.recompute_ratio,
             pieces=tuple(chunk.at(placed.start) for placed, chunk in stored),
             retain=self.retain,
+            salt=self.salt,
+            is_composed=True,
         )
 
 
 def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPlan) -> CompositionKey | None:
-    """What the pages of a prompt's blended context are retained under: the model, the context's tokens, which of them
-    are stored and what they were encoded after, and how it is blended. The question is no part of it.
+    """Return what the pages of a prompt's blended context are retained under: the model, the salt, the context's
+    tokens, which of them are stored and what they were encoded after, and how it is blended. The question is no part of
+    it.
 
     None where they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
     another: what question attention repairs serves its own question alone.
@@ -127,6 +138,7 @@ def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendP
     selector = asked.selector
     settings = {
         "model": model.digest,
+        "salt": parsed.salt.hex(),
         "pieces": [(piece.start, piece.id.key) for piece in parsed.pieces],
         "bounds": parsed.chunk_bounds,
         "selector": [selector.name, repr(asdict(selector)) if is_dataclass(selector) else ""],

@@ -62,7 +62,7 @@ def preview(
     """See `CompositionPreview`. Raises ValueError for settings that cannot be."""
     ids = composition.token_ids
     parsed = composition.parse()
-    num_computed, is_retained = len(ids) - _cached_prefix(engine.blocks, ids), False
+    num_computed, is_retained = len(ids) - _cached_prefix(engine.blocks, ids, parsed.salt), False
     if engine.composer.blends(parsed):
         asked = engine.composer.check(parsed)
         key = composition_key(engine.fingerprint, parsed, asked)
@@ -92,11 +92,11 @@ def preview(
     )
 
 
-def _cached_prefix(blocks: BlockManager, ids: Sequence[int]) -> int:
-    """Leading tokens of a plain prompt that the exact prefix cache has; the last one is always computed."""
+def _cached_prefix(blocks: BlockManager, ids: Sequence[int], salt: bytes) -> int:
+    """Count the leading tokens of a plain prompt that the exact prefix cache has; the last one is always computed."""
     size = blocks.block_size
     full = [ids[start : start + size] for start in range(0, len(ids) - size, size)]
-    digests = list(accumulate(full, chain_digest, initial=b""))[1:]
+    digests = list(accumulate(full, chain_digest, initial=salt))[1:]
     return size * len(blocks.match_prefix(digests, ids))
 
 

@@ -50,7 +50,10 @@ class Retained:
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Digest of a block's content in the context of everything before it (16 bytes, BLAKE2b)."""
+    """Return the digest of a block's content in the context of everything before it (16 bytes, BLAKE2b).
+
+    `parent` is the digest of the block before; of the first one it is the request's salt: 32 bytes, or b"" for none.
+    """
     return hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16, key=parent).digest()
 
 

@@ -299,7 +299,7 @@ class Scheduler:
     def _extend_digests(self, request: Request, count: int) -> None:
         size = self.blocks.block_size
         for index in range(len(request.block_digests), count):
-            parent = request.block_digests[index - 1] if index else b""
+            parent = request.block_digests[index - 1] if index else request.salt
             request.block_digests.append(chain_digest(parent, request.token_slice(index * size, (index + 1) * size)))
 
     def _publish(self, request: Request, start: int, stop: int) -> None:

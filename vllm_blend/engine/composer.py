@@ -213,9 +213,10 @@ class ChunkComposer:
         key = encode.request_id
         start = encode.collect_from
         ids = encode.prompt_token_ids
-        kv = ChunkKV(k.contiguous(), v.contiguous(), content=ChunkId.of(self.model, ids[:start], ids[start:]))
-        if self.compression is not None and kv.content is not None and kv.content.key != key:
-            content = ChunkId.of(self.model, ids[:start], ids[start:], self.compression.name)
+        content = ChunkId.of(self.model, ids[:start], ids[start:], salt=encode.salt)
+        kv = ChunkKV(k.contiguous(), v.contiguous(), content=content)
+        if self.compression is not None and content.key != key:
+            content = ChunkId.of(self.model, ids[:start], ids[start:], self.compression.name, encode.salt)
             kv = self.compression.compress(kv).of(content)
         kv = self.store.put(key, kv)
         self.num_encoded += 1
@@ -248,13 +249,14 @@ class ChunkComposer:
             return [Piece(p.start, p.id, p.context == tuple(ids[: p.start]), context=p.context) for p in parsed.pieces]
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
-        pieces = [Piece(0, ChunkId.of(self.model, [], prefix), True)] if prefix else []
+        salt = parsed.salt
+        pieces = [Piece(0, ChunkId.of(self.model, [], prefix, salt=salt), True)] if prefix else []
         chunks = tuple(tuple(ids[start:stop]) for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         how = "" if self.compression is None else self.compression.name
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
             context = self.encoding.before(given, index, self.max_model_len - (stop - start))
-            chunk = ChunkId.of(self.model, context, ids[start:stop], how)
+            chunk = ChunkId.of(self.model, context, ids[start:stop], how, salt)
             own = None if list(context) == prefix else context
             is_exact = list(context) == ids[:start]
             in_place = index in parsed.in_place_chunks
@@ -284,7 +286,7 @@ class ChunkComposer:
         for piece in absent:
             self._wait_for(piece.id.key, composition)
             if piece.id.key not in self._encoding:
-                request = self._encoding[piece.id.key] = self._encode_request(piece, prefix)
+                request = self._encoding[piece.id.key] = self._encode_request(piece, prefix, composition.parsed.salt)
                 request.priority = min((each.priority for each in composition.requests), default=0)
                 started.append(request)
         return started
@@ -344,7 +346,7 @@ class ChunkComposer:
         if self.loader is not None:
             self.loader.cancel(key)
 
-    def _encode_request(self, piece: Piece, prefix: Piece | None) -> Request:
+    def _encode_request(self, piece: Piece, prefix: Piece | None, salt: bytes) -> Request:
         if prefix is None or piece is prefix or piece.context is not None:
             ids, plan = [*(piece.context or ()), *piece.id.token_ids], None
         else:
@@ -362,7 +364,7 @@ class ChunkComposer:
             )
         start = len(ids) - len(piece.id.token_ids)
         metrics = RequestMetrics(arrival_time=time.time())
-        return Request(piece.id.key, ids, None, metrics, blend=plan, collect_from=start)
+        return Request(piece.id.key, ids, None, metrics, salt=salt, blend=plan, collect_from=start)
 
     def _finish(self, composition: Composition) -> None:
         if not composition.requests:

@@ -207,7 +207,17 @@ class LLMEngine:
         for index in range(params.n):
             own = params.for_completion(index)
             longest = min(self.max_model_len, len(parsed.token_ids) + (own.max_tokens or self.max_model_len))
-            request = Request(request_id, list(parsed.token_ids), own, metrics, index, longest, priority, blend=plan)
+            request = Request(
+                request_id,
+                list(parsed.token_ids),
+                own,
+                metrics,
+                index,
+                longest,
+                priority=priority,
+                salt=parsed.salt,
+                blend=plan,
+            )
             request.composition = composition
             request.sampling = SamplingState(
                 own, request.prompt_token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
@@ -282,11 +292,12 @@ class LLMEngine:
         chunks: Sequence[str | Sequence[int]],
         continues: Sequence[int | None] | None = None,
         encode_after: Sequence[str | Sequence[int]] | None = None,
+        cache_salt: str | None = None,
     ) -> tuple[ChunkId | None, list[ChunkId]]:
-        """How the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing.
-        `continues` and `encode_after` as in a `ChunkedPrompt`."""
+        """Return how the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing.
+        `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
         sizes = (self.tokenizer, self.hf_config.vocab_size)
-        return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after))
+        return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt))
 
     @on_own_device
     def encode_chunks(
@@ -295,9 +306,10 @@ class LLMEngine:
         chunks: Sequence[str | Sequence[int]],
         continues: Sequence[int | None] | None = None,
         encode_after: Sequence[str | Sequence[int]] | None = None,
+        cache_salt: str | None = None,
     ) -> list[ChunkKV]:
-        """The KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`, unless
-        told otherwise), just as a prompt of these pieces would have it done.
+        """Return the KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`,
+        unless told otherwise), just as a prompt of these pieces, with this `cache_salt`, would have it done.
 
         Computes what the chunk store does not have and leaves it there. Raises ValueError or TypeError for bad pieces,
         and RuntimeError while requests are unfinished: their outputs would be lost.
@@ -305,7 +317,7 @@ class LLMEngine:
         if self.scheduler.has_requests or self._groups:  # chunks may still arrive that nobody waits for any more
             raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
         sizes = (self.tokenizer, self.hf_config.vocab_size)
-        return run_encodings(self, parse_context(prefix, chunks, *sizes, continues, encode_after))
+        return run_encodings(self, parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt))
 
     @on_own_device
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:

@@ -27,6 +27,7 @@ class RequestGroup:
     requests: list[Request]
     final_only: bool = False  # report once, at the end
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    text: str | None = None  # what the prompt's ids decode to, once it has been asked for
     blend: BlendStats | None = None
     on_end: Callable[[], None] | None = None  # called once, when nothing more will come
 
@@ -103,7 +104,7 @@ class OutputProcessor:
         errors = [request.error for request in group.requests if request.error]
         return RequestOutput(
             request_id=group.request_id,
-            prompt=group.parsed.text,
+            prompt=self._text(group),
             prompt_token_ids=group.parsed.token_ids,
             prompt_logprobs=group.prompt_logprobs,
             outputs=[self._completion(request) for request in group.requests],
@@ -113,6 +114,13 @@ class OutputProcessor:
             blend=group.blend,
             error=errors[0] if errors else None,
         )
+
+    def _text(self, group: RequestGroup) -> str | None:
+        """Return the text of a prompt: as it was given, or of one made of pieces what its ids decode to."""
+        parsed = group.parsed
+        if parsed.text is None and parsed.is_composed and self.tokenizer is not None and group.text is None:
+            group.text = str(self.tokenizer.decode(parsed.token_ids))
+        return group.text if parsed.text is None else parsed.text
 
     def _completion(self, request: Request) -> CompletionOutput:
         asked = request.params is not None and request.params.logprobs is not None

@@ -32,7 +32,7 @@ class SpeculativeDecoding:
         """Make new requests, completions of one prompt, ready for `propose`."""
         for request in requests:
             request.speculation = self.speculator.begin(
-                request.prompt_token_ids, request.output_token_ids, chunk_bounds
+                request.prompt_token_ids, request.output_token_ids, chunk_bounds, request.salt
             )
 
     def may_run_ahead(self, step: SchedulerOutput, running: Sequence[Request]) -> bool:

@@ -137,10 +137,11 @@ class LLM:
         chunks: Sequence[str | Sequence[int]],
         continues: Sequence[int | None] | None = None,
         encode_after: Sequence[str | Sequence[int]] | None = None,
+        cache_salt: str | None = None,
     ) -> list[ChunkKV]:
         """Compute and store the KV of `chunks` as prompts with this `prefix` need it; returns it, chunk by chunk.
-        `continues` and `encode_after` as in a `ChunkedPrompt`."""
-        return self.llm_engine.encode_chunks(prefix, chunks, continues, encode_after)
+        `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
+        return self.llm_engine.encode_chunks(prefix, chunks, continues, encode_after, cache_salt)
 
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV from elsewhere into the chunk store; `llm_engine.identify_chunks` gives the id."""

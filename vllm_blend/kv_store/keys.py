@@ -1,13 +1,14 @@
 """What makes two pieces of chunk KV the same: content, never origin.
 
 A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it
-was encoded, its token ids, and how it was compressed, where it was. Whatever stood beside the chunk in some request is
-no part of it.
+was encoded, its token ids, how it was compressed, where it was, and the salt of the prompt that brought it, where that
+has one. Whatever stood beside the chunk in some request is no part of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -64,9 +65,21 @@ def weights_digest(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def context_id(context_token_ids: Sequence[int]) -> str:
-    """Identity of what stands before a chunk when it is encoded."""
-    return _ids_digest(context_token_ids)
+def salt_digest(cache_salt: str) -> bytes:
+    """Return what stands for a prompt's `cache_salt` from the moment it is parsed: 32 bytes. The salt itself is kept
+    nowhere."""
+    return hashlib.sha256(b"vllm-blend cache_salt\0" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def context_id(context_token_ids: Sequence[int], salt: bytes = b"") -> str:
+    """Return the identity of what stands before a chunk when it is encoded, and for which `salt_digest` (b"": none).
+
+    A salted identity is an HMAC, so no salt and tokens together can give what another salt, or none, gives for other
+    tokens. The key has a fixed length: HMAC pads shorter ones with zeros.
+    """
+    if not salt:
+        return _ids_digest(context_token_ids)
+    return hmac.digest(salt, np.asarray(context_token_ids, np.int64).tobytes(), "sha256").hex()[:32]
 
 
 def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int], compression: str = "") -> str:
@@ -82,15 +95,20 @@ class ChunkId:
     """A chunk by its content: the key of its KV, and what the key was made from besides the model."""
 
     key: str
-    context: str  # context_id of what stands before the chunk when it is encoded
+    context: str  # context_id of what stands before the chunk when it is encoded, and of the salt
     token_ids: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, model: ModelFingerprint, context: Sequence[int], token_ids: Sequence[int], compression: str = ""
+        cls,
+        model: ModelFingerprint,
+        context: Sequence[int],
+        token_ids: Sequence[int],
+        compression: str = "",
+        salt: bytes = b"",
     ) -> ChunkId:
-        """The chunk `token_ids`, encoded after the tokens `context`."""
-        identity = context_id(context)
+        """Return the chunk `token_ids`, encoded after the tokens `context` for prompts with this `salt_digest`."""
+        identity = context_id(context, salt)
         return cls(chunk_key(model, identity, token_ids, compression), identity, tuple(token_ids))
 
 

@@ -72,25 +72,25 @@ class SuffixAutomaton:
 
 
 class AutomatonCache:
-    """Automata of chunks by their content, so that a chunk is read once however often it is asked about.
+    """Automata of chunks by their content and salt, so that a chunk is read once however often it is asked about.
 
     At most `max_tokens` tokens in all (a token takes about half a kilobyte); the least recently used leave first.
     """
 
     def __init__(self, max_tokens: int = 2**18) -> None:
         self.max_tokens, self.num_tokens, self.num_built = max_tokens, 0, 0
-        self._automata: OrderedDict[tuple[int, ...], SuffixAutomaton] = OrderedDict()
+        self._automata: OrderedDict[tuple[bytes, tuple[int, ...]], SuffixAutomaton] = OrderedDict()
 
-    def get(self, tokens: Iterable[int]) -> SuffixAutomaton:
-        """The automaton of a chunk. Not to be appended to."""
-        key = tuple(tokens)
+    def get(self, tokens: Iterable[int], salt: bytes = b"") -> SuffixAutomaton:
+        """Return the automaton of a chunk, built for sequences with this salt. Not to be appended to."""
+        key = (salt, tuple(tokens))
         automaton = self._automata.pop(key, None)
         if automaton is None:
-            automaton = SuffixAutomaton(key)
+            automaton = SuffixAutomaton(key[1])
             self.num_built += 1
-            self.num_tokens += len(key)
+            self.num_tokens += len(key[1])
         self._automata[key] = automaton
         while self.num_tokens > self.max_tokens and len(self._automata) > 1:
-            dropped, _ = self._automata.popitem(last=False)
+            (_, dropped), _ = self._automata.popitem(last=False)
             self.num_tokens -= len(dropped)
         return automaton

@@ -45,7 +45,7 @@ class Speculator:
         self.latest = DraftLength(self.num_speculative_tokens)
 
     def begin(
-        self, prompt: Sequence[int], output: Sequence[int], chunk_bounds: Sequence[tuple[int, int]]
+        self, prompt: Sequence[int], output: Sequence[int], chunk_bounds: Sequence[tuple[int, int]], salt: bytes = b""
     ) -> Speculation:
-        """For a sequence whose `output` list will grow."""
-        return Speculation(self, History(prompt, output, chunk_bounds), self.latest.successor())
+        """Begin to draft for a sequence whose `output` list will grow."""
+        return Speculation(self, History(prompt, output, chunk_bounds, salt), self.latest.successor())

@@ -17,6 +17,7 @@ from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.outputs import RequestOutput
+from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
 
 MIN_STORED_CHARACTERS = 64  # shorter pieces are quicker computed than looked after
@@ -58,9 +59,12 @@ class LLM(BlendLLM):
         """As in the base class. The `prompt` of an output is the string that was given."""
         batch = as_batch(prompts, prompt_token_ids)
         pieces = [self._pieces(prompt) for prompt in batch]
-        composed = [prompt if each is None else self._compose(each) for prompt, each in zip(batch, pieces, strict=True)]
+        composed = [
+            prompt if each is None else self._compose(prompt, each) for prompt, each in zip(batch, pieces, strict=True)
+        ]
         outputs = super().generate(composed, sampling_params, use_tqdm, **options)
-        self._remember(piece for each in pieces for piece in each or ())
+        for prompt, each in zip(batch, pieces, strict=True):
+            self._remember(each or (), _salt(prompt))
         for output, prompt, each in zip(outputs, batch, pieces, strict=True):
             text = prompt.get("prompt", "") if isinstance(prompt, dict) else prompt
             output.prompt = output.prompt if each is None else str(text)
@@ -93,21 +97,24 @@ class LLM(BlendLLM):
         )
 
     def _pieces(self, prompt: PromptType) -> tuple[str, ...] | None:
-        """The pieces of a prompt that may have some, None where it is left as it is."""
+        """Return the pieces of a prompt that may have some, None where it is left as it is."""
         if isinstance(prompt, dict) and not {"prompt_token_ids", "chunks"} & prompt.keys():
             prompt = prompt.get("prompt", "")  # type: ignore[assignment]
         if not isinstance(prompt, str) or not (self._blends or isinstance(prompt, BlendPrompt)):
             return None
         return split_prompt(prompt, self.lmcache_config.separator)
 
-    def _compose(self, pieces: Sequence[str]) -> PromptType:
-        """What the base class takes. Where nothing is blended the pieces stay apart too: the token ids are the same."""
+    def _compose(self, prompt: PromptType, pieces: Sequence[str]) -> Any:
+        """Return what the base class takes: the pieces, and the prompt's other keys, which it checks. Where nothing is
+        blended the pieces stay apart too: the token ids are the same."""
+        others = {key: value for key, value in prompt.items() if key != "prompt"} if isinstance(prompt, dict) else {}
         if len(pieces) < 2:
-            return {"prompt": "".join(pieces)}
+            return {**others, "prompt": "".join(pieces)}
         first, *rest = pieces
         chunks = [piece for piece in (self._without_bos(first), *rest[:-1]) if piece]
-        fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk)]
-        return {"prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
+        salt = _salt(prompt)
+        fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk, salt)]
+        return {**others, "prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
 
     def _without_bos(self, piece: str) -> str:
         """The first piece of a prompt without the BOS that the tokenizer puts there too, and everything is encoded
@@ -118,13 +125,13 @@ class LLM(BlendLLM):
             return piece
         return piece.removeprefix(str(bos))
 
-    def _is_worth_storing(self, piece: str) -> bool:
-        return len(piece) >= MIN_STORED_CHARACTERS and _digest(piece) in self._seen
+    def _is_worth_storing(self, piece: str, salt: bytes) -> bool:
+        return len(piece) >= MIN_STORED_CHARACTERS and _digest(piece, salt) in self._seen
 
-    def _remember(self, pieces: Iterable[str]) -> None:
-        """After a call, so that prompts of one batch are treated alike."""
+    def _remember(self, pieces: Iterable[str], salt: bytes) -> None:
+        """Remember the pieces of a prompt: after a call, so that prompts of one batch are treated alike."""
         for piece in pieces:
-            digest = _digest(piece)
+            digest = _digest(piece, salt)
             self._seen[digest] = None
             self._seen.move_to_end(digest)
         while len(self._seen) > MAX_REMEMBERED:
@@ -144,5 +151,12 @@ def close_lmcache_engine() -> None:
     _open.clear()
 
 
-def _digest(piece: str) -> bytes:
-    return hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _salt(prompt: PromptType) -> bytes:
+    """Return what stands for a prompt's `cache_salt`; b"" for a bad one too, which the engine refuses."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    return parse_salt(salt) if isinstance(salt, str) and salt else b""
+
+
+def _digest(piece: str, salt: bytes) -> bytes:
+    """Return by what a piece is remembered: a tenant must not learn that another one has sent it, too."""
+    return hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=16, key=salt).digest()

@@ -20,12 +20,13 @@ class OfflineKVPreCompute:
         if not llm.llm_engine.config.blend.enable_blending:
             logger.warning("enable_blending is off: nothing is precomputed, as nothing would be reused")
 
-    def precompute_kv(self, text_chunk: str, force_special_tokens: bool = False) -> None:
+    def precompute_kv(self, text_chunk: str, force_special_tokens: bool = False, cache_salt: str | None = None) -> None:
         """Encode a text after BOS and store it, if it is not stored yet. Does nothing where the engine does not blend.
 
         A plain string that holds the separator is stored as a whole, as `combine_input_prompt_chunks` leaves it, and in
         the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS: it
-        changes nothing here. Raises TypeError and ValueError for what is no text, or a longer one than the model takes.
+        changes nothing here. What is stored with a `cache_salt` serves prompts with the same one. Raises TypeError and
+        ValueError for what is no text, or a longer one than the model takes.
         """
         if not isinstance(text_chunk, str):
             raise TypeError(f"text_chunk is a {type(text_chunk).__name__}: give a string")
@@ -35,7 +36,7 @@ class OfflineKVPreCompute:
         if not isinstance(text_chunk, BlendPrompt) and pieces != (text_chunk,):
             pieces = (text_chunk, *pieces)
         if self.llm.llm_engine.config.blend.enable_blending:
-            self.llm.encode_chunks("", pieces)
+            self.llm.encode_chunks("", pieces, cache_salt=cache_salt)
             self._warn_of_unstored(pieces)
 
     def _warn_of_unstored(self, pieces: Sequence[str]) -> None:

@@ -17,7 +17,8 @@ class History:
     """One sequence as a drafter sees it.
 
     `output_token_ids` is the owner's list: read here, never written, and it only grows. `chunk_bounds` are the (start,
-    stop) positions of the prompt's chunks, ascending; empty for a plain prompt. `index` is what a drafter remembers of
+    stop) positions of the prompt's chunks, ascending; empty for a plain prompt. What a drafter keeps for other
+    sequences serves those with the same `salt`. `index` is what a drafter remembers of
     the sequence between its calls; nobody else reads it. `copied_from` says which chunk the latest proposal stands in,
     None where it stands in none or its drafter does not copy.
     """
@@ -25,6 +26,7 @@ class History:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     chunk_bounds: Sequence[tuple[int, int]] = ()
+    salt: bytes = field(default=b"", repr=False)
     index: Any = field(default=None, repr=False)
     copied_from: int | None = None
     _buffer: NDArray[np.int64] = field(init=False, repr=False, default_factory=lambda: np.empty(0, np.int64))

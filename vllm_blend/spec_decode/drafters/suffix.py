@@ -19,9 +19,9 @@ class Suffix(Drafter):
     """The tokens after the longest match of the text's end, in suffix automata (SAM decoding, Hu et al., 2024,
     arXiv:2411.10666; SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
 
-    Each chunk of the prompt has an automaton of its own, built once for its content and shared by all requests; another
-    grows with what is outside the chunks and with the output. Of equally long matches the output's comes first, then
-    that of the last chunk. A match is at least `min_match` tokens long.
+    Each chunk of the prompt has an automaton of its own, built once for its content and shared by all requests with the
+    same salt; another grows with what is outside the chunks and with the output. Of equally long matches the output's
+    comes first, then that of the last chunk. A match is at least `min_match` tokens long.
     """
 
     name: ClassVar[str] = "suffix"
@@ -60,7 +60,7 @@ class _Index:
     @classmethod
     def of(cls, history: History, chunks: AutomatonCache) -> _Index:
         prompt = history.prompt_token_ids
-        shared = [chunks.get(prompt[start:stop]) for start, stop in history.chunk_bounds]
+        shared = [chunks.get(prompt[start:stop], history.salt) for start, stop in history.chunk_bounds]
         own, match = SuffixAutomaton(), NO_MATCH
         for start, stop in _outside(history):
             for token in prompt[start:stop]:
