@@ -16,20 +16,30 @@ import ctypes
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 CPU_SOURCES, CUDA_SOURCES = Path("csrc/cpu"), Path("csrc/cuda")
 CUDA_LIBRARY = "vllm_blend.libvllm_blend_cuda"
+NAMES_FOLDER = "vllm_blend/compat"  # holds the packages vllm and lmcache_vllm
+NAMES = "vllm_blend_names"  # the .pth file, and the folder of the metadata that it puts on the path too
+VLLM_VERSION = runpy.run_path(str(ROOT / NAMES_FOLDER / "vllm" / "version.py"))["__version__"]
+INSTALLING = {"egg_info", "dist_info", "bdist_wheel", "editable_wheel", "install", "develop"}  # what pip and uv run
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
 FLAGS = [
     "-std=c++17",
@@ -57,14 +67,95 @@ class KernelLibrary(Extension):
 
 
 class BuildPackage(build_py):
-    """Copies the CUDA sources into the package too: an installed one builds the kernels from them at first use."""
+    """Adds the CUDA sources, from which an installed package builds the kernels at first use, and the import names."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # the checkout has them
-            target = Path(self.build_lib, "vllm_blend", CUDA_SOURCES)
-            shutil.rmtree(target, ignore_errors=True)  # of an earlier build in this tree
-            shutil.copytree(CUDA_SOURCES, target)
+        if self.editable_mode:  # the checkout has the sources, and the wheel is not made from build_lib
+            return
+        built = Path(self.build_lib)
+        sources = built / "vllm_blend" / CUDA_SOURCES
+        # An earlier build in this tree may have left files that this one does not want.
+        for leftover in (
+            sources,
+            *(built / name for name in ("vllm", "lmcache_vllm", f"{NAMES_FOLDER}/lmcache", NAMES)),
+        ):
+            shutil.rmtree(leftover, ignore_errors=True)
+        (built / f"{NAMES}.pth").unlink(missing_ok=True)
+        shutil.copytree(CUDA_SOURCES, sources)
+        if names_wanted():
+            for name, text in name_files(NAMES_FOLDER).items():
+                (built / name).parent.mkdir(parents=True, exist_ok=True)
+                (built / name).write_text(text)
+
+
+class EditableWheel(editable_wheel):
+    """Adds the import names to the wheel that stands for an editable installation."""
+
+    def run(self) -> None:
+        super().run()
+        if names_wanted():
+            [path] = Path(self.dist_dir).glob("*.whl")
+            add_to_wheel(path, name_files(str(ROOT / NAMES_FOLDER)))
+
+
+def names_wanted() -> bool:
+    """Return whether to install the import names `vllm` and `lmcache_vllm`."""
+    return os.environ.get("VLLM_BLEND_ALIAS") != "0"
+
+
+def check_names() -> None:
+    """Stop an installation that gives the import names into an environment whose `import vllm` would stay vLLM's."""
+    wanted = os.environ.get("VLLM_BLEND_ALIAS", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(
+            f"error: VLLM_BLEND_ALIAS={wanted} is unknown: use 0 (do not install the import names vllm and "
+            "lmcache_vllm), 1 (install them without looking for vLLM), or unset it"
+        )
+    if wanted:
+        return
+    paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if sys.prefix == sys.base_prefix:
+        paths.append(site.getusersitepackages())
+    for found in distributions(path=paths):
+        if found.name in ("vllm", "lmcache_vllm"):
+            sys.exit(
+                f"error: {found.name} {found.version} is installed in this environment, and `import {found.name}` can "
+                "only be one of the two. Nothing was installed. Either install vllm-blend without the names vllm and "
+                "lmcache_vllm, for `from vllm_blend import LLM` (VLLM_BLEND_ALIAS=0 pip install ...), or run "
+                f"`pip uninstall {found.name}` first, or use another environment."
+            )
+
+
+def name_files(folder: str) -> dict[str, str]:
+    """Return the files of site-packages, by path, that make the packages in `folder` importable and known to pip.
+
+    No file of ours lies in a folder vllm/ of site-packages, so no order of installations can mix vLLM's files with
+    ours: where both are installed, `import vllm` and its version are vLLM's, because site-packages comes first on the
+    path. The metadata lets `importlib.metadata.version("vllm")` answer and satisfies requirements of vllm. It has no
+    RECORD on purpose: pip refuses to replace or uninstall what has none, and names the INSTALLER.
+    """
+    info = f"{NAMES}/vllm-{VLLM_VERSION}.dist-info"
+    summary = "The import name vllm of vllm-blend, which is uninstalled with it"
+    return {
+        f"{NAMES}.pth": f"{folder}\n{NAMES}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\nSummary: {summary}\n",
+        f"{info}/INSTALLER": "vllm-blend\n",
+    }
+
+
+def add_to_wheel(path: Path, files: dict[str, str]) -> None:
+    """Write the wheel again with these files in it and in its RECORD."""
+    from wheel.wheelfile import WheelFile
+
+    original = path.rename(path.with_suffix(".original"))
+    with zipfile.ZipFile(original) as source, WheelFile(path, "w") as target:
+        for name in source.namelist():
+            if not name.endswith(".dist-info/RECORD"):  # WheelFile writes it
+                target.writestr(name, source.read(name))
+        for name, text in files.items():
+            target.writestr(name, text.encode())
+    original.unlink()
 
 
 class BuildKernels(build_ext):
@@ -178,18 +269,8 @@ def run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
 
 
-def packages() -> tuple[list[str], dict[str, str]]:
-    """vllm_blend, and the import names `vllm` and `lmcache_vllm` that live in its compat folder."""
-    names = find_packages(include=["vllm_blend", "vllm_blend.*"])
-    folders = {}
-    for alias in ("vllm", "lmcache_vllm"):
-        folder = f"vllm_blend/compat/{alias}"
-        folders[alias] = folder
-        names += [alias, *(f"{alias}.{name}" for name in find_packages(folder))]
-    return names, folders
-
-
-names, folders = packages()
+if INSTALLING & set(sys.argv):
+    check_names()
 setup(
     name="vllm-blend",
     version="0.1.0",
@@ -198,14 +279,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
-    packages=names,
-    package_dir=folders,
+    python_requires=">=3.11",
+    packages=find_packages(include=["vllm_blend", "vllm_blend.*"]),
     ext_modules=[
         KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES, "*.cpp"),
         KernelLibrary(CUDA_LIBRARY, CUDA_SOURCES, "*.cu"),
     ],
-    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage, "editable_wheel": EditableWheel},
     install_requires=[
         "torch>=2.8",
         "transformers>=4.56",
@@ -228,6 +308,17 @@ setup(
         "server": ["fastapi", "uvicorn"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "matplotlib", "redis", "fsspec"],
+        "dev": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "matplotlib",
+            "redis",
+            "fsspec",
+            "setuptools>=77",
+            "pip>=23.1",
+            "uv",
+        ],
     },
 )

@@ -12,25 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT, copy_checkout
 from tests.ops.fake_nvcc import FakeNvcc
 
-pytest.importorskip("setuptools", reason="setup.py runs with the setuptools of this environment")
-
-ROOT = Path(__file__).parents[1]
 CUDA_SOURCES = {f"csrc/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
 LIBRARY = "vllm_blend/libvllm_blend_cuda.so"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what an installation reads: setup.py writes beside what it builds."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, folder)
-    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-    for name in ("csrc", "vllm_blend"):
-        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
-    return folder
+    return copy_checkout(tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture

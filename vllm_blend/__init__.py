@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.compat.foreign import warn_of_foreign_distributions
+from vllm_blend.import_names import warn_of_shadowed_names
 
 if TYPE_CHECKING:
     from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
@@ -62,7 +62,7 @@ __all__ = [
     "register_selector",
 ]
 
-warn_of_foreign_distributions()
+warn_of_shadowed_names()
 
 
 def __getattr__(name: str) -> Any:

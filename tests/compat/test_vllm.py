@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_the_names_are_those_of_vllm_blend(site):
 import vllm, vllm_blend
 from vllm import (LLM, CompletionOutput, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt)
 assert vllm.__file__.startswith({site!r}), vllm.__file__
-assert vllm.__version__ == vllm_blend.__version__
+assert vllm.__version__ == "0.22.1+blend" and vllm.__version_tuple__[:3] == (0, 22, 1)
 for name in ("LLM", "CompletionOutput", "EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "TextPrompt",
              "TokensPrompt"):
     assert getattr(vllm, name) is getattr(vllm_blend, name), name
@@ -68,17 +69,17 @@ for output in llm.generate(["Where is it?", "Who"], SamplingParams(temperature=0
     assert done.stdout.splitlines() == ["3 'Where is it?'", "3 'Who'"]
 
 
-@pytest.mark.parametrize(("name", "folder"), [("vllm", "vllm-0.22.1"), ("lmcache_vllm", "lmcache_vllm-0.6.2")])
-def test_a_foreign_distribution_is_named_with_the_fix(tmp_path, name, folder):
-    info = tmp_path / f"{folder}.dist-info"
-    info.mkdir()
-    release = folder.rpartition("-")[2]
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
-    done = run("import vllm_blend", tmp_path)
-    assert done.returncode == 0
-    assert f"the distribution {name} {release} is installed beside vllm-blend" in done.stderr
-    assert f"pip uninstall {name}" in done.stderr
-
-
-def test_without_one_nothing_is_said():
-    assert run("import vllm_blend").stderr == ""
+@pytest.mark.parametrize("name", ["vllm", "lmcache_vllm"])
+def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path, name):
+    compat = ROOT / "vllm_blend/compat"
+    for installed, other in itertools.product([True, False], repeat=2):
+        package = tmp_path / f"{installed}-{other}"
+        (package / (name if other else "unrelated")).mkdir(parents=True)
+        (package / (name if other else "unrelated") / "__init__.py").touch()
+        done = run("import vllm_blend", package, *([compat] if installed else []))
+        assert done.returncode == 0
+        if installed and other:
+            assert f"`import {name}` gives {package / name / '__init__.py'} and not vllm-blend" in done.stderr
+            assert f"pip uninstall {name}" in done.stderr and "VLLM_BLEND_ALIAS=0" in done.stderr
+        else:  # beside vLLM, without the names, is how both are meant to be used
+            assert done.stderr == ""

@@ -209,7 +209,7 @@ class HeadTables:
         at = self._at(indices)
         n = int(self._longest[at].max(initial=0))
         on_device = to_device(torch.from_numpy(at), self.device)
-        width = max(1, int(self._pages_for(np.int64(n))))
+        width = max(1, -(-n // self.block_size))
         tables, lengths = (
             self._on_device.tables[..., :width].index_select(1, on_device),
             self._on_device.lengths.index_select(1, on_device),
@@ -291,7 +291,7 @@ class HeadTables:
     def _widen(self, width: int) -> None:
         had = self.tables.shape[3]
         if width > had:
-            widest = int(self._pages_for(np.int64(self.max_len)))
+            widest = -(-self.max_len // self.block_size)
             wide = np.zeros((*self.tables.shape[:3], max(width, min(2 * had, widest))), np.int32)
             wide[..., :had] = self.tables
             self.tables = wide

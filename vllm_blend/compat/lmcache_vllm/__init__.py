@@ -1,12 +1,12 @@
 """The import name of LMCache's vLLM integration: its blending API on vllm-blend's engine.
 
-Installed as the package `lmcache_vllm`. Its version is that of vllm-blend.
+An installation puts the folder of this package on Python's path. Its version is that of vllm-blend.
 """
 
 from __future__ import annotations
 
 from vllm_blend import __version__
-from vllm_blend.compat.lmcache.llm import close_lmcache_engine
+from vllm_blend.lmcache.llm import close_lmcache_engine
 
 from . import blend_adapter, vllm
 

@@ -1,8 +1,8 @@
-"""`python -m lmcache_vllm`: see vllm_blend/compat/lmcache/cli.py."""
+"""`python -m lmcache_vllm`: see vllm_blend/lmcache/cli.py."""
 
 from __future__ import annotations
 
-from vllm_blend.compat.lmcache.cli import main
+from vllm_blend.lmcache.cli import main
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_blend.compat.lmcache.precompute import OfflineKVPreCompute
-from vllm_blend.compat.lmcache.prompts import append_separator, combine_input_prompt_chunks
+from vllm_blend.lmcache.precompute import OfflineKVPreCompute
+from vllm_blend.lmcache.prompts import append_separator, combine_input_prompt_chunks
 
 __all__ = ["OfflineKVPreCompute", "append_separator", "combine_input_prompt_chunks"]

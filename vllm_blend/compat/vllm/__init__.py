@@ -1,17 +1,18 @@
 """vLLM's import name: `from vllm import LLM, SamplingParams` gives vllm-blend's.
 
-Installed as the package `vllm`. Its version is that of vllm-blend.
+An installation puts the folder of this package on Python's path. The version is the one of vLLM whose API this is.
 """
 
 from __future__ import annotations
 
-from vllm_blend import __version__
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.sampling_params import SamplingParams
+
+from .version import __version__, __version_tuple__
 
 __all__ = [
     "LLM",
@@ -24,4 +25,5 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "__version_tuple__",
 ]

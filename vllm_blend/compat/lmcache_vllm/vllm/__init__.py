@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vllm_blend import __version__
-from vllm_blend.compat.lmcache.llm import LLM
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import PromptType, TextPrompt, TokensPrompt
+from vllm_blend.lmcache.llm import LLM
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.sampling_params import SamplingParams
 

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_blend.compat.lmcache.llm import LLM, close_lmcache_engine
-from vllm_blend.compat.lmcache.precompute import OfflineKVPreCompute
-from vllm_blend.compat.lmcache.prompts import combine_input_prompt_chunks
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.cli_args import given
+from vllm_blend.lmcache.llm import LLM, close_lmcache_engine
+from vllm_blend.lmcache.precompute import OfflineKVPreCompute
+from vllm_blend.lmcache.prompts import combine_input_prompt_chunks
 from vllm_blend.sampling_params import SamplingParams
 
 

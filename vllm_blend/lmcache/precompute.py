@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from vllm_blend.compat.lmcache.config import load_config
-from vllm_blend.compat.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.entrypoints.llm import LLM
+from vllm_blend.lmcache.config import load_config
+from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
 
 logger = logging.getLogger(__name__)
 

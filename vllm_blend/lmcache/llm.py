@@ -10,12 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_blend.compat.lmcache.config import load_config
-from vllm_blend.compat.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
 from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.tiered import TieredChunkStore
+from vllm_blend.lmcache.config import load_config
+from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from vllm_blend.compat.lmcache.values import Values
 from vllm_blend.config import check_layer_numbers, check_ratio, check_shares, resolve_device
+from vllm_blend.lmcache.values import Values
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests import settings
-from vllm_blend.compat.lmcache.config import LMCacheConfig, load_config
 from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.lmcache.config import LMCacheConfig, load_config
 
 ON = "enable_blending: true\n"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_blend.compat.lmcache.config import load_config
+from vllm_blend.lmcache.config import load_config
 
 
 class BlendPrompt(str):

@@ -16,10 +16,10 @@ from tests import settings
 from tests.engine.compare import assert_same_logprobs, record_chosen
 from tests.engine.engines import DEMO, assert_empty, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend import RequestOutput
-from vllm_blend.compat.lmcache import precompute
-from vllm_blend.compat.lmcache.llm import LLM, close_lmcache_engine
-from vllm_blend.compat.lmcache.precompute import OfflineKVPreCompute
-from vllm_blend.compat.lmcache.prompts import BlendPrompt, append_separator, combine_input_prompt_chunks
+from vllm_blend.lmcache import precompute
+from vllm_blend.lmcache.llm import LLM, close_lmcache_engine
+from vllm_blend.lmcache.precompute import OfflineKVPreCompute
+from vllm_blend.lmcache.prompts import BlendPrompt, append_separator, combine_input_prompt_chunks
 
 PARAMS = greedy(8, logprobs=2, ignore_eos=True)
 SEPARATOR = "[BLEND_SEP]"
