@@ -108,6 +108,7 @@ class ModelConfig:
 
     model: str
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False  # prompts are token ids then, and outputs have no text
     dtype: str | torch.dtype = "auto"
     device: str = "auto"
     max_model_len: int | None = None

@@ -40,7 +40,8 @@ class SamplingParams:
     logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each output position (0: of
         the chosen one only, -1: of the whole vocabulary), in the model's own distribution, before every other setting.
     prompt_logprobs: the same for each prompt position.
-    detokenize: whether to produce text.
+    detokenize: whether to produce text. Without it nothing is decoded: texts are "", and `decoded_token` of a
+        log-probability is None. An engine without a tokenizer never produces text.
     skip_special_tokens: leave special tokens out of the text.
     spaces_between_special_tokens: keep the spaces a tokenizer's decoder puts between adjacent added tokens.
     include_stop_str_in_output: keep the matched stop string at the end of the text.

@@ -221,12 +221,12 @@ def test_spaces_between_special_tokens(spaces: bool, text: str):
     assert detokenizer.text.lstrip() == text
 
 
-def test_without_detokenization_there_is_no_text():
-    detokenizer = Detokenizer(None, SamplingParams(detokenize=False), [1])
+@pytest.mark.parametrize("detokenize", [False, True])
+def test_without_detokenization_or_tokenizer_there_is_no_text(detokenize: bool):
+    tokenizer = None if detokenize else byte_level()
+    detokenizer = Detokenizer(tokenizer, SamplingParams(detokenize=detokenize), [1])
     assert detokenizer.append(5) is None
     assert detokenizer.text == detokenizer.stream_text(finished=True) == ""
-    with pytest.raises(ValueError, match="detokenize=True needs a tokenizer"):
-        Detokenizer(None, SamplingParams(), [1])
 
 
 def test_decoded_tokens_of_logprobs():

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tqdm import tqdm
 
+from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
 from vllm_blend import RequestOutput, SamplingParams
+from vllm_blend.engine import detokenizer
+from vllm_blend.outputs import Logprob
 
 TINY = tiny_model("llama")
 TEMPLATE = (
@@ -123,6 +128,49 @@ def test_stop_strings_end_a_request() -> None:
         completion = output.outputs[0]
         assert completion.text == whole[: whole.index(stop)]
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def without_text(output: RequestOutput) -> RequestOutput:
+    """What an output is where nothing is decoded."""
+
+    def bare(entries: Sequence[dict[int, Logprob] | None] | None) -> Any:
+        return [entry and {k: replace(v, decoded_token=None) for k, v in entry.items()} for entry in entries or ()]
+
+    [completion] = output.outputs
+    completion = replace(completion, text="", logprobs=bare(completion.logprobs))
+    return replace(output, outputs=[completion], prompt_logprobs=bare(output.prompt_logprobs), metrics=None)
+
+
+def test_nothing_is_decoded_unless_text_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 2, "ignore_eos": True}
+    with engine(TINY) as llm:
+        [whole] = run(llm, [[5, 6, 7]], greedy(6, **options))
+        monkeypatch.setattr(detokenizer, "_decode_function", lambda *_: pytest.fail("something was decoded"))
+        [plain] = run(llm, [[5, 6, 7]], greedy(6, detokenize=False, **options))
+    assert whole.outputs[0].text and plain.outputs[0].text == ""
+    assert replace(plain, request_id=whole.request_id, metrics=None) == without_text(whole)
+
+
+def test_an_engine_without_a_tokenizer() -> None:
+    with engine(TINY) as llm:
+        [expected] = run(llm, [[5, 6, 7]], greedy(6, logprobs=2))
+    with engine(TINY, skip_tokenizer_init=True, enable_blending=True) as llm:
+        assert llm.llm_engine.tokenizer is None
+        [output] = run(llm, [[5, 6, 7]], greedy(6, logprobs=2))
+        assert replace(output, request_id=expected.request_id, metrics=None) == replace(
+            without_text(expected), prompt_logprobs=None
+        )
+        assert run(llm, tiny_prompt(), greedy(2))[0].blend is not None
+        refused: list[tuple[str, Callable[[], Any]]] = [
+            ("prompt is text, but the engine has no tokenizer: give token ids", lambda: run(llm, "text", greedy(2))),
+            (r"stop=\['a'\] needs a tokenizer", lambda: run(llm, [[5]], greedy(2, stop=["a"]))),
+            (r"bad_words=\['a'\] needs a tokenizer", lambda: run(llm, [[5]], greedy(2, bad_words=["a"]))),
+            ("the engine has no tokenizer", llm.get_tokenizer),
+            ("the engine has no tokenizer", lambda: llm.chat([{"role": "user", "content": "a"}], greedy(2))),
+        ]
+        for message, call in refused:
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 def test_the_model_is_where_scripts_look_for_it() -> None:

@@ -29,6 +29,7 @@ from vllm_blend.unsupported import accept_defaults
 _HELP = {
     "model": "model directory or Hugging Face id",
     "tokenizer": "tokenizer directory or id, where it is not the model's",
+    "skip_tokenizer_init": "load no tokenizer: prompts are token ids, and outputs have no text",
     "dtype": "auto, float32, bfloat16 or float16",
     "device": "auto, cpu or cuda",
     "generation_config": "default sampling settings: auto (the model's generation_config.json), vllm, or a folder",
@@ -103,6 +104,7 @@ class EngineArgs:
 
     model: str
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     dtype: Any = "auto"
     device: str = "auto"
     gpu_memory_utilization: float = 0.9
@@ -188,6 +190,7 @@ class EngineArgs:
             model=ModelConfig(
                 model=self.model,
                 tokenizer=self.tokenizer,
+                skip_tokenizer_init=self.skip_tokenizer_init,
                 dtype=self.dtype,
                 device=self.device,
                 max_model_len=self.max_model_len,

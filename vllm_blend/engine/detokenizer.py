@@ -19,17 +19,13 @@ _MAX_UNDECODED = 8  # tokens; a character has at most 4 bytes, and a token at le
 class Detokenizer:
     """The text of one output, token by token.
 
-    Text is what decoding prompt and output together puts after the prompt, so a leading space is kept. `tokenizer` is
-    needed unless `params.detokenize` is off, which leaves the text empty.
+    Text is what decoding prompt and output together puts after the prompt, so a leading space is kept. The text stays
+    empty, and nothing is decoded, if `params.detokenize` is off or the engine has no tokenizer.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> None:
-        if params.detokenize and tokenizer is None:
-            raise ValueError(
-                "detokenize=True needs a tokenizer, and the engine has none: give one, or set detokenize=False"
-            )
         self._params = params
         self._stops = list(params.stop or ())
         self._decoder = (

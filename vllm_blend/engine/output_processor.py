@@ -50,7 +50,7 @@ class OutputProcessor:
             request.metrics.first_token_time = now
         request.metrics.last_token_time = now
         if logprobs is not None:
-            request.logprobs.append(with_decoded_tokens(logprobs, self.tokenizer) if self.tokenizer else logprobs)
+            request.logprobs.append(self._with_text(request, logprobs))
         assert request.sampling is not None and request.detokenizer is not None
         stop = check_stop(request.sampling, token, request.num_known_tokens, self.max_model_len)
         ends_by_token = stop is not None and stop[0] == "stop"
@@ -66,8 +66,14 @@ class OutputProcessor:
         group = self.groups[request]
         if request is not group.requests[0]:
             return
-        decoded = [with_decoded_tokens(e, self.tokenizer) if self.tokenizer else e for e in entries]
+        decoded = [self._with_text(request, entry) for entry in entries]
         group.prompt_logprobs = [*(group.prompt_logprobs or [None])[: start + 1], *decoded]
+
+    def _with_text(self, request: Request, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+        """Add the text of each token, where the request wants text."""
+        if self.tokenizer is None or request.params is None or not request.params.detokenize:
+            return entry
+        return with_decoded_tokens(entry, self.tokenizer)
 
     def record_blend(self, request: Request, result: BlendResult) -> None:
         """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts."""

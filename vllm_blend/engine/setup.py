@@ -38,8 +38,13 @@ def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> i
     return int(known)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer named in the config, or the model's own. Raises ValueError saying where it was looked for."""
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer named in the config, or the model's own, or None where the config asks for none.
+
+    Raises ValueError saying where it was looked for.
+    """
+    if config.skip_tokenizer_init:
+        return None
     name = config.tokenizer or config.model
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)

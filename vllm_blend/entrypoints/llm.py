@@ -124,8 +124,13 @@ class LLM:
         return SamplingParams(**self.llm_engine.default_sampling_settings)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises ValueError where the engine has none."""
         tokenizer = self.llm_engine.tokenizer
-        assert tokenizer is not None
+        if tokenizer is None:
+            raise ValueError(
+                "the engine has no tokenizer (skip_tokenizer_init=True): give token ids to generate(), or leave "
+                "skip_tokenizer_init out"
+            )
         return tokenizer
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -117,7 +117,7 @@ def test_settings_that_cannot_be():
         check_encoding_context("nonesuch", None)
     with pytest.raises(ValueError, match="which blend_encoding_context='page' has not: leave them out"):
         check_encoding_context("page", [0, 1])
-    for name in ("ordinal", "ordinal_page", "ordinal_neighbour"):
-        with pytest.raises(ValueError, match=f"{name}.*the engine has no tokenizer"):
+    for name in ("bos", "ordinal", "ordinal_page", "ordinal_neighbour"):
+        with pytest.raises(ValueError, match=f"{name}.* needs a tokenizer, and the engine has none"):
             make_encoding_context(name, None)
     assert {name: kind.name for name, kind in ENCODING_CONTEXTS.items()} == {n: n for n in ENCODING_CONTEXTS}

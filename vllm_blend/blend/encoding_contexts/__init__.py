@@ -55,16 +55,18 @@ def make_encoding_context(
     and there is none."""
     check_encoding_context(name, ordinals)
     kind = ENCODING_CONTEXTS[name]
-    if issubclass(kind, AfterFiller):
-        if tokenizer is None:
+    if tokenizer is None:
+        if issubclass(kind, (AfterBos, AfterFiller)):
             raise ValueError(
-                f"blend_encoding_context={name!r} encodes chunks after text of ours, but the engine has no tokenizer: "
-                "give one, or use 'prefix', 'bos' or 'page'"
+                f"blend_encoding_context={name!r} needs a tokenizer, and the engine has none: leave "
+                "skip_tokenizer_init out, or use 'prefix' or 'page'"
             )
+        return kind()
+    if issubclass(kind, AfterFiller):
         filler = kind.filler_kind(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
         return kind(filler, ORDINALS if ordinals is None else tuple(ordinals))
     if kind is AfterBos:
-        return AfterBos(None if tokenizer is None else tokenizer.bos_token_id)
+        return AfterBos(tokenizer.bos_token_id)
     return kind()
 
 
