@@ -29,10 +29,14 @@ part() {  # part NAME ARGUMENTS...: run pytest, print a line about it, and befor
     tail -n 3 | paste -sd ' ')"
 }
 
-without_redis=""
+without_redis="" on_gpu="gpu"
 if ! command -v redis-server >/dev/null; then
   echo "redis-server is not installed: the tests that start one are left out (Debian and Ubuntu: apt install redis-server)"
   without_redis=" and not redis"
+fi
+if [[ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]]; then
+  echo "there is one GPU: the tests that need two are left out"
+  on_gpu="gpu and not two_gpus"
 fi
 mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)
 [[ ${#combinations[@]} -gt 0 ]] || { echo "no attention backend works on this GPU" >&2; exit 1; }
@@ -48,6 +52,6 @@ for combination in "${combinations[@]}"; do
 done
 wait
 # Alone: some of these measure the memory that is free.
-[[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m "gpu$without_redis" tests
+[[ "gpu" != *"${ONLY:-}"* ]] || part "gpu" -m "$on_gpu$without_redis" tests
 [[ -n "$(ls "$logs")" ]] || { echo "no part has ONLY=${ONLY:-} in its name" >&2; exit 1; }
 [[ ! -e "$logs/failed" ]]

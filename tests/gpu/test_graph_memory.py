@@ -1,0 +1,112 @@
+"""What a CUDA graph reads lives as long as the graph (the rule is in `vllm_blend/ops/graph_capture.py`)."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.graph_addresses import addresses, owned, segments
+from vllm_blend import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOKENIZER = "inputs/demo-model"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LONG = (2048, 4096, 8192, 16384, 32000)
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "qwen3": (QWEN3, {}),
+    "fp8": (LLAMA, {"quantization": "fp8"}),
+    "drafts": (LLAMA, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}),
+    "question": (LLAMA, {"enable_blending": True, "blend_chunk_cache_gib": 0.25}),
+    "tapped": (LLAMA, {"enable_blending": True, "offload_mode": "resident", "offload_host_gib": 0.25}),
+    "cascade": (LLAMA, {"cascade_attention": True}),
+    "kv_compress": (LLAMA, {"enable_kvc": True, "target_compression_rate": 0.25, "kvc_interval": 8}),
+    "keydiff": (QWEN3, {"enable_kvc": True, "target_compression_rate": 0.25, "kvc_metric": "keydiff"}),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def llm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """An engine of random weights whose graphs can be looked into."""
+    shape, arguments = ENGINES[request.param]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    common: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32768, "num_gpu_blocks_override": 4096}
+    common |= {"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "enable_prefix_caching": False}
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
+    yield LLM(str(tmp_path), tokenizer=TOKENIZER, **common, **arguments)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prompts(llm: LLM) -> list[dict[str, Any]]:
+    ids = [[(11 * i * (j + 1)) % 2000 + 10 for i in range(64)] for j in range(8)]
+    if llm.llm_engine.config.blend.enable_blending:
+        return [{"prefix": [5, 6], "chunks": [ids[i], ids[(i + 3) % 8]], "suffix": ids[i][:5]} for i in range(4)]
+    return [{"prompt_token_ids": ids[0] + ids[i]} for i in range(4)]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(llm), params, use_tqdm=False)]
+
+
+def graph_holders(llm: LLM) -> list[Any]:
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    holders = [runner.decode_graphs, runner.question_graphs, runner.cascade_graphs, runner.compressed]
+    return [holder for holder in holders if holder is not None]
+
+
+def test_every_address_in_a_graph_has_an_owner(llm: LLM) -> None:
+    answers(llm)
+    extents, graphs = owned(graph_holders(llm))
+    assert graphs
+    held = segments(llm.llm_engine.device)
+    pools = {tuple(graph.pool()) for graph in graphs}
+    strangers = set()
+    for graph in graphs:
+        for word in addresses(graph):
+            segment = next((s for s in held if s[0] <= word < s[1]), None)
+            if segment is None or segment[2] in pools:
+                continue
+            if not any(start <= word < stop for start, stop in extents):
+                strangers.add(hex(word))
+    assert not strangers
+
+
+def test_other_steps_and_other_tensors_change_no_answer(llm: LLM) -> None:
+    """Long prefills between two runs drop whatever is remembered by size; new tensors then take the freed memory."""
+    before = answers(llm)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    for length in LONG:
+        ids = [(7 * i) % 2000 + 10 for i in range(length)]
+        llm.generate([{"prompt_token_ids": ids}], one, use_tqdm=False)
+    gc.collect()
+    sizes = [size for size in (128, 2048, 1 << 18) for _ in range(128)]
+    poison = [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in sizes]
+    torch.cuda.empty_cache()
+    assert answers(llm) == before
+    assert all(int(tensor.min()) == -1 for tensor in poison)
