@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.unsupported_sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
 
 def test_defaults_are_vllms():
@@ -63,7 +64,7 @@ WRONG_TYPE: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": "word"}, "bad_words='word' must be a list of strings"),
     ({"logit_bias": [1]}, "logit_bias=.*must be a dict"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias='x' must be an integer"),
-    ({"best_of": 3}, "best_of"),
+    ({"top_q": 3}, "unknown sampling parameter 'top_q': did you mean 'top_"),
 ]
 
 
@@ -77,6 +78,16 @@ def test_invalid_value_is_named(settings: dict[str, Any], message: str):
 def test_wrong_type_is_named(settings: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=message):
         SamplingParams(**settings)
+
+
+def test_what_only_vllm_has_is_refused_by_name_unless_it_asks_for_nothing():
+    for name, parameter in UNSUPPORTED_SAMPLING_PARAMS.items():
+        assert SamplingParams(**{name: None}) == SamplingParams(**{name: parameter.default}) == SamplingParams()
+        with pytest.raises(ValueError) as refusal:
+            SamplingParams(**{name: "something else"})
+        assert str(refusal.value) == f"{name}='something else' is not supported: {parameter.reason}"
+    with pytest.raises(ValueError, match="best_of=3 is not supported: give n"):
+        SamplingParams(n=2, best_of=3)
 
 
 def test_accepted_spellings():

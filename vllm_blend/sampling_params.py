@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_number, is_whole
+from vllm_blend.unsupported import accept_defaults
+from vllm_blend.unsupported_sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
 _COMPRESSION = (
     "target_compression_rate",
@@ -22,6 +24,7 @@ _COMPRESSION = (
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
 
+@accept_defaults(UNSUPPORTED_SAMPLING_PARAMS, "sampling parameter")
 @dataclass
 class SamplingParams:
     """Sampling settings of one request, with vLLM's names and meanings.
@@ -50,6 +53,7 @@ class SamplingParams:
     target_compression_rate, max_cache_tokens, protected_window_size, num_sinks, compress_once: with `enable_kvc`, how
         much of this request's KV is kept; None: as the engine was told (see `CompressionSettings`).
 
+    vLLM's parameters that do not exist here may be None or have vLLM's default (see `UNSUPPORTED_SAMPLING_PARAMS`).
     Raises ValueError or TypeError naming the field, its value and the fix.
     """
 
@@ -123,6 +127,11 @@ class SamplingParams:
             raise ValueError(
                 f"n={self.n} with temperature={self.temperature}: greedy completions are all alike, use n=1"
             )
+
+    @property
+    def __struct_fields__(self) -> tuple[str, ...]:
+        """Return the names of the fields: vLLM's class is a msgspec.Struct, which callers copy field by field."""
+        return tuple(field.name for field in fields(self))
 
     @property
     def greedy(self) -> bool:

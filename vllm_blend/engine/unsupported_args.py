@@ -87,7 +87,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "max_long_partial_prefills": Unsupported(1, _ONE_KIND_OF_STEP),
     "long_prefill_token_threshold": Unsupported(0, _ONE_KIND_OF_STEP),
     "scheduler_reserve_full_isl": Unsupported(True, "the scheduler decides when a request starts", (False,)),
-    "scheduling_policy": Unsupported("fcfs", "requests run in the order in which they arrive"),
     "scheduler_cls": Unsupported(None, "the scheduler cannot be replaced"),
     "num_lookahead_slots": Unsupported(0, _SPECULATIVE),
     "num_scheduler_steps": Unsupported(1, "every step is scheduled by itself: async_scheduling hides the work"),
