@@ -103,16 +103,23 @@ class ParsedPrompt:
     continues: tuple[int | None, ...] = ()  # for every chunk, or empty
     encode_after: tuple[tuple[int, ...], ...] = ()  # likewise
     pieces: tuple[StoredPiece, ...] = ()
+    num_merged_parts: int = 0  # text parts of a chat that share a token with the text beside them
+    num_unfound_parts: int = 0  # those of a chat that is a plain prompt as its template changes them
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
     salt: bytes = field(default=b"", repr=False)
     is_composed: bool = False  # of pieces: outputs show what the ids decode to where there is no text
 
 
-def parse_prompt(prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
-    """Tokenize and check a prompt.
+def parse_prompt(
+    prompt: PromptType | ParsedPrompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> ParsedPrompt:
+    """Tokenize and check a prompt; one that is parsed already is only checked.
 
     Raises ValueError or TypeError naming the field and the fix; nothing has been scheduled by then.
     """
+    if isinstance(prompt, ParsedPrompt):
+        _plain(prompt.token_ids, prompt.text, vocab_size)
+        return prompt
     if isinstance(prompt, str):
         return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):

@@ -65,7 +65,8 @@ class BlendStats:
     `num_exact_tokens` is the leading part that needed no repair (a true prefix), `num_reused_tokens` those whose KV
     came from stored chunks and stayed as it was, `num_recomputed_tokens` those the model computed again or for the
     first time. `retained`: the context was found as it had been blended for an earlier prompt, and only the suffix was
-    computed.
+    computed. `num_merged_parts` counts the text parts of a chat that share a token with the text beside them: such a
+    token is computed, and a part without a token of its own is no chunk.
     """
 
     selector: str
@@ -75,6 +76,7 @@ class BlendStats:
     num_chunks: int
     recompute_ratio: float  # as asked for
     retained: bool = False
+    num_merged_parts: int = 0
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vllm_blend.chunks.chat import conversation
+from vllm_blend.chunks.chat import conversation, render
 from vllm_blend.chunks.chunk import ChunkType
 from vllm_blend.chunks.composition import ChunkComposition, composition_key, matching_prefix
 from vllm_blend.core.block_manager import BlockManager, chain_digest
@@ -112,12 +112,8 @@ def _seam(engine: LLMEngine, composition: ChunkComposition, chat_template: str |
     texts = {
         message: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for message, ids in contents.items()
     }
-    text = tokenizer.apply_chat_template(
-        conversation(texts.get("system"), texts["user"]),
-        chat_template=chat_template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    whole = list(tokenizer.encode(str(text), add_special_tokens=False))
+    messages = conversation(texts.get("system"), texts["user"])
+    text = render(tokenizer, messages, chat_template, add_generation_prompt=True)
+    whole = list(tokenizer.encode(text, add_special_tokens=False))
     ids = composition.token_ids
     return None if whole == ids else matching_prefix(whole, ids)

@@ -137,7 +137,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: PromptType,
+        prompt: PromptType | ParsedPrompt,
         params: SamplingParams,
         arrival_time: float | None = None,
         final_only: bool = False,
@@ -232,6 +232,8 @@ class LLMEngine:
             hooks["check"] = False
         group = RequestGroup(request_id, parsed, metrics, requests, final_only, on_end=on_end)
         self._groups[request_id] = group
+        self.metrics.chat_parts_merged += parsed.num_merged_parts
+        self.metrics.chat_parts_unfound += parsed.num_unfound_parts
         self.processor.groups |= dict.fromkeys(requests, group)
         if self.kv_compression is not None:
             self.kv_compression.begin(requests, compression)

@@ -37,6 +37,8 @@ class EngineMetrics:
     blended_prompts: int = 0
     blend_reused_tokens: int = 0
     blend_recomputed_tokens: int = 0
+    chat_parts_merged: int = 0
+    chat_parts_unfound: int = 0
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
@@ -52,6 +54,8 @@ class EngineMetrics:
             "vllm_blend:blended_prompts": self.blended_prompts,
             "vllm_blend:blend_reused_tokens": self.blend_reused_tokens,
             "vllm_blend:blend_recomputed_tokens": self.blend_recomputed_tokens,
+            "vllm_blend:chat_parts_merged": self.chat_parts_merged,
+            "vllm_blend:chat_parts_unfound": self.chat_parts_unfound,
             "vllm:spec_decode_num_drafts": self.spec_drafts,
             "vllm:spec_decode_num_draft_tokens": self.spec_draft_tokens,
             "vllm:spec_decode_num_accepted_tokens": self.spec_accepted_tokens,

@@ -90,6 +90,7 @@ class OutputProcessor:
             num_exact_tokens=plan.num_exact,
             num_chunks=len(group.parsed.chunk_bounds),
             recompute_ratio=plan.ratio,
+            num_merged_parts=group.parsed.num_merged_parts,
         )
 
     def record_retained(self, group: RequestGroup, composition: CompositionKey, asked: BlendPlan) -> None:
@@ -103,6 +104,7 @@ class OutputProcessor:
                 num_chunks=len(group.parsed.chunk_bounds),
                 recompute_ratio=asked.ratio,
                 retained=True,
+                num_merged_parts=group.parsed.num_merged_parts,
             )
 
     def output(self, group: RequestGroup) -> RequestOutput:

@@ -7,18 +7,20 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_whole
+from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
+from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
 from vllm_blend.engine.own_device import current
-from vllm_blend.inputs import PromptType, TokensPrompt
+from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.outputs import CompletionOutput, RequestOutput
@@ -93,29 +95,48 @@ class LLM:
         messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete conversations, rendered by the tokenizer's chat template (or the one given)."""
-        tokenizer = self.get_tokenizer()
-        if chat_template is None and tokenizer.chat_template is None:
-            raise ValueError(
-                "the tokenizer has no chat template: give chat_template, or use generate() with plain prompts"
-            )
-        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        prompts: list[PromptType] = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **template_kwargs,
-            )
-            # The template writes the special tokens itself.
-            ids = list(tokenizer.encode(str(text), add_special_tokens=False))
-            prompts.append(TokensPrompt(prompt=str(text), prompt_token_ids=ids))
+        """Complete a conversation, or several, rendered by the tokenizer's chat template (or the one given).
+
+        The content of a message is a string or a list of text parts; `chat_template_content_format` says whether the
+        template gets these joined by newlines ("string") or as a list ("openai"), "auto" finds out what it reads.
+        `chat_template_kwargs` are variables of the template.
+
+        With `enable_blending`, the text parts of user and tool messages are chunks, whatever order they come in; the
+        last part that a user wrote is the question, which is always computed. Token ids are those of the whole
+        conversation all the same. `output.blend` says what was reused, and how many parts share a token with their
+        neighbour. Where the template changes the text of parts, a warning says so and the prompt is a plain one.
+
+        Raises ValueError or TypeError that names what is wrong with a message or an argument before anything runs.
+        """
+        unsupported = {
+            "lora_request": lora_request,
+            "tokenization_kwargs": tokenization_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        for name, value in unsupported.items():
+            if value:
+                raise ValueError(f"{name}={value!r} is not supported by this engine: leave it out")
+        template = make_chat_template(
+            self.get_tokenizer(),
+            chat_template,
+            chat_template_content_format,
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+        )
+        blends = self.llm_engine.config.blend.enable_blending
+        prompts: list[Any] = [*chat_prompts(template, parse_conversations(messages), blends)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:

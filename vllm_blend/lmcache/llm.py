@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
 from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
@@ -71,30 +72,22 @@ class LLM(BlendLLM):
         return outputs
 
     def chat(
-        self,
-        messages: ChatMessages | Sequence[ChatMessages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., tqdm] = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        self, messages: ChatMessages | Sequence[ChatMessages], *arguments: Any, **options: Any
     ) -> list[RequestOutput]:
-        """As in the base class, for plain messages: a template is written around strings and loses their pieces.
+        """As in the base class, for messages without separators: these are for `generate`, while in a chat every text
+        part of a message is a piece.
 
-        Raises ValueError where a message has some.
+        Raises ValueError where a text has several pieces.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         separator = self.lmcache_config.separator
-        for message in (message for conversation in conversations for message in conversation):
-            content = message.get("content") if isinstance(message, dict) else None
-            if self._blends and isinstance(content, str) and len(split_prompt(content, separator)) > 1:
-                raise ValueError(
-                    "a message is made of several pieces, which chat() cannot blend: write the template's text as the "
-                    "first and the last piece of combine_input_prompt_chunks, and use generate()"
-                )
-        return super().chat(
-            messages, sampling_params, use_tqdm, chat_template, add_generation_prompt, **template_kwargs
-        )
+        texts = [text for each in parse_conversations(messages) for message in each for text in message.texts]
+        if self._blends and any(len(split_prompt(text, separator)) > 1 for text in texts):
+            raise ValueError(
+                "a message is made of several pieces, which chat() cannot blend: give them as the text parts of the "
+                "message's content, or write the template's text as the first and the last piece of "
+                "combine_input_prompt_chunks, and use generate()"
+            )
+        return super().chat(messages, *arguments, **options)
 
     def _pieces(self, prompt: PromptType) -> tuple[str, ...] | None:
         """Return the pieces of a prompt that may have some, None where it is left as it is."""

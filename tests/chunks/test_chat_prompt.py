@@ -1,0 +1,163 @@
+"""Conversations as prompts: the template's own token ids, cut at the edges of text parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
+from tests.engine.tiny_tokenizers import byte_fallback, byte_level, slow
+from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
+from vllm_blend.chunks.content_format import detect_content_format, template_variables
+from vllm_blend.chunks.messages import parse_conversations
+from vllm_blend.inputs import ParsedPrompt
+
+LISTS = (
+    "{% for m in messages %}{{ '<|sep|>' + m['role'] + '\n' }}{% for part in m['content'] %}{{ part['text'] }}"
+    "{% endfor %}{{ '</s>\n' }}{% endfor %}{% if add_generation_prompt %}<|sep|>assistant\n{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Answer the question."}
+PASSAGES = ["The quick brown fox jumps over the lazy dog.", " Where did the dog go?\n\n", "naïve café, 敏捷的 😀😃\n"]
+QUESTION = "def f(x):\n    return x"
+CALL = {"type": "function", "id": "a", "function": {"name": "search", "arguments": '{"q": "dog"}'}}
+
+
+def parts(*texts: str, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "parts": [SYSTEM, parts(*PASSAGES, QUESTION)],
+    "turns": [parts(PASSAGES[0], "Where?"), {"role": "assistant", "content": "Over it."}, parts(PASSAGES[1], QUESTION)],
+    "tools": [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        parts(*PASSAGES, role="tool"),
+    ],
+}
+
+
+def trimmed_offsets() -> PreTrainedTokenizerBase:
+    """As Llama 3 and GPT-2: white space is in tokens, but not in the offsets that the tokenizer gives."""
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def prompt_of(
+    messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+) -> ParsedPrompt:
+    arguments: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False} | options
+    made = make_chat_template(tokenizer or byte_level(), template, "auto", None, None, **arguments)
+    [prompt] = chat_prompts(made, parse_conversations(messages), True)
+    return prompt
+
+
+def chunk_texts(prompt: ParsedPrompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    backend = (tokenizer or byte_level()).backend_tokenizer
+    return [backend.decode(prompt.token_ids[a:b], skip_special_tokens=False) for a, b in prompt.chunk_bounds]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback, trimmed_offsets])
+@pytest.mark.parametrize("template", [LLAMA3_LIKE, CHATML_LIKE, LISTS], ids=["llama3", "chatml", "lists"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_ids_are_the_templates_and_chunks_are_the_parts(name: str, template: str, tokenizer: Any) -> None:
+    messages = CONVERSATIONS[name]
+    prompt = prompt_of(messages, template, tokenizer())
+    as_lists = template is LISTS
+    given = []
+    for message in messages:
+        content = message["content"] or []
+        listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        given.append(message | {"content": listed if as_lists else "\n".join(part["text"] for part in listed)})
+    options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+    assert prompt.token_ids == tokenizer().apply_chat_template(given, tokenize=True, **options)
+    assert prompt.text == tokenizer().apply_chat_template(given, tokenize=False, **options)
+    expected = {"parts": PASSAGES, "turns": [PASSAGES[0], "Where?", PASSAGES[1]], "tools": PASSAGES}[name]
+    texts = chunk_texts(prompt, tokenizer())
+    assert len(texts) == len(expected) and prompt.num_unfound_parts == 0
+    if prompt.num_merged_parts == 0 and tokenizer is byte_level:
+        assert [text.strip() for text in texts] == [part.strip() for part in expected]
+        assert texts == expected or template is LLAMA3_LIKE  # which strips the ends of a message
+    for text, part in zip(texts, expected, strict=True):
+        assert text.strip() in part and len(part.strip()) - len(text.strip()) <= 2 * prompt.num_merged_parts
+    edges = [edge for bounds in prompt.chunk_bounds for edge in bounds]
+    assert edges == sorted(edges) and edges[-1] < len(prompt.token_ids)
+
+
+def test_a_token_over_a_seam_belongs_to_neither_part() -> None:
+    """The parts keep what is wholly theirs; one that has nothing is no chunk. All of them are counted."""
+    prompt = prompt_of([parts("The quick brown f", "o", "x jumps", QUESTION)], LISTS)
+    whole = prompt_of([parts("The quick brown fox jumps" + QUESTION)], LISTS)
+    assert prompt.token_ids == whole.token_ids and whole.chunk_bounds == ()
+    assert chunk_texts(prompt) == ["The quick brown", " jumps"] and prompt.num_merged_parts == 3
+    clean = prompt_of([parts("The quick brown", " fox", " jumps", QUESTION)], LISTS)
+    assert chunk_texts(clean) == ["The quick brown", " fox", " jumps"] and clean.num_merged_parts == 0
+
+
+def test_the_last_token_is_no_chunks() -> None:
+    """The answer follows it. Without a question of a user's, everything else is a chunk."""
+    messages = [parts(*PASSAGES[:2], role="tool")]
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert chunk_texts(prompt_of(messages, bare, add_generation_prompt=False)) == [PASSAGES[0]]
+    assert chunk_texts(prompt_of(messages, bare + ":")) == PASSAGES[:2]
+
+
+def test_strings_blank_parts_and_repetitions() -> None:
+    """A string is one part; what a user wrote last is the question, whatever empty text follows; equal parts are found
+    where they stand, also when other messages quote them."""
+    quote = {"role": "assistant", "content": PASSAGES[0]}
+    messages = [{"role": "user", "content": PASSAGES[0]}, quote, parts(PASSAGES[0], "", PASSAGES[0], QUESTION, " \n")]
+    prompt = prompt_of(messages, CHATML_LIKE)
+    assert chunk_texts(prompt) == [PASSAGES[0]] * 3
+    text = byte_level().decode(prompt.token_ids[: prompt.chunk_bounds[1][0]])
+    assert text.count(PASSAGES[0]) == 2 and text.endswith("user\n")
+    assert prompt_of([{"role": "user", "content": QUESTION}], CHATML_LIKE).chunk_bounds == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}:", byte_level),
+        ("{{ messages[-1].content }}{{ messages[-1].content }}:", byte_level),
+        ("{{ raise_exception('marks') if '0x' in messages[0].content }}{{ messages[0].content }}:", byte_level),
+        (CHATML_LIKE, slow),
+    ],
+    ids=["changed", "twice", "refuses marks", "slow tokenizer"],
+)
+def test_parts_that_cannot_be_found(template: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompt = prompt_of([parts(*PASSAGES, QUESTION)], template, tokenizer())
+    assert prompt.token_ids == tokenizer().encode(prompt.text, add_special_tokens=False)
+    assert (prompt.chunk_bounds, prompt.num_unfound_parts, prompt.num_merged_parts) == ((), 3, 0)
+    assert "1 of 1 conversations (the first is number 0) are plain prompts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML_LIKE, "string"),
+        (LISTS, "openai"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "string"),
+        (
+            "{% set rest = messages[1:] %}{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
+            "openai",
+        ),
+        (
+            "{% for m in messages %}{% for c in m['content'] | list %}{{ c }}{% continue %}{% endfor %}{% endfor %}",
+            "openai",
+        ),
+        ("{% for m in messages %}{% for t in m.tool_calls %}{{ t }}{% endfor %}{{ m.content }}{% endfor %}", "string"),
+        ("{% for m in tools %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}{{ messages }}", "string"),
+    ],
+)
+def test_the_content_format_is_what_the_template_loops_over(template: str, expected: str) -> None:
+    assert detect_content_format(template) == expected
+
+
+def test_the_variables_of_a_template() -> None:
+    template = "{% set x = thinking %}{% for m in messages %}{{ m.content if x else tools }}{% endfor %}"
+    assert template_variables(template) == {"thinking", "messages", "tools"}

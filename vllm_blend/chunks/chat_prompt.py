@@ -1,0 +1,223 @@
+"""From a conversation to a prompt: the chat template's text, tokenized once, in which text parts are chunks.
+
+With blending on, every text part of a user's or a tool's message is a chunk, except the last part that a user wrote: it
+is the question, which is always computed, as are the template's own text and the assistant's messages. Token ids are
+those of the whole conversation. A token that reaches over the edge of a part belongs to the text between the parts; a
+part without a token of its own is merged with that text altogether.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.chunks.chat import TEMPLATE_ERRORS, between_marks, render
+from vllm_blend.chunks.content_format import detect_content_format, template_variables
+from vllm_blend.chunks.messages import ContentFormat, Message
+from vllm_blend.inputs import ParsedPrompt
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROLES = ("user", "tool")
+_PART = "ThePartSays0x5d2c90e7n{}e"
+_FLAGS = frozenset(("add_generation_prompt", "continue_final_message"))
+# Arguments of `apply_chat_template` that are no variables of a template: they would change what it returns.
+_RESERVED = (
+    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    - _FLAGS
+    - {
+        "tools",
+        "documents",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template, or the one given, and what it is rendered with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    content_format: ContentFormat
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[Message], texts: Sequence[Sequence[str]] | None = None) -> str:
+        """Return the text of a conversation, with its own texts or with others in their places."""
+        own = [message.texts for message in messages] if texts is None else texts
+        rendered = [m.render(self.content_format, each) for m, each in zip(messages, own, strict=True)]
+        return render(self.tokenizer, rendered, self.text, **self.options)
+
+    @cached_property
+    def unused(self) -> list[str]:
+        """The options that the template does not read."""
+        known = template_variables(self.text) | _FLAGS
+        return [name for name, value in self.options.items() if value is not None and name not in known]
+
+
+def make_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    content_format: Literal["auto", "string", "openai"],
+    tools: Sequence[Any] | None,
+    template_kwargs: dict[str, Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> ChatTemplate:
+    """Check the arguments of `LLM.chat` that say how conversations are rendered.
+
+    Raises ValueError or TypeError that names the argument.
+    """
+    if content_format not in ("auto", "string", "openai"):
+        raise ValueError(
+            f"chat_template_content_format={content_format!r} is unknown: use 'auto', 'string' or 'openai'"
+        )
+    if not isinstance(chat_template, str | None):
+        raise TypeError(f"chat_template is a {type(chat_template).__name__}: give the template's text")
+    given = {} if template_kwargs is None else template_kwargs
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"chat_template_kwargs={given!r}: give a dict of the template's variables")
+    if reserved := sorted(_RESERVED.intersection(given)):
+        raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}: give the template's own variables alone")
+    if tools is not None and (isinstance(tools, (str, bytes, dict)) or not isinstance(tools, Sequence)):
+        raise TypeError(f"tools is a {type(tools).__name__}: give a list of tools")
+    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    options = {"tools": tools, **flags, **given}
+    if options["add_generation_prompt"] and options["continue_final_message"]:
+        raise ValueError(
+            "add_generation_prompt and continue_final_message exclude each other: give add_generation_prompt=False to "
+            "have the final message continued"
+        )
+    if chat_template is None and tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give chat_template, or use generate() with plain prompts")
+    text = tokenizer.get_chat_template(chat_template, tools=options["tools"])
+    try:
+        detected = detect_content_format(text)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the chat template cannot be parsed: {error}") from error
+    template = ChatTemplate(tokenizer, text, detected if content_format == "auto" else content_format, options)
+    if template.unused:
+        logger.warning("the chat template does not read %s: leave out what changes nothing", ", ".join(template.unused))
+    return template
+
+
+def chat_prompts(
+    template: ChatTemplate, conversations: Sequence[Sequence[Message]], blends: bool
+) -> list[ParsedPrompt]:
+    """Return the prompts of conversations; with `blends`, their parts are chunks.
+
+    Raises ValueError when the template refuses a conversation.
+    """
+    prompts = []
+    for index, messages in enumerate(conversations):
+        try:
+            text = template.render(messages)
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
+        prompts.append(_chat_prompt(template, messages, text, blends))
+    if lost := [index for index, prompt in enumerate(prompts) if prompt.num_unfound_parts]:
+        logger.warning(
+            "%d of %d conversations (the first is number %d) are plain prompts without any chunks: the chat template "
+            "changes the text of their parts, or the tokenizer does not say which text a token stands for",
+            len(lost),
+            len(prompts),
+            lost[0],
+        )
+    return prompts
+
+
+def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str, blends: bool) -> ParsedPrompt:
+    ids = list(template.tokenizer.encode(text, add_special_tokens=False))  # the template writes special tokens itself
+    places = _chunk_places(messages) if blends else []
+    if not places:
+        return ParsedPrompt(ids, text)
+    spans = _find_parts(template, messages, places, text)
+    offsets = None if spans is None else _token_offsets(template.tokenizer, text, ids)
+    if spans is None or offsets is None:
+        return ParsedPrompt(ids, text, num_unfound_parts=len(places))
+    starts, stops = offsets
+    bounds, num_merged = [], 0
+    for start, stop in spans:
+        first, last = bisect_left(starts, start), bisect_right(stops, stop)
+        num_merged += (first > 0 and stops[first - 1] > start) or (last < len(ids) and starts[last] < stop)
+        if first < last < len(ids):  # the last token of a prompt is computed: the answer follows it
+            bounds.append((first, last))
+    return ParsedPrompt(ids, text, tuple(bounds), num_merged_parts=num_merged)
+
+
+def _chunk_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Return where the texts are that are chunks: (message, part)."""
+    places = [
+        (index, part)
+        for index, message in enumerate(messages)
+        if message.role in CHUNK_ROLES
+        for part, text in enumerate(message.texts)
+        if text.strip()
+    ]
+    question = max((place for place in places if messages[place[0]].role == "user"), default=None)
+    return [place for place in places if place != question]
+
+
+def _find_parts(
+    template: ChatTemplate, messages: Sequence[Message], places: Sequence[tuple[int, int]], text: str
+) -> list[tuple[int, int]] | None:
+    """Return where the parts stand in the text of the whole conversation: (start, stop) in characters. None where they
+    do not stand there once each, in order and unchanged.
+
+    The template is rendered again with marks in the places of the parts. White space around a part stays with its
+    mark, as many templates strip it.
+    """
+    marks = {place: _PART.format(number) for number, place in enumerate(places)}
+    parts = [messages[index].texts[part] for index, part in places]
+    cores = [part.strip() for part in parts]
+    texts = [list(message.texts) for message in messages]
+    for (index, part), mark in marks.items():
+        texts[index][part] = texts[index][part].replace(texts[index][part].strip(), mark, 1)
+    try:
+        between = between_marks(template.render(messages, texts), list(marks.values()))
+    except (*TEMPLATE_ERRORS, ValueError):  # the template takes the texts, but not the marks
+        return None
+    if between is None or between[0] + "".join(map(str.__add__, cores, between[1:])) != text:
+        return None
+    spans, position, taken = [], 0, 0
+    for number, (whole, core) in enumerate(zip(parts, cores, strict=True)):
+        before, after = whole[: whole.index(core)], whole[len(whole.rstrip()) :]
+        position += len(between[number])
+        start = position - len(before) if between[number][taken:].endswith(before) else position
+        position += len(core)
+        taken = len(after) if between[number + 1].startswith(after) else 0
+        spans.append((start, position + taken))
+    return spans
+
+
+def _token_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Return where the text of every token starts and stops; None where the tokenizer does not know."""
+    if not tokenizer.is_fast:
+        return None
+    encoding = _offset_tokenizer(tokenizer, len(tokenizer)).encode(text, add_special_tokens=False)
+    if encoding.ids != ids:
+        return None
+    starts, stops = zip(*encoding.offsets, strict=True)
+    return list(starts), list(stops)
+
+
+@lru_cache(maxsize=4)
+def _offset_tokenizer(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer:
+    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. Post-processors of byte-level
+    tokenizers leave white space out of them."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.post_processor = None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend

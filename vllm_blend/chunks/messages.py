@@ -1,0 +1,134 @@
+"""Messages of a conversation: checked before any work starts, and their contents as texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ContentFormat = Literal["string", "openai"]
+
+# What a content part of text is called, in OpenAI's APIs, and the key of its text.
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message whose content is `texts`, one for each of its parts; a content that is a string has one part. `fields`
+    are its other keys, the role among them."""
+
+    fields: Mapping[str, Any]
+    texts: tuple[str, ...]
+
+    @property
+    def role(self) -> str:
+        return str(self.fields["role"])
+
+    def render(self, content_format: ContentFormat, texts: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the message as templates want it, with its own texts or others: one string, in which parts are joined
+        by newlines, or a list of parts."""
+        texts = self.texts if texts is None else texts
+        if content_format == "openai":
+            return {**self.fields, "content": [{"type": "text", "text": text} for text in texts]}
+        return {**self.fields, "content": "\n".join(texts)}
+
+
+def parse_conversations(messages: Any) -> list[list[Message]]:
+    """Check a conversation, or a list of conversations, and return its messages.
+
+    Raises TypeError or ValueError that names the message, what is wrong with it and what to do.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(
+            f"messages is a {type(messages).__name__}: give a list of messages, "
+            "[{'role': 'user', 'content': '...'}], or a list of such lists"
+        )
+    _check_not_empty(messages, "messages")
+    if isinstance(messages[0], Mapping):
+        return [_parse_conversation(messages, "messages")]
+    return [_parse_conversation(each, f"messages[{index}]") for index, each in enumerate(messages)]
+
+
+def _parse_conversation(messages: Any, name: str) -> list[Message]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"{name} is a {type(messages).__name__}: give a list of messages, or lists of messages alone")
+    _check_not_empty(messages, name)
+    return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_not_empty(messages: Sequence[Any], name: str) -> None:
+    if not messages:
+        raise ValueError(f"{name} is an empty list: a conversation needs at least one message")
+
+
+def _parse_message(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{name} is a {type(message).__name__}: give a dict with 'role' and 'content'")
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise ValueError(f"{name} has the role {message.get('role')!r}: give a string such as 'user' or 'assistant'")
+    fields = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
+    if message.get("tool_calls"):  # templates take an empty list for a message with calls
+        fields["tool_calls"] = _parse_tool_calls(message["tool_calls"], f"{name}['tool_calls']")
+    content = message.get("content")
+    if content is None:
+        if "tool_calls" in fields and message["role"] == "assistant":
+            return Message(fields, ())
+        raise ValueError(
+            f"{name} has no content, which only an assistant's message with tool_calls may leave out: give a string or "
+            "a list of text parts"
+        )
+    return Message(fields, tuple(_texts(content, f"{name}['content']")))
+
+
+def _texts(content: Any, name: str) -> list[str]:
+    if isinstance(content, str):
+        return [_checked(content, name)]
+    if isinstance(content, (bytes, Mapping)) or not isinstance(content, Sequence):
+        raise TypeError(f"{name} is a {type(content).__name__}: give a string or a list of text parts")
+    return [_text(part, f"{name}[{index}]") for index, part in enumerate(content)]
+
+
+def _text(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return _checked(part, name)
+    if not isinstance(part, Mapping):
+        raise TypeError(f"{name} is a {type(part).__name__}: give {{'type': 'text', 'text': '...'}}")
+    kind = part.get("type")
+    if kind not in _TEXT_KEYS:
+        raise ValueError(
+            f"{name} is of type {kind!r}, but this engine takes text alone: give {{'type': 'text', 'text': '...'}}"
+        )
+    return _checked(part.get(_TEXT_KEYS[kind]), f"{name}[{_TEXT_KEYS[kind]!r}]")
+
+
+def _checked(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} is a {type(text).__name__}: give a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a surrogate pair, which is no character: {error}") from error
+    return text
+
+
+def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Return tool calls with arguments as dicts, which templates expect; OpenAI's API has them as JSON."""
+    if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+        raise TypeError(f"{name} is a {type(calls).__name__}: give a list of calls")
+    parsed = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{name}[{index}] is no call of a function: give {{'type': 'function', 'function': {{'name': '...', "
+                "'arguments': '{...}'}}"
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(f"{name}[{index}]['function']['arguments'] is not valid JSON: {error}") from error
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
