@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -88,6 +89,13 @@ def test_what_only_vllm_has_is_refused_by_name_unless_it_asks_for_nothing():
         assert str(refusal.value) == f"{name}='something else' is not supported: {parameter.reason}"
     with pytest.raises(ValueError, match="best_of=3 is not supported: give n"):
         SamplingParams(n=2, best_of=3)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(SamplingParams) if str(field.type) == "bool"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_switches_are_true_or_false(field: str, value: Any):
+    with pytest.raises(TypeError, match=f"{field}={value!r} must be True or False"):
+        params_with(field, value)
 
 
 def test_accepted_spellings():

@@ -21,6 +21,13 @@ _COMPRESSION = (
     "num_sinks",
     "compress_once",
 )
+_SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
 
@@ -87,6 +94,9 @@ class SamplingParams:
     compress_once: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         _integer("n", self.n, 1)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from vllm_blend import EngineArgs
+from vllm_blend import BlendConfig, EngineArgs
 
 
 def parse(*flags: str) -> EngineArgs:
@@ -56,3 +60,52 @@ def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     assert "--attention-backend" in capsys.readouterr().out
+
+
+# By how a field is declared: values of other types, and some of its own. Whether None fits follows from "| None".
+OF_TYPE: dict[str, tuple[list[Any], list[Any]]] = {
+    "bool": (["no", "true", 0, 1, 0.0, []], [True, False]),
+    "int": ([True, "16", 2.5, 16.0, float("nan"), [16]], [16, np.int64(16)]),
+    "float": ([True, "0.5", float("nan"), float("inf"), [0.5]], [0.5, 1, np.float32(0.5)]),
+    "str": ([1, True, 0.5, ["a"], b"a"], ["a"]),
+    "str | torch.dtype": ([1, True, torch.device("cpu")], ["auto", torch.float32]),
+    "str | torch.device": ([1, True, torch.float32], ["cpu", torch.device("cpu")]),
+    "list[int]": (["12", 1, [1.5], [True], [None], {1: 2}], [[1, 2], (1,), [np.int32(3)]]),
+    "list[float]": (["0.5", 0.5, ["0.5"], [True]], [[0.5, 1], (0.5,)]),
+    "dict[str, Any]": (["{}", [], [("a", 1)], {1: 2}], [{"a": 1}, {}]),
+    "LoadFormat": ([1, "sideways", True, ["auto"]], ["auto", "dummy"]),
+    "ChunkDevice": (["tpu", 0], ["cpu"]),
+    "ChunkFormat": (["int4", 8], ["fp8"]),
+    "OffloadMode": (["no", False], ["exact"]),
+    "Aggregation": (["L3", 2], ["L1-avg"]),
+    "AllocationChoice": (["row", 1], ["head"]),
+    "SchedulingPolicy": (["lifo", 1], ["priority"]),
+}
+OPTIONAL_IN_VLLM = {"attention_backend", "block_size", "enable_prefix_caching", "max_num_seqs", "seed"}
+
+
+@pytest.mark.parametrize("name, declared", [(field.name, str(field.type)) for field in fields(EngineArgs)])
+def test_every_option_is_checked_by_its_type(name: str, declared: str) -> None:
+    plain = declared.removesuffix(" | None")
+    wrong, right = OF_TYPE[plain]
+    none_fits = plain != declared or name in OPTIONAL_IN_VLLM
+    for value in [*wrong, *([] if none_fits else [None])]:
+        with pytest.raises(
+            ValueError, match=rf"^{name}=.* (is unknown: use one of .*|must be .*, not {type(value).__name__})$"
+        ):
+            EngineArgs(**({"model": "m"} | {name: value}))
+    for value in right:
+        assert getattr(EngineArgs(**({"model": "m"} | {name: value})), name) == value
+    if none_fits:
+        default = next(field.default for field in fields(EngineArgs) if field.name == name)
+        assert getattr(EngineArgs(**({"model": "m"} | {name: None})), name) == default
+
+
+def test_paths_count_as_text_and_configs_made_by_hand_are_checked_too() -> None:
+    assert EngineArgs(Path("folder"), chunk_store_path=Path("store")).chunk_store_path == "store"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"BlendConfig\.enable_blending='no' must be True or False, not str"):
+        BlendConfig(enable_blending="no")  # type: ignore[arg-type]
+    changed = EngineArgs("m")
+    changed.enforce_eager = "no"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"ModelConfig\.enforce_eager='no'"):
+        changed.create_engine_config()

@@ -35,7 +35,7 @@ PROMPT = {"prompt_token_ids": [(5 * i + 2) % TINY_VOCABULARY for i in range(30)]
         ({"kvc_metric": "guess"}, "kvc_metric='guess' is unknown: use one of .*keydiff"),
         ({"metric_aggregation": "L3"}, "metric_aggregation='L3' is unknown"),
         ({"kvc_allocation": "row"}, "kvc_allocation='row' is unknown"),
-        ({"kvc_metric": ["knorm"]}, r"kvc_metric=\['knorm'\] must be the name"),
+        ({"kvc_metric": ["knorm"]}, r"kvc_metric=\['knorm'\] must be a string"),
         (
             {"kvc_metric": "snapkv", "metric_aggregation": "L1-sum"},
             "metric_aggregation='L1-sum' means nothing to .*snap",

@@ -25,11 +25,11 @@ def config(**arguments: Any) -> EngineConfig:
         ({"num_speculative_tokens": 3}, "no method: give one"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens=-1 must be a positive number"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be a positive number"),
-        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must be a positive"),
-        ({"method": "ngram", "num_speculative_tokens": None}, "num_speculative_tokens=None must be a positive"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must be a whole number"),
+        ({"method": "ngram", "num_speculative_tokens": None}, "num_speculative_tokens=None must be a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens=65 is above 64"),
         ({"method": "ngram", "prompt_lookup_max": -2}, "prompt_lookup_max=-2 must be a positive number"),
-        ({"method": "ngram", "prompt_lookup_min": 1.5}, "prompt_lookup_min=1.5 must be a positive number"),
+        ({"method": "ngram", "prompt_lookup_min": 1.5}, "prompt_lookup_min=1.5 must be a whole number"),
         ({"method": "ngram", "prompt_lookup_min": 4}, "prompt_lookup_min=4 and prompt_lookup_max=3"),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max is no setting of method='suffix'"),
         ({"method": "ngram", "draft_length": 4}, "no option 'draft_length': use method, num_speculative_tokens"),
@@ -41,7 +41,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_no_dict_is_refused() -> None:
-    with pytest.raises(TypeError, match="speculative_config is a str: give a dict"):
+    with pytest.raises(ValueError, match="speculative_config='ngram' must be a dict"):
         config(speculative_config="ngram")
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
+from vllm_blend.checks import check_field_types
 from vllm_blend.config import (
     BlendConfig,
     CacheConfig,
@@ -99,14 +103,15 @@ class EngineArgs:
     `ChunkStoreConfig`, `KVCompressConfig`).
 
     vLLM's arguments that do not exist here may be None or have vLLM's default; other values are a ValueError with the
-    reason (see `UNSUPPORTED_ENGINE_ARGS`). Unknown names are a TypeError.
+    reason (see `UNSUPPORTED_ENGINE_ARGS`). Unknown names are a TypeError, values of another type than the declared one
+    a ValueError.
     """
 
     model: str
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
-    dtype: Any = "auto"
-    device: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device = "auto"
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -170,8 +175,12 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in _NONE_IN_VLLM and getattr(self, field.name) is None:
+            value = getattr(self, field.name)
+            if value is None and field.name in _NONE_IN_VLLM:
                 setattr(self, field.name, field.default)
+            elif isinstance(value, os.PathLike):
+                setattr(self, field.name, os.fspath(value))
+        check_field_types(self)
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

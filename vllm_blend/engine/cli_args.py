@@ -37,10 +37,11 @@ def given(namespace: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def _parsing(hint: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a type: bool, int, float, str, Literal, list of those, dict (JSON), or any of
-    them or None."""
+    """Return the arguments of `add_argument` for a type: bool, int, float, str, Literal, list of those, dict (JSON),
+    any of them or None, or str or another class."""
     if get_origin(hint) in (Union, UnionType):
-        [hint] = [option for option in get_args(hint) if option is not NoneType]
+        options = [option for option in get_args(hint) if option is not NoneType]
+        hint = str if str in options else options[0]
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:
@@ -49,7 +50,7 @@ def _parsing(hint: Any) -> dict[str, Any]:
         return {"type": get_args(hint)[0], "nargs": "+", "metavar": "N"}
     if get_origin(hint) is dict:
         return {"type": _json_object, "metavar": "JSON"}
-    return {"type": str if hint is Any else hint, "metavar": "X"}
+    return {"type": hint, "metavar": "X"}
 
 
 def _json_object(text: str) -> dict[str, Any]:

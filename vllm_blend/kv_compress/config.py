@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from vllm_blend.checks import is_number, is_whole, require
+from vllm_blend.checks import check_field_types, require
 from vllm_blend.kv_compress.metrics import METRICS, EvictionMetric, make_metric, setting_names
 
 Allocation = Literal["global", "layer", "head"]
@@ -15,9 +15,9 @@ Aggregation = Literal["L1-sum", "L1-avg", "L2-sum", "L2-avg"]
 
 
 def _count(of: Any, name: str, least: int) -> None:
-    """Raises ValueError where a field of a frozen dataclass is no count; else it is an int, whatever NumPy gave."""
+    """Check that a field of a frozen dataclass is at least `least`, and make it Python's int."""
     value = getattr(of, name)
-    require(is_whole(value) and value >= least, f"{name}={value!r} must be a whole number of at least {least}")
+    require(value >= least, f"{name}={value} must be a whole number of at least {least}")
     object.__setattr__(of, name, int(value))
 
 
@@ -37,14 +37,15 @@ class CompressionSettings:
     compress_once: bool = False
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         rate, budget = self.target_compression_rate, self.max_cache_tokens
         require(
             rate is None or budget is None,
             f"target_compression_rate={rate} and max_cache_tokens={budget} are both given: keep one of them",
         )
         require(
-            rate is None or (is_number(rate) and 0 < rate <= 1),
-            f"target_compression_rate={rate!r} is the share of KVs that is kept: use a number in (0, 1]",
+            rate is None or 0 < rate <= 1,
+            f"target_compression_rate={rate} is the share of KVs that is kept: use a number in (0, 1]",
         )
         if rate is not None:
             object.__setattr__(self, "target_compression_rate", float(rate))
@@ -58,7 +59,6 @@ class CompressionSettings:
                 f"max_cache_tokens={budget} is below what is never evicted, protected_window_size="
                 f"{self.protected_window_size} and num_sinks={self.num_sinks} tokens: raise it, or lower these",
             )
-        require(isinstance(self.compress_once, bool), f"compress_once={self.compress_once!r} must be True or False")
 
     @property
     def evicts(self) -> bool:
@@ -103,6 +103,7 @@ class KVCompressConfig:
     kvc_allocation: AllocationChoice = "auto"
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         given = self.settings.target_compression_rate, self.settings.max_cache_tokens
         for name, value in zip(("target_compression_rate", "max_cache_tokens"), given, strict=True):
             require(
@@ -115,12 +116,6 @@ class KVCompressConfig:
         _count(self, "max_kv_per_compression", 1)
         _count(self, "metric_collection_buffer_size", 0)
         _count(self, "prefill_metric_collection_window_size", 1)
-        require(isinstance(self.kvc_metric, str), f"kvc_metric={self.kvc_metric!r} must be the name of a metric")
-        for name, choice, known in (
-            ("metric_aggregation", self.metric_aggregation, get_args(Aggregation)),
-            ("kvc_allocation", self.kvc_allocation, get_args(AllocationChoice)),
-        ):
-            require(choice in known, f"{name}={choice!r} is unknown: use one of {', '.join(map(repr, known))}")
         self.check(self.settings)
         self.make_metric()
         self._check_used()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_blend.checks import check_field_types
 from vllm_blend.spec_decode.drafters import Drafter, make_drafter
 from vllm_blend.spec_decode.length import ROW_COST
 
@@ -32,11 +33,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None
 
     def __post_init__(self) -> None:
+        check_field_types(self, "speculative_config: ")
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"speculative_config: {name}={value!r} must be a positive number of tokens")
         if self.num_speculative_tokens > MAX_DRAFT_TOKENS:
             raise ValueError(
