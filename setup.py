@@ -12,7 +12,6 @@ carries (vllm_blend/ops/cuda_build.py). VLLM_BLEND_BUILD_CUDA=1 compiles them he
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import platform
@@ -196,7 +195,7 @@ def build_cuda(target: Path, work: Path) -> None:
     wanted = os.environ.get(cuda_build.BUILD_VARIABLE, "")
     if wanted not in ("", "0", "1"):
         raise ValueError(f"{cuda_build.BUILD_VARIABLE}={wanted} is unknown: use 1 (build), 0 (do not), or unset it")
-    if wanted == "0" or (wanted != "1" and not sees_gpu()):
+    if wanted == "0" or (wanted != "1" and not cuda_build.sees_gpu()):
         print("vllm-blend: the CUDA kernels are left to the first use on a GPU")
         return
     try:
@@ -209,16 +208,6 @@ def build_cuda(target: Path, work: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(built, target)
     print(f"vllm-blend: built {target}")
-
-
-def sees_gpu() -> bool:
-    """Whether there is a CUDA driver that works and sees a GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def find_compiler() -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh checkout to answers: installs into a virtual environment, retrieves, stores the passages' KV, answers by
-# blending, and compares that with full prefill. Needs Python 3.10+ and about 3 GB of disk, no GPU.
+# blending, and compares that with full prefill. Needs Python 3.11+ and about 3 GB of disk, no GPU.
 #
 #   bash scripts/quickstart.sh
 #   MAX_SAMPLES=20 bash scripts/quickstart.sh

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import setuptools
 
 from tests.checkout import copy_checkout
+from tests.stand_ins import write_wheel
 
 pytestmark = pytest.mark.cpu_only
 
@@ -48,17 +48,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("wheels") / f"vllm-{THEIRS}-py3-none-any.whl"
-    info = f"vllm-{THEIRS}.dist-info"
-    files = THEIR_FILES | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {THEIRS}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return path
+    return write_wheel(tmp_path_factory.mktemp("wheels"), "vllm", THEIRS, THEIR_FILES)
 
 
 class Environment:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.checkout import ROOT, copy_checkout
 from tests.ops.fake_nvcc import FakeNvcc
+from tests.stand_ins import write_driver
 
 CUDA_SOURCES = {f"csrc/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
 LIBRARY = "vllm_blend/libvllm_blend_cuda.so"
@@ -82,16 +83,8 @@ def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc:
 def test_an_installation_compiles_where_a_driver_sees_a_gpu(
     gpus: int | None, checkout: Path, nvcc: FakeNvcc, tmp_path: Path
 ) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("a driver of our own needs a C++ compiler")
     if gpus is not None:
-        source = tmp_path / "driver.cpp"
-        source.write_text(
-            'extern "C" int cuInit(unsigned) { return 0; }\n'
-            f'extern "C" int cuDeviceGetCount(int* count) {{ *count = {gpus}; return 0; }}\n'
-        )
-        subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+        write_driver(tmp_path, gpus)
     elif Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has a driver")
     done = setup(checkout, nvcc, "build_ext", "--build-lib", "build/lib", LD_LIBRARY_PATH=str(tmp_path))

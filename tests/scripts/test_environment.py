@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,27 @@ def test_an_old_interpreter_is_refused_with_the_way_out(tmp_path):
     old = fake_python(tmp_path / "python", 'if [[ $1 == --version ]]; then echo "Python 3.8.1"; else exit 1; fi')
     done = bash("bash scripts/quickstart.sh", PYTHON=old, VENV=str(tmp_path / "venv"))
     assert done.returncode == 1 and not (tmp_path / "venv").exists()
-    assert "Python 3.10 or newer" in done.stderr and "Python 3.8.1" in done.stderr and "PYTHON=" in done.stderr
+    assert "Python 3.11 or newer" in done.stderr and "Python 3.8.1" in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_the_oldest_interpreter_is_the_same_everywhere(tmp_path):
+    script = tmp_path / "python"
+    for release, accepted in (("(3, 10, 99)", False), ("(3, 11, 0)", True)):
+        # The check itself, run with another version.
+        fake_python(script, f'shift; exec {sys.executable} -c "import sys; sys.version_info = {release}; $*"')
+        done = bash("source scripts/environment.sh; base_python", PYTHON=str(script))
+        assert (done.returncode == 0) is accepted
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert project["ruff"]["target-version"] == "py311" and project["mypy"]["python_version"] == "3.11"
+    assert 'python_requires=">=3.11"' in (ROOT / "setup.py").read_text()
+
+
+def test_an_environment_of_an_old_interpreter_is_refused_before_anything_is_installed(tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "venv/bin/python", f'echo "$@" >>{log}; [[ $1 == --version ]] && echo "Python 3.10.13"')
+    done = bash(f'source scripts/environment.sh; install_into "{tmp_path / "venv"}"', PYTHON=sys.executable)
+    assert done.returncode == 1 and f"{tmp_path / 'venv'} has Python 3.10.13" in done.stderr
+    assert "remove that folder" in done.stderr and "-m" not in log.read_text()
 
 
 def test_the_interpreter_that_is_named_is_used_and_else_one_is_found():

@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels (csrc/cuda) with nvcc: one list of flags for an installation, the script and first use.
 
-Standard library only, and it runs as a file: setup.py and scripts/build_cuda.sh use it where there is no torch yet.
+Standard library only, and it runs as a file: setup.py and the scripts use it where there is no torch yet.
 
     python3 -I vllm_blend/ops/cuda_build.py --out build/cuda    # for every GPU; scripts/build_cuda.sh adds a report
 """
@@ -8,6 +8,7 @@ Standard library only, and it runs as a file: setup.py and scripts/build_cuda.sh
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -51,6 +52,16 @@ def sources_folder() -> Path:
         if (folder / "kernels.h").is_file():
             return folder
     raise BuildError("the CUDA sources (csrc/cuda) are not in this installation: install it again")
+
+
+def sees_gpu() -> bool:
+    """Return whether there is a CUDA driver that works and sees a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def find_nvcc() -> str:
