@@ -88,10 +88,10 @@ class Held:
         tier = store_of(llm).below[0]
         read, tier.begin = tier.read, None
 
-        def held(key: str, allocate: Any) -> ChunkKV | None:
+        def held(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
             self.entered.set()
             assert self.opened.wait(SECONDS)
-            return read(key, allocate)
+            return read(key, allocate, expected)
 
         tier.read = held
 
@@ -345,7 +345,7 @@ def test_damaged_chunks_are_computed_again(tmp_path: Path, fault: str, caplog: p
 def test_a_store_that_raises_costs_time_only(tmp_path: Path) -> None:
     llm = persistent(tmp_path)
 
-    def broken(key: str, allocate: Any) -> ChunkKV | None:
+    def broken(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
         raise RuntimeError("no such luck")
 
     tier = store_of(llm).below[0]
@@ -438,10 +438,10 @@ class TestController:
         read, tier.begin = tier.read, None
         all_there = threading.Barrier(PIECES)  # none is there while it is asked whether to load another
 
-        def slow(key: str, allocate: Any) -> ChunkKV | None:
+        def slow(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
             all_there.wait(SECONDS)
             time.sleep(0.2)
-            return read(key, allocate)
+            return read(key, allocate, expected)
 
         tier.read = slow
         controller.prefilled(1000, 0.001)  # the tiny model's steps are too small to tell

@@ -172,9 +172,19 @@ def test_layers_come_in_order() -> None:
         next(load.layer(1))
 
 
-def test_a_chunk_elsewhere_is_refused() -> None:
+@pytest.mark.parametrize("wrong", ["scattered", "layers", "heads", "head size", "dtype", "compressed"])
+def test_a_chunk_that_a_slot_cannot_take_is_refused(wrong: str) -> None:
+    """It lies elsewhere, or would be copied past its end or the slot's."""
     global _device
     _device = Device(0, num_slots=2, slot_tokens=4)
-    scattered = torch.randn(LAYERS, 2, 4, 2)[..., ::2].transpose(1, 2)
-    with pytest.raises(ValueError, match="on the host, each layer in one piece"):
-        LayerwiseLoad(_device.ring, [ChunkKV(scattered, scattered)], LAYERS)
+    kv = torch.randn(LAYERS, 4, 1, 2)
+    chunk_kv = {
+        "scattered": lambda: ChunkKV(*[torch.randn(LAYERS, 2, 4, 2)[..., ::2].transpose(1, 2)] * 2),
+        "layers": lambda: ChunkKV(kv[1:], kv[1:]),
+        "heads": lambda: ChunkKV(kv.view(LAYERS, 2, 2, 2), kv.view(LAYERS, 2, 2, 2)),
+        "head size": lambda: ChunkKV(kv.view(LAYERS, 2, 1, 4), kv.view(LAYERS, 2, 1, 4)),
+        "dtype": lambda: ChunkKV(kv.half(), kv.half()),
+        "compressed": lambda: ChunkKV(kv, kv, positions=torch.zeros(LAYERS, 4, 1, dtype=torch.int32), length=9),
+    }[wrong]()
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* must lie on the host, each layer in one piece"):
+        LayerwiseLoad(_device.ring, [chunk(4, 1), chunk_kv], LAYERS)

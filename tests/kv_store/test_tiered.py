@@ -239,7 +239,7 @@ class TestOverAnArena:
     def test_a_tier_that_reads_elsewhere_is_copied_from(self) -> None:
         store, disk = self.store(2)
         disk.chunks["a"] = chunk(10, 5)
-        store.below[0].read = lambda key, allocate: disk.chunks[key]
+        store.below[0].read = lambda key, allocate, expected: disk.chunks[key]
         kv = store.load("a")
         assert same(kv, chunk(10, 5)) and kv is not None and store.memory.holds(kv)
         assert kv.k.data_ptr() != disk.chunks["a"].k.data_ptr()

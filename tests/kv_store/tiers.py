@@ -9,6 +9,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.tally import Tally
 from vllm_blend.kv_store.tiered import Allocate, Tier
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 SECONDS = 120.0  # that nothing in these tests takes, on however slow a machine
 
@@ -40,7 +41,7 @@ class FakeStorage:
         self.chunks[key] = kv.copy()
         return kv
 
-    def read(self, key: str, allocate: Allocate) -> ChunkKV | None:
+    def read(self, key: str, allocate: Allocate, expected: ExpectedChunk | None = None) -> ChunkKV | None:
         self.num_reads += 1
         self._pass()
         kv = self.chunks.get(key)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
+from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
 
 if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -40,21 +41,19 @@ def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
 
 
 def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
-    """Raise ValueError unless `kv` has the shape and dtype that this model's KV of `chunk` has, and holds a part of it
-    if and only if the key says so."""
+    """Raise ValueError unless `kv` is what this model's KV of `chunk` looks like, and holds a part of it if and only if
+    the key says so."""
     tokens = len(chunk.token_ids)
     compressed = chunk.key != chunk_key(model, chunk.context, chunk.token_ids)
     holds_a_part = kv.positions is not None
-    if compressed != holds_a_part or (holds_a_part and kv.num_tokens != tokens) or not kv.is_sound:
+    if compressed != holds_a_part or (holds_a_part and kv.num_tokens != tokens):
         raise ValueError(
             f"the KV given for chunk {chunk.key} is {kv.num_kvs} KVs of {kv.num_tokens} tokens, but the chunk has "
             f"{tokens}, of which its key says that {'a part is' if compressed else 'all are'} kept "
             "(blend_chunk_kept_share): encode the chunk with this model and these settings"
         )
-    shape = [model.num_layers, kv.num_kvs if compressed else tokens, model.num_kv_heads, model.head_dim]
-    dtype = str(kv.k.dtype).removeprefix("torch.")
-    if list(kv.k.shape) != shape or dtype != model.dtype or kv.v.dtype != kv.k.dtype:
+    mismatch = find_kv_mismatch(ExpectedChunk(model, chunk, kv.num_kvs if compressed else None), kv)
+    if mismatch is not None:
         raise ValueError(
-            f"the KV given for chunk {chunk.key} is {dtype} {list(kv.k.shape)}, but this model's is {model.dtype} "
-            f"{shape} [layers, tokens, kv_heads, head_dim]: encode the chunk with this model"
+            f"the KV given for chunk {chunk.key} is not its KV: {mismatch}: encode the chunk with this model"
         )

@@ -35,7 +35,7 @@ def register_chunk(engine: LLMEngine, chunk: Chunk, name: str | None, metadata: 
             f"the chunk has {len(chunk)} tokens and {len(chunk.context_token_ids)} stand before it, but "
             f"max_model_len={engine.max_model_len} must hold them and at least one more: split it"
         )
-    if chunk.has_kv and engine.chunk_store.get(chunk.id) is None:
+    if chunk.has_kv and engine.composer.find_stored(chunk.stored) is None:
         _prefill(engine, chunk)
     return registry.register(chunk, name, metadata)
 

@@ -134,7 +134,7 @@ def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_wri
         raise ValueError(
             f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"
         ) from error
-    return Tier(REMOTE, store, lambda key, allocate: store.get(key), max_write_bytes)
+    return Tier(REMOTE, store, lambda key, allocate, expected: store.get(key, expected), max_write_bytes)
 
 
 def _link_seconds(device: torch.device) -> float:

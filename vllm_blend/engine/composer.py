@@ -27,14 +27,15 @@ from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
 from vllm_blend.engine.composition import Composition, Piece, Turns
-from vllm_blend.engine.compressed_chunks import check_selector, sound
+from vllm_blend.engine.compressed_chunks import check_selector
 from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.kv_store.arrivals import Arrivals
+from vllm_blend.kv_store.arrivals import Arrivals, WantedChunk
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.prefetch import ChunkLoader
 from vllm_blend.kv_store.tiered import DISK, MEMORY, Choice, TieredChunkStore
+from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
@@ -116,16 +117,31 @@ class ChunkComposer:
         for key, kv in self.loader.poll():
             self._loading.pop(key, None)
             for composition in self._waiting.pop(key, []):
-                composition.fill(key, self._sound(composition, key, kv))
+                composition.fill(key, self._checked(composition, key, kv))
                 started += self._advance(composition)
         return started + self._take_turns()
 
-    def _sound(self, composition: Composition, key: str, kv: ChunkKV | None) -> ChunkKV | None:
-        """A chunk that was loaded; None where it is not what the prompt wants."""
+    def _checked(self, composition: Composition, key: str, kv: ChunkKV | None) -> ChunkKV | None:
+        """Return a chunk that a store gave; None, with a warning, where it is not what the prompt wants.
+
+        Tiers check what they read; this is where all KV that a prompt reuses comes by, wherever it was.
+        """
         piece = next((piece for piece in composition.pieces if piece.id.key == key), None)
-        if kv is None or piece is None or self.compression is None or not piece.compressed:
-            return kv
-        return sound(self.compression, piece.id, kv)
+        if kv is None or piece is None:
+            return None
+        return None if _mismatches(self._expected(piece), kv) else kv
+
+    def find_stored(self, chunk: ChunkId) -> ChunkKV | None:
+        """Return a whole chunk from the first tier that has it; None where none has, or it is something else."""
+        expected = ExpectedChunk(self.model, chunk)
+        store = self.store
+        kv = store.get(chunk.key, expected) if isinstance(store, TieredChunkStore) else store.get(chunk.key)
+        return None if kv is None or _mismatches(expected, kv) else kv
+
+    def _expected(self, piece: Piece) -> ExpectedChunk:
+        compression = self.compression if piece.compressed else None
+        num_kvs = None if compression is None else compression.num_kept(len(piece.id.token_ids))
+        return ExpectedChunk(self.model, piece.id, num_kvs)
 
     def start_early(self) -> bool:
         """Let a prompt run while its chunks arrive: the first one that waits only for chunks of which the disk has
@@ -240,7 +256,7 @@ class ChunkComposer:
         """Take what is in memory, and see to the rest."""
         get = self.store.get_now if isinstance(self.store, TieredChunkStore) else self.store.get
         for piece in composition.pieces:
-            piece.kv = get(piece.id.key)
+            piece.kv = self._checked(composition, piece.id.key, get(piece.id.key))
         return self._advance(composition)
 
     def _pieces(self, parsed: ParsedPrompt) -> list[Piece]:
@@ -314,9 +330,10 @@ class ChunkComposer:
             controlled = self.controller is not None and composition.parsed.blend_recompute_ratio is None
             num_tokens = len(piece.id.token_ids)
             choice = partial(_choice, num_tokens * self.bytes_per_token, num_tokens) if controlled else None
-            if not loader.request(key, partial(self.store.load, key, choice, arrivals, piece.id)):
+            expected = self._expected(piece)
+            if not loader.request(key, partial(self.store.load, key, choice, arrivals, expected)):
                 return False
-            arrivals.wanted[key] = choice
+            arrivals.wanted[key] = WantedChunk(expected, choice)
             self._loading[key] = arrivals
         composition.asked.add(key)
         composition.first_scheduled_time = min(composition.first_scheduled_time, time.time())
@@ -329,7 +346,8 @@ class ChunkComposer:
         chunks = {}
         for piece in composition.missing:
             key = piece.id.key
-            kv = self._loading[key].kv(key, self.loader.deadline(key)) if key in self._loading else None
+            arriving = self._loading[key].kv(key, self.loader.deadline(key)) if key in self._loading else None
+            kv = self._checked(composition, key, arriving)
             if kv is None:
                 return None
             chunks[key] = kv
@@ -417,6 +435,14 @@ class ChunkComposer:
         choice = self.controller.choose_ratio(plan.ratio, loads, plan.suffix_start)
         shares = plan.selector.shares(choice.ratio, self.config.check_layers)
         return replace(plan, ratio=choice.ratio, shares=tuple(shares)) if choice.ratio > plan.ratio else plan
+
+
+def _mismatches(expected: ExpectedChunk, kv: ChunkKV) -> bool:
+    """Whether KV is not what is expected; a warning says how."""
+    mismatch = find_kv_mismatch(expected, kv)
+    if mismatch is not None:
+        logger.warning("stored chunk %s not used, it will be computed again: %s", expected.chunk.key, mismatch)
+    return mismatch is not None
 
 
 def _choice(num_bytes: int, num_tokens: int, tier: str) -> Choice:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from vllm_blend.blend.selectors import LooksAt, Selector
 from vllm_blend.blend.selectors.spec import Composed
-from vllm_blend.kv_compress.chunks import ChunkCompression
-from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.keys import ChunkId
-
-logger = logging.getLogger(__name__)
 
 
 def check_selector(selector: Selector, num_layers: int) -> None:
@@ -34,13 +27,4 @@ def _reason_against(selector: Selector, num_layers: int) -> str | None:
             return "the question looks once at such chunks (first_round)"
         if not selector.look(num_layers).is_plain:
             return "means are taken of how the question looks at such chunks (over_tokens, over_heads, over_layers)"
-    return None
-
-
-def sound(compression: ChunkCompression, chunk: ChunkId, kv: ChunkKV) -> ChunkKV | None:
-    """KV that was stored for a compressed chunk; None, with a warning, where it is something else."""
-    reason = compression.check(kv, len(chunk.token_ids))
-    if reason is None:
-        return kv
-    logger.warning("stored chunk %s not used, it will be computed again: %s", chunk.key, reason)
     return None

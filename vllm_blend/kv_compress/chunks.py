@@ -52,9 +52,3 @@ class ChunkCompression:
         scores = scores.nan_to_num(nan=float("-inf"))
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return order[:, : self.num_kept(tokens)].sort(dim=-1).values.t()
-
-    def check(self, kv: ChunkKV, num_tokens: int) -> str | None:
-        """What is wrong with KV that is said to be this compression of a chunk; None for nothing."""
-        if kv.positions is None or kv.length != num_tokens or kv.num_kvs != self.num_kept(num_tokens):
-            return f"it has {kv.num_kvs} KVs of {kv.num_tokens} tokens, not {self.num_kept(num_tokens)} of {num_tokens}"
-        return None if kv.is_sound else "its positions are not ascending positions of the chunk"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.pending import PendingChunk
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 if TYPE_CHECKING:
     from vllm_blend.kv_store.tiered import DescribeChunk
@@ -45,6 +46,14 @@ class LayerArrivals:
 
 
 @dataclass(frozen=True)
+class WantedChunk:
+    """A chunk that a prompt wants from the disk."""
+
+    expected: ExpectedChunk
+    describe: DescribeChunk | None = None  # for the observer's say; None where it is loaded in any case
+
+
+@dataclass(frozen=True)
 class Begun:
     """What became of asking a disk for chunks. Those in neither are not there."""
 
@@ -59,12 +68,12 @@ class Arrivals:
         """`ready` is called in some thread when the first layer of every chunk that is being read is there, or never
         will be."""
         self.adding = threading.Lock()  # for who adds to `wanted`: nothing begins meanwhile
-        self.wanted: dict[str, DescribeChunk | None] = {}  # by key; None where it is loaded in any case
+        self.wanted: dict[str, WantedChunk] = {}  # by key
         self._ready = ready
         self._begun: Begun | None = None
         self._without: set[str] = set()  # keys of which no layer is there yet
 
-    def begin(self, read: Callable[[Mapping[str, DescribeChunk | None]], Begun]) -> Begun:
+    def begin(self, read: Callable[[Mapping[str, WantedChunk]], Begun]) -> Begun:
         """What is being read, for a thread that may wait until that is known."""
         with self.adding:
             if self._begun is None:

@@ -90,7 +90,7 @@ class ChunkKV:
         """KVs of each head."""
         return self.k.shape[1]
 
-    @property
+    @cached_property
     def is_sound(self) -> bool:
         """Whether `positions` are ascending positions of the chunk, for each head."""
         if self.positions is None or self.length is None:

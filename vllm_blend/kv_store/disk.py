@@ -18,11 +18,12 @@ import sqlite3
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,7 @@ from vllm_blend.kv_store.serialization import (
 )
 from vllm_blend.kv_store.space import DiskSpace, Wanted
 from vllm_blend.kv_store.tally import Tally
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 logger = logging.getLogger(__name__)
 
@@ -137,17 +139,25 @@ class DiskChunkStore:
         """Chunks that this process made leave for others."""
         return self.space.num_evicted
 
-    def get(self, key: str, allocate: Allocate | None = None) -> ChunkKV | None:
-        """A chunk in memory of its own (as `read`), or None."""
-        pending = self.read(key, allocate)
+    def get(self, key: str, allocate: Allocate | None = None, expected: ExpectedChunk | None = None) -> ChunkKV | None:
+        """Return a chunk in memory of its own (as `read`), or None."""
+        pending = self.read(key, allocate, expected)
         return None if pending is None else pending.wait()
 
-    def read(self, key: str, allocate: Allocate | None = None) -> PendingChunk | None:
+    def read(
+        self, key: str, allocate: Allocate | None = None, expected: ExpectedChunk | None = None
+    ) -> PendingChunk | None:
         """Begin to read a chunk; None where there is none. It counts as a hit when all of it has arrived."""
-        return self.read_many([key], allocate)[0]
+        return self.read_many([key], allocate, {} if expected is None else {key: expected})[0]
 
-    def read_many(self, keys: Sequence[str], allocate: Allocate | None = None) -> list[PendingChunk | None]:
-        """Begin to read chunks, the first layers of all of them first.
+    def read_many(
+        self,
+        keys: Sequence[str],
+        allocate: Allocate | None = None,
+        expected: Mapping[str, ExpectedChunk] = MappingProxyType({}),
+    ) -> list[PendingChunk | None]:
+        """Begin to read chunks, the first layers of all of them first. A chunk that is not what `expected` says of its
+        key is a miss.
 
         `allocate` gives the memory that a chunk goes to; what starts on a page of 4 KiB is read to directly, unless the
         chunk has to be decoded. A chunk for which it gives None is a miss. The same key twice gives the same object.
@@ -163,7 +173,7 @@ class DiskChunkStore:
             return [None] * len(keys)
         try:
             for key in dict.fromkeys(keys):
-                pending[key] = self._prepare(key, held.pop(key, None), allocate)
+                pending[key] = self._prepare(key, held.pop(key, None), allocate, expected.get(key))
         except BaseException:  # of `allocate`: nobody will read the others
             for entry in held.values():
                 self.space.let_go(entry)
@@ -245,8 +255,10 @@ class DiskChunkStore:
             entry = self._pins[key].pop()
         self._usable().let_go(entry)
 
-    def _prepare(self, key: str, entry: Entry | None, allocate: Allocate | None) -> PendingChunk | None:
-        """What is to be read of a chunk that is held."""
+    def _prepare(
+        self, key: str, entry: Entry | None, allocate: Allocate | None, expected: ExpectedChunk | None
+    ) -> PendingChunk | None:
+        """Return what is to be read of a chunk that is held; None where it is a miss."""
         if entry is None or entry.id in self._faulty:
             if entry is not None:
                 self.space.let_go(entry)
@@ -256,6 +268,7 @@ class DiskChunkStore:
             header = ChunkHeader.decode(entry.header, key, self.config.model, self.config.exact)
             if header.layout.payload_bytes != entry.extent.num_bytes:
                 raise ChunkFault("damaged", f"it has {entry.extent.num_bytes} bytes in the index")
+            header.check(expected, entry.token_ids)
         except ChunkFault as fault:
             self._release(entry, fault)
             self._report(entry, fault)

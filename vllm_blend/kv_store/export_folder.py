@@ -21,6 +21,7 @@ from vllm_blend.kv_store.disk import VERSION, DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import write_chunk
 from vllm_blend.kv_store.import_folder import NO_MODEL
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def export_folder(path: Path, target: Path) -> Counter[str]:
                 chunk, model = name
                 if model.digest not in stores:
                     stores[model.digest] = DiskChunkStore(replace(config, model=model.digest, fingerprint=model))
-                kv = stores[model.digest].get(chunk.key)
+                kv = stores[model.digest].get(chunk.key, expected=ExpectedChunk(model, chunk))
                 if kv is not None:
                     write_chunk(target / chunk.key, chunk, kv, model)
                     counts["written"] += 1

@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +78,15 @@ class Entry:
     state: int
     extent: Extent
     header: bytes
+    tokens: object = None  # token ids as bytes of int64, where they were stored and asked for (`find_many`)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Return the stored token ids; None where none are, and no ids where what is stored is none."""
+        if self.tokens is None:
+            return None
+        fits = isinstance(self.tokens, bytes) and len(self.tokens) % 8 == 0
+        return np.frombuffer(self.tokens, "<i8").tolist() if fits else []  # type: ignore[call-overload]
 
 
 class Index:
@@ -130,12 +139,14 @@ class Index:
         return None if row is None else _entry(row)
 
     def find_many(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """The chunks that these keys stand for now, by key."""
+        """Return the chunks that these keys stand for now, by key, with their token ids."""
         found: dict[str, Entry] = {}
         for some in _in_parts(keys):
             marks = ", ".join("?" * len(some))
-            rows = self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 AND key IN ({marks})", *some)
-            found |= {entry.key: entry for entry in map(_entry, rows)}
+            columns = f"{_COLUMNS}, tokens FROM chunks LEFT JOIN names USING (id)"
+            for *row, tokens in self._all(f"SELECT {columns} WHERE state = 1 AND key IN ({marks})", *some):
+                entry = replace(_entry(tuple(row)), tokens=tokens)
+                found[entry.key] = entry
         return found
 
     def are_live(self, entries: Sequence[Entry]) -> set[int]:

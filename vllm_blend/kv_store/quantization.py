@@ -73,6 +73,11 @@ class QuantizedTensor:
             scaled.div_(scales if len(scales) == 1 else scales[rows]).clamp_(-self.how.largest, self.how.largest)
             self.values[rows].copy_(scaled.round_() if self.how.dtype is torch.int8 else scaled)
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the largest magnitude is one: `write` stores no other."""
+        return bool(self.top.isfinite()) and float(self.top) >= 0
+
     def read(self, out: torch.Tensor) -> None:
         """Write what was stored, rounded, to `out` [tokens, kv_heads, head_dim]."""
         scales = self._scales()

@@ -30,6 +30,7 @@ from vllm_blend.kv_store.serialization import (
     to_bytes,
 )
 from vllm_blend.kv_store.tally import Tally
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ class RemoteChunkStore:
     def num_misses(self) -> int:
         return self.tally.num_misses
 
-    def get(self, key: str) -> ChunkKV | None:
-        """A chunk in memory of its own, or None."""
+    def get(self, key: str, expected: ExpectedChunk | None = None) -> ChunkKV | None:
+        """Return a chunk in memory of its own, or None. A chunk that is not the expected one is a miss."""
         try:
             data = self._ask(lambda: self._objects.get(self._name(key))) if is_key(key) else None
         except _Unavailable:
@@ -110,7 +111,7 @@ class RemoteChunkStore:
             self.tally.miss("absent")
             return None
         try:
-            chunk = from_bytes(data, key, self.config.model, self.config.exact)
+            chunk = from_bytes(data, key, self.config.model, self.config.exact, expected)
         except ChunkFault as fault:
             self.tally.miss(fault.kind)
             self._warn_once(key, "stored chunk %s not used, it will be computed again: %s", key, fault)

@@ -13,7 +13,7 @@ Nothing here is trusted when it is read: the header has a checksum (xxh3, 64 bit
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -26,6 +26,7 @@ import xxhash
 from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
+from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
 Fault = Literal["damaged", "foreign", "rounded", "truncated", "vanished"]
@@ -148,9 +149,11 @@ class ChunkLayout:
                 target.copy_(source)
 
     def read_layer(self, payload: torch.Tensor, layer: int, kv: ChunkKV) -> None:
-        """Decode a layer of the payload into `kv`."""
+        """Decode a layer of the payload into `kv`. Raises ChunkFault for scales that no KV has."""
         for source, target in zip(self._stored(payload, layer), self._parts_of(kv, layer), strict=True):
             if isinstance(source, QuantizedTensor):
+                if not source.is_sound:
+                    raise ChunkFault("damaged", f"the largest number of layer {layer} is {float(source.top)}")
                 source.read(target)
             else:
                 target.copy_(source)
@@ -227,13 +230,23 @@ class ChunkHeader:
         if found_key.hex() != key:
             raise ChunkFault("foreign", "it is another chunk")
         checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
-        fits = len(checksums) == layers and (length == 0 or length >= tokens)
+        fits = len(checksums) == layers and (length == 0 or length >= tokens) and tokens * kv_heads * head_dim > 0
         if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or not fits:
             raise ChunkFault("damaged", "its header contradicts itself")
         layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored], length)
         if exact and layout.format != "auto":
             raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
         return cls(key, model, layout, tuple(checksums.tolist()))
+
+    def check(self, expected: ExpectedChunk | None, token_ids: Sequence[int] | None = None) -> None:
+        """Raise ChunkFault unless the chunk is the expected one, where that is known. `token_ids` are those that the
+        store keeps beside the chunk, None where it keeps none."""
+        layout = self.layout
+        shape = (layout.num_layers, *layout.layer_shape)
+        if expected is not None:
+            mismatch = find_mismatch(expected, shape, layout.dtype, layout.length or None, token_ids)
+            if mismatch is not None:
+                raise ChunkFault("foreign", mismatch)
 
     def check_layers(self, payload: torch.Tensor, layers: Iterable[int]) -> None:
         """Raise ChunkFault when one of these layers of the payload is not what was written."""
@@ -280,12 +293,16 @@ def to_bytes(chunk: SerializedChunk) -> bytes:
     return b"".join((_CHECKSUM.pack(len(header)), header, chunk.payload.numpy().data))
 
 
-def from_bytes(data: bytes, key: str, model: str, exact: bool = False) -> ChunkKV:
-    """The chunk of `to_bytes`, in memory of its own. Raises ChunkFault, with `exact` also where it was rounded."""
+def from_bytes(
+    data: bytes, key: str, model: str, exact: bool = False, expected: ExpectedChunk | None = None
+) -> ChunkKV:
+    """Return the chunk of `to_bytes`, in memory of its own. Raises ChunkFault, with `exact` also where it was rounded,
+    and with `expected` where it is another one."""
     if len(data) < _CHECKSUM.size:
         raise ChunkFault("truncated", f"it has {len(data)} bytes")
     start = _CHECKSUM.size + _CHECKSUM.unpack_from(data)[0]
     header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model, exact)
+    header.check(expected)
     layout = header.layout
     if len(data) - start != layout.payload_bytes:
         raise ChunkFault("truncated", f"it has {len(data) - start} bytes of KV instead of {layout.payload_bytes}")

@@ -16,15 +16,15 @@ from typing import Protocol
 
 import torch
 
-from vllm_blend.kv_store.arrivals import Arrivals, Begun
+from vllm_blend.kv_store.arrivals import Arrivals, Begun, WantedChunk
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
-from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.kv_store.meter import Meter
 from vllm_blend.kv_store.pending import PendingChunk
 from vllm_blend.kv_store.serialization import aligned_empty
 from vllm_blend.kv_store.tally import Tally
 from vllm_blend.kv_store.transfer import InFlight, copy_to_host
+from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
 from vllm_blend.kv_store.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class Choice:
 
 
 DescribeChunk = Callable[[str], Choice]  # given the name of a tier
-ReadMany = Callable[[Sequence[str], Allocate], "list[PendingChunk | None]"]  # as DiskChunkStore.read_many
+# Both as those of DiskChunkStore.
+Read = Callable[[str, Allocate, "ExpectedChunk | None"], "ChunkKV | None"]
+ReadMany = Callable[[Sequence[str], Allocate, Mapping[str, ExpectedChunk]], "list[PendingChunk | None]"]
 
 
 class LoadObserver(Protocol):
@@ -78,7 +80,7 @@ class Tier:
         self,
         name: str,
         storage: ChunkStorage,
-        read: Callable[[str, Allocate], ChunkKV | None],
+        read: Read,
         max_write_bytes: int,
         usage: Callable[[], tuple[int, int]] | None = None,
         close: Callable[[], None] | None = None,
@@ -135,10 +137,10 @@ class TieredChunkStore:
         """Whether any tier has the chunk; asks them all."""
         return key in self.memory or any(tier.writer.get(key) or key in tier.storage for tier in self.below)
 
-    def get(self, key: str) -> ChunkKV | None:
-        """A chunk from the first tier that has it."""
+    def get(self, key: str, expected: ExpectedChunk | None = None) -> ChunkKV | None:
+        """Return a chunk from the first tier that has it; one that is not the expected one is a miss of that tier."""
         chunk = self.get_now(key)
-        return self.load(key) if chunk is None else chunk
+        return self.load(key, expected=expected) if chunk is None else chunk
 
     def get_now(self, key: str) -> ChunkKV | None:
         """A chunk that is in memory, or on its way down from there."""
@@ -153,13 +155,13 @@ class TieredChunkStore:
         key: str,
         describe: DescribeChunk | None = None,
         arrivals: Arrivals | None = None,
-        content: ChunkId | None = None,
+        expected: ExpectedChunk | None = None,
     ) -> ChunkKV | None:
         """A chunk from a tier below the memory, which keeps it from now on. Takes as long as the tiers' own deadlines.
 
         With `describe`, the observer may have the chunk computed again instead: None. With `arrivals`, which wants this
-        chunk, a tier that can do so begins to read all that it wants, and others may use what has arrived. `content`
-        goes along with the chunk.
+        chunk, a tier that can do so begins to read all that it wants, and others may use what has arrived. A chunk that
+        is not the `expected` one is a miss of its tier.
         """
         for index, tier in enumerate(self.below):
             if arrivals is not None and tier.begin is not None:
@@ -174,10 +176,12 @@ class TieredChunkStore:
             elif self._declines(tier, describe):
                 return None
             else:
-                chunk = self._read(tier, key)
+                chunk = self._read(tier, key, expected)
+            if chunk is not None and expected is not None:
+                chunk = self._checked(tier, chunk, expected)
             if chunk is None:
                 continue
-            chunk = self._keep(key, chunk if content is None else chunk.of(content))
+            chunk = self._keep(key, chunk)
             for faster in self.below[:index]:
                 faster.writer.put(key, chunk)
             return chunk
@@ -259,26 +263,38 @@ class TieredChunkStore:
         """Whether to compute a chunk that a tier has."""
         return describe is not None and self.observer is not None and self.observer.recompute(describe(tier.name))
 
-    def _read(self, tier: Tier, key: str) -> ChunkKV | None:
+    def _checked(self, tier: Tier, chunk: ChunkKV, expected: ExpectedChunk) -> ChunkKV | None:
+        """Return a chunk that a tier gave, with its content; None, and the tier drops it, where it is another one."""
+        mismatch = find_kv_mismatch(expected, chunk)
+        if mismatch is None:
+            return chunk.of(expected.chunk)
+        key = expected.chunk.key
+        logger.warning("stored chunk %s not used, it will be computed again: %s", key, mismatch)
+        tier.storage.tally.miss("foreign")
+        tier.storage.remove(key)
+        return None
+
+    def _read(self, tier: Tier, key: str, expected: ExpectedChunk | None) -> ChunkKV | None:
         with tier.meter.measure() as share:
-            chunk = tier.read(key, self._allocate)
+            chunk = tier.read(key, self._allocate, expected)
         if chunk is not None:
             self._observe(tier, chunk, share.seconds)
         return chunk
 
-    def _begin(self, tier: Tier, begin: ReadMany, wanted: Mapping[str, DescribeChunk | None]) -> Begun:
+    def _begin(self, tier: Tier, begin: ReadMany, wanted: Mapping[str, WantedChunk]) -> Begun:
         """Begin to read what a tier has of `wanted`."""
         declined = frozenset(
             key
-            for key, describe in wanted.items()
-            if describe is not None and self.observer is not None and key in tier.storage
-            if self._declines(tier, describe)
+            for key, chunk in wanted.items()
+            if chunk.describe is not None and self.observer is not None and key in tier.storage
+            if self._declines(tier, chunk.describe)
         )
         keys = [key for key in wanted if key not in declined]
-        found = zip(keys, begin(keys, self._allocate), strict=True)
-        pending = {key: chunk for key, chunk in found if chunk is not None}
-        for chunk in pending.values():
-            chunk.watch(done=partial(self._stopped, tier, chunk, tier.meter.start()))
+        expected = {key: wanted[key].expected for key in keys}
+        found = zip(keys, begin(keys, self._allocate, expected), strict=True)
+        pending = {key: one for key, one in found if one is not None}
+        for one in pending.values():
+            one.watch(done=partial(self._stopped, tier, one, tier.meter.start()))
         return Begun(pending, declined)
 
     def _stopped(self, tier: Tier, pending: PendingChunk, start: float) -> None:

@@ -103,9 +103,10 @@ class StagingRing:
         self.emptied = [torch.cuda.Event() for _ in range(num_slots)]
 
     def takes(self, chunk: ChunkKV) -> bool:
-        """Whether a chunk can travel through the ring: it is on the host, in the ring's dtype, each layer in one
-        piece."""
-        return chunk.k.dtype == self.slots.dtype and chunk.on_host is not None
+        """Whether a chunk can travel through the ring: it is on the host, in the ring's dtype and shape, each layer in
+        one piece."""
+        alike = chunk.k.dtype == self.slots.dtype and chunk.k.shape[2:] == self.slots.shape[3:]
+        return alike and chunk.on_host is not None
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,13 @@ class LayerwiseLoad:
 
     def __init__(self, ring: StagingRing, chunks: Sequence[ChunkKV], num_layers: int) -> None:
         self.ring, self.num_layers = ring, num_layers
+        for chunk in chunks:
+            if len(chunk.k) != num_layers or chunk.num_kvs != chunk.num_tokens or not ring.takes(chunk):
+                raise ValueError(
+                    f"chunk KV {list(chunk.k.shape)} {chunk.k.dtype} of {chunk.num_tokens} tokens cannot be loaded: "
+                    f"[{num_layers} layers, tokens, *{list(ring.slots.shape[3:])}] {ring.slots.dtype} of a whole chunk "
+                    "must lie on the host, each layer in one piece"
+                )
         self._chunks = chunks
         self._groups = _groups(chunks, ring.slot_tokens)
         self._issued = self._taken = 0  # of num_layers * len(groups) transfers
@@ -196,8 +204,7 @@ def _groups(chunks: Sequence[ChunkKV], slot_tokens: int) -> list[_Group]:
     start = row = 0
     for chunk in chunks:
         kv, taken = chunk.on_host, 0
-        if kv is None:
-            raise ValueError("a chunk to load must lie on the host, each layer in one piece")
+        assert kv is not None
         while taken < chunk.num_tokens:
             count = min(chunk.num_tokens - taken, start + slot_tokens - row)
             pieces.append((kv, taken, taken + count))

@@ -8,6 +8,7 @@ import torch
 
 from vllm_blend.ops import constants, cpu, cuda
 from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops.chunk_shapes import check_chunks_fit
 from vllm_blend.ops.layernorm import rms_norm
 from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
 
@@ -103,9 +104,15 @@ def place_chunks(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`place_chunk` of several chunks, (k, v) each: their tokens follow one another in cos, sin and slot_mapping."""
+    """`place_chunk` of several chunks, (k, v) each: their tokens follow one another in cos, sin and slot_mapping.
+
+    Raises ValueError, before anything is written, where a chunk does not fit the cache.
+    """
     if not chunks:
         return
+    if key_cache.shape != value_cache.shape:
+        raise ValueError(f"key cache {list(key_cache.shape)} and value cache {list(value_cache.shape)} must be alike")
+    check_chunks_fit(chunks, len(key_cache), key_cache.shape[3:], (cos, sin, slot_mapping))
     if cuda.takes(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(k.dtype == key_cache.dtype for k, _ in chunks):
         keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)
         return cuda.place_chunks(chunks, cos, sin, keys, values, key_cache[0], slot_mapping)

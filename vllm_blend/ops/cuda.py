@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from vllm_blend.ops.chunk_shapes import check_chunks_fit
 from vllm_blend.ops.cuda_library import (
     DTYPES,
     bound,
@@ -80,8 +81,9 @@ def place_chunks(
     sin [all tokens, rotary_dim / 2] float32 at the target positions; key_pointers, value_pointers from
     `cache_pointers`; layer_cache: any layer's key cache, whose shape and strides all share. Negative slots are
     skipped."""
-    if cos.shape != sin.shape or len(cos) != sum(k.shape[1] for k, _ in chunks) or len(slot_mapping) != len(cos):
-        raise ValueError("cos, sin and slot_mapping must have a row for each token of the chunks")
+    check_chunks_fit(chunks, len(key_pointers), layer_cache.shape[2:], (cos, sin, slot_mapping))
+    if cos.shape != sin.shape or len(value_pointers) != len(key_pointers):
+        raise ValueError("cos and sin, and the addresses of key and value caches, must be as many")
     at_cos, at_sin = expect(cos, "cos", torch.float32), expect(sin, "sin", torch.float32)
     at_slots = expect(slot_mapping, "slot_mapping", torch.int64)
     caches = (

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_blend.ops import cuda, cuda_library
+from vllm_blend.ops.chunk_shapes import check_rows_fit
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class HostKV:
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> HostKV | None:
-        """None where the tensors are elsewhere, or not laid out alike with each layer in one piece."""
+        """Return what a copy needs to know; None where the tensors are elsewhere, or not laid out alike with each layer
+        in one piece."""
         if any(t.device.type != "cpu" or t.numel() == 0 or not t[0].is_contiguous() for t in (k, v)):
             return None
         if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype:
@@ -40,6 +42,16 @@ class HostPieces:
     def __init__(self, pieces: Sequence[tuple[HostKV, int, int]]) -> None:
         self.pieces = list(pieces)
         self.pinned = all(kv.pinned for kv, _, _ in self.pieces)
+        self.num_rows = sum(stop - start for _, start, stop in self.pieces)
+        first = self.pieces[0][0].k
+        self.num_layers, self.heads, self.dtype = len(first), first.shape[2:], first.dtype
+        for kv, start, stop in self.pieces:
+            alike = (len(kv.k), kv.k.shape[2:], kv.k.dtype) == (self.num_layers, self.heads, self.dtype)
+            if not (alike and 0 <= start < stop <= kv.k.shape[1]):
+                raise ValueError(
+                    f"tokens {start} to {stop} of KV {list(kv.k.shape)} {kv.k.dtype} cannot be copied along with "
+                    f"[{self.num_layers} layers, tokens, {', '.join(map(str, self.heads))}] {self.dtype}"
+                )
         self.table = np.array(  # as vb_copy_pieces takes it
             [
                 (*(at + start * kv.token_bytes for at in kv.addresses), kv.layer_bytes, (stop - start) * kv.token_bytes)
@@ -52,8 +64,12 @@ class HostPieces:
 def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """Queue, on `stream`, copies of a layer of all pieces to k and v [at least their tokens, kv_heads, head_dim].
 
-    Asynchronous where the pieces are pinned; they must stay until the stream is through.
+    Asynchronous where the pieces are pinned; they must stay until the stream is through. Raises ValueError, before
+    anything is copied, where they do not fit.
     """
+    if not 0 <= layer < pieces.num_layers:
+        raise ValueError(f"layer {layer} of KV of {pieces.num_layers} layers cannot be copied")
+    check_rows_fit(pieces.num_rows, pieces.heads, pieces.dtype, k, v)
     if cuda_library.is_available():
         return cuda.copy_pieces(pieces.table, layer, pieces.pinned, k, v, stream.cuda_stream)
     with torch.cuda.stream(stream):
