@@ -160,15 +160,16 @@ def _rotary_and_cache_cuda(
     return q
 
 
-_POINTERS: dict[tuple[int, int, int], torch.Tensor] = {}
+_POINTERS: dict[tuple[torch.device, int, int, int], torch.Tensor] = {}
 
 
 def _layer_pointers(caches: torch.Tensor) -> torch.Tensor:
-    """The addresses of the layers of a cache [layers, ...], on its device; remembered, as the cache does not move.
+    """Return the addresses of the layers of a cache [layers, ...] as int64 [layers] on its device, made once per cache.
 
-    Computed there: nothing waits when a layer is placed alone for the first time.
+    They are computed there, so nothing waits when a layer is placed alone for the first time. The device is part of the
+    key: an address that one GPU has given back may be another's next.
     """
-    identity = (caches.data_ptr(), caches.shape[0], caches.stride(0))
+    identity = (caches.device, caches.data_ptr(), caches.shape[0], caches.stride(0))
     if identity not in _POINTERS:
         layers = torch.arange(caches.shape[0], device=caches.device)
         _POINTERS[identity] = caches.data_ptr() + layers * (caches.stride(0) * caches.itemsize)
