@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
-from tests.engine.tiny_tokenizers import byte_fallback, byte_level, slow
+from tests.engine.tiny_tokenizers import TEXTS, byte_fallback, byte_level, slow
 from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
 from vllm_blend.chunks.content_format import detect_content_format, template_variables
 from vllm_blend.chunks.messages import parse_conversations
@@ -46,6 +47,20 @@ def trimmed_offsets() -> PreTrainedTokenizerBase:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@lru_cache
+def full_stops_with_line_ends() -> PreTrainedTokenizerBase:
+    """As Qwen and Llama 3: a full stop and the line end behind it are one token."""
+    backend = Tokenizer(models.BPE())
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
+    split = pre_tokenizers.Split(words, "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<|sep|>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([f"{text}.\n{text}?\n" for text in TEXTS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def prompt_of(
@@ -97,6 +112,17 @@ def test_a_token_over_a_seam_belongs_to_neither_part() -> None:
     assert chunk_texts(prompt) == ["The quick brown", " jumps"] and prompt.num_merged_parts == 3
     clean = prompt_of([parts("The quick brown", " fox", " jumps", QUESTION)], LISTS)
     assert chunk_texts(clean) == ["The quick brown", " fox", " jumps"] and clean.num_merged_parts == 0
+
+
+def test_a_token_of_a_part_and_the_template_leaves_the_part_in_any_order() -> None:
+    """The newline between parts becomes one token with a full stop: the rest of the part is the same chunk anywhere."""
+    tokenizer, texts = full_stops_with_line_ends(), ["The fox jumps.", "Where did it go?", "Over the dog."]
+    found = []
+    for order in (texts, texts[::-1], texts[1:] + texts[:1]):
+        prompt = prompt_of([parts(*order, QUESTION)], CHATML_LIKE, tokenizer)
+        assert chunk_texts(prompt, tokenizer) == [text[:-1] for text in order] and prompt.num_merged_parts == 3
+        found.append({tuple(prompt.token_ids[start:stop]) for start, stop in prompt.chunk_bounds})
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_last_token_is_no_chunks() -> None:

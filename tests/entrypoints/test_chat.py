@@ -76,11 +76,12 @@ def test_arguments_reach_the_template(caplog: pytest.LogCaptureFixture) -> None:
         ({"chat_template": "{{ raise_exception('roles must alternate') }}"}, "conversation 0: roles must alternate"),
         ({"chat_template": "{{ messages[0].content + [1] }}"}, "does not take conversation 0: .*concatenate"),
         ({"chat_template": ""}, "the prompt is empty"),
+        ({"cache_salt": ""}, "cache_salt"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with engine(TINY) as llm, pytest.raises(ValueError, match=message):
-        llm.chat([USER], greedy(1), **({"chat_template": PLAIN} | arguments))
+        llm.chat([USER], greedy(1), use_tqdm=False, **({"chat_template": PLAIN} | arguments))
 
 
 def test_misspelt_arguments_are_a_type_error() -> None:
@@ -175,6 +176,8 @@ def test_parts_are_reused_in_any_order_and_conversation() -> None:
         tokenizer = llm.get_tokenizer()
         reused = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in [*texts[:3], texts[4], "Where?"])
         assert blend.num_reused_tokens == reused  # but the first chunk is exact: it stands where it was encoded
+        llm.chat(second, greedy(1), use_tqdm=False, chat_template=CHATML_LIKE, cache_salt="another tenant")
+        assert composer.num_encoded == start + 2 * (2 + len(texts))
         counted = blend.num_reused_tokens + blend.num_recomputed_tokens + blend.num_exact_tokens
         assert counted == len(output.prompt_token_ids)
 

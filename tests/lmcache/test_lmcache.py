@@ -352,6 +352,20 @@ def test_bad_input(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": combine_input_prompt_chunks([a, question])}])
 
 
+def test_the_parts_of_a_chat_are_pieces(llm: LLM) -> None:
+    """They need no separators, and are reused in any order."""
+    _, (a, b, c, _), question = texts()
+    for order in ((a, b, c), (c, a, b)):
+        before = llm.llm_engine.composer.num_encoded
+        content = [{"type": "text", "text": text} for text in (*order, question)]
+        template = "{% for m in messages %}<s>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+        [output] = llm.chat([{"role": "user", "content": content}], PARAMS, use_tqdm=False, chat_template=template)
+        assert output.blend is not None and output.blend.num_chunks == 3
+    assert llm.llm_engine.composer.num_encoded == before
+    with pytest.raises(ValueError, match=r"several pieces, .* give them as the text parts of the message's content"):
+        llm.chat([{"role": "user", "content": [combine_input_prompt_chunks([a, question])]}])
+
+
 def test_without_blending_prompts_are_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.outputs import CompletionOutput, RequestOutput
+from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -104,12 +106,14 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Complete a conversation, or several, rendered by the tokenizer's chat template (or the one given).
 
         The content of a message is a string or a list of text parts; `chat_template_content_format` says whether the
         template gets these joined by newlines ("string") or as a list ("openai"), "auto" finds out what it reads.
-        `chat_template_kwargs` are variables of the template.
+        `chat_template_kwargs` are variables of the template. `cache_salt` as in a prompt, for all conversations.
 
         With `enable_blending`, the text parts of user and tool messages are chunks, whatever order they come in; the
         last part that a user wrote is the question, which is always computed. Token ids are those of the whole
@@ -136,7 +140,10 @@ class LLM:
             continue_final_message,
         )
         blends = self.llm_engine.config.blend.enable_blending
-        prompts: list[Any] = [*chat_prompts(template, parse_conversations(messages), blends)]
+        prompts: list[Any] = [
+            replace(prompt, salt=parse_salt(cache_salt))
+            for prompt in chat_prompts(template, parse_conversations(messages), blends)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
