@@ -16,6 +16,7 @@ from vllm_blend.ops import constants
 
 GRAPH = torch.cuda.CUDAGraph  # the class: tests that use this put a partial of it in its place
 KERNEL, MEMCPY, MEMSET, CHILD = 0, 1, 2, 4  # CUgraphNodeType
+BUFFER_POINTER, BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 MEMCPY_WORDS, MEMSET_WORDS = 25, 5  # of CUDA_MEMCPY3D and CUDA_MEMSET_NODE_PARAMS
 
 
@@ -82,8 +83,9 @@ def _words(driver: ctypes.CDLL, node: c_void_p) -> Iterator[int]:
 def _kernel_words(driver: ctypes.CDLL, node: c_void_p) -> Iterator[int]:
     kernel = _KernelNode()
     _must(driver, "cuGraphKernelNodeGetParams_v2", node, byref(kernel))
-    if not kernel.parameters:
-        raise RuntimeError("a kernel's parameters are packed in a way that this test does not read")
+    if not kernel.parameters:  # in one piece, as cuBLAS gives them
+        yield from _packed_words(kernel.extra)
+        return
     pointers = ctypes.cast(kernel.parameters, ctypes.POINTER(c_void_p))
     index = 0
     while True:
@@ -98,9 +100,24 @@ def _kernel_words(driver: ctypes.CDLL, node: c_void_p) -> Iterator[int]:
             )
         if code:  # there are no more of them
             break
-        raw = ctypes.string_at(pointers[index], size.value)
-        yield from (int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw) - 7, 8))
+        yield from _words_at(pointers[index], size.value)
         index += 1
+
+
+def _packed_words(extra: int | None) -> Iterator[int]:
+    """Yield the words of a launch's parameters that lie in one buffer (CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE)."""
+    if not extra:
+        return  # a kernel without parameters
+    entries = ctypes.cast(extra, ctypes.POINTER(c_void_p))
+    given: dict[int, int] = {}
+    while (key := entries[2 * len(given)]) is not None:
+        given[key] = entries[2 * len(given) + 1] or 0
+    yield from _words_at(given[BUFFER_POINTER], c_size_t.from_address(given[BUFFER_SIZE]).value)
+
+
+def _words_at(address: int | None, size: int) -> Iterator[int]:
+    raw = b"" if address is None else ctypes.string_at(address, size)
+    return (int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw) - 7, 8))
 
 
 def segments(device: torch.device) -> list[tuple[int, int, Any]]:
