@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_the_second_device_answers_as_the_first(kind: str) -> None:
 
 
 def test_nothing_is_left_on_the_first_device() -> None:
+    gc.collect()  # engines of other tests
     before = torch.cuda.memory_allocated(0)
     llm = LLM(MODEL, device="cuda:1", **SMALL, **BLENDING)
     answers(llm)
