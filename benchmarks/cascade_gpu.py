@@ -1,6 +1,6 @@
 """A decode step of a batch that shares its beginning, with cascade attention and without, on a GPU.
 
-    python benchmarks/cascade_gpu.py [--batch 64] [--shared 8192] [--own 64]
+    python -m benchmarks.cascade_gpu [--batch 64] [--shared 8192] [--own 64]
 
 Random weights in a 7B model's shape, bf16. Every request has the same `--shared` tokens before `--own` of its own; the
 shared pages are found by the exact prefix cache. Medians of the time between steps of one batch, CUDA graphs on.
@@ -15,21 +15,22 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from engine_gpu import MISTRAL_7B, TOKENIZER
 
+from benchmarks.engine_gpu import MISTRAL_7B, TOKENIZER
 from vllm_blend import LLM, SamplingParams
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[64])
     parser.add_argument("--shared", type=int, nargs="*", default=[8192])
     parser.add_argument("--own", type=int, default=64)
     parser.add_argument("--steps", type=int, default=40)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     times: dict[bool, dict[tuple[int, int], float]] = {}
     for cascade in (False, True):
         llm = load(max(args.batch), max(args.shared) + args.own + 1024, cascade)

@@ -1,7 +1,7 @@
 """Time to first token of compositions of registered chunks, against the same prompt without any cache.
 
-    python benchmarks/chunks.py                                  # the demo model, 900 tokens
-    python benchmarks/chunks.py --shape 7b --tokens 4096 8192    # random weights in bf16, on a GPU
+    python -m benchmarks.chunks                                  # the demo model, 900 tokens
+    python -m benchmarks.chunks --shape 7b --tokens 4096 8192    # random weights in bf16, on a GPU
 
 Medians of one request at a time. "no cache": mode "exact", nothing cached. "first": a blended composition nobody has
 asked about, its chunks registered. "second": another question over it, its pages retained ("exact": in the prefix
@@ -17,12 +17,13 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_gpu import MISTRAL_7B
 
+from benchmarks.engine_gpu import MISTRAL_7B
 from vllm_blend import ChunkedLLM, RequestOutput, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +32,14 @@ FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 QUESTION = 24  # tokens
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEMO)
     parser.add_argument("--shape", choices=["7b"], help="random weights of this shape instead of a model")
     parser.add_argument("--tokens", nargs="*", type=int, default=[900])
     parser.add_argument("--chunk-tokens", type=int, help="of a chunk; default: an eighth of the prompt")
     parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     chunked = load(args.model, args.shape)
     device = chunked.llm_engine.model_executor.driver_worker.device
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"

@@ -1,4 +1,4 @@
-"""Every compiled CPU op against plain torch, at the shapes of the demo model: `python benchmarks/cpu_ops.py`.
+"""Every compiled CPU op against plain torch, at the shapes of the demo model: `python -m benchmarks.cpu_ops`.
 
 Prints the best time of each and their ratio. For attention, "torch" is the plain torch backend, gathering of the paged
 cache included; the layers' caches are cycled through, as a step does, so that the keys come from memory and not from
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -144,12 +144,12 @@ def attention_cases(dtype: torch.dtype) -> list[Case]:
     return [*cases, Case(name, partial(question.mass, kernels), partial(question.mass, plain))]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=20, help="the best of so many runs counts")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, kernels {bindings.cpu_kernels().isa}, {arguments.threads} threads; microseconds")

@@ -1,6 +1,6 @@
 """Time to first token of a prompt whose chunks lie on the disk: loaded first, or while the prompt is computed.
 
-    python benchmarks/disk_loading.py [--mib-per-second 50]
+    python -m benchmarks.disk_loading [--mib-per-second 50]
 
 One prompt at a time of a few long chunks, with nothing in memory but the weights. `memory` is the same prompt with its
 chunks in memory, `whole` waits for whole chunks, `layers` computes while the layers arrive. The three alternate.
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class SlowDisk:
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--dtype", default="auto")
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--selector", default="value_deviation")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib-per-second", type=float)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             args.model, dtype=args.dtype, enable_blending=True, blend_selector=args.selector, chunk_store_path=folder

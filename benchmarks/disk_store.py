@@ -1,4 +1,4 @@
-"""How fast the disk store reads chunks, and how fast `dd` with O_DIRECT: `python benchmarks/disk_store.py`.
+"""How fast the disk store reads chunks, and how fast `dd` with O_DIRECT: `python -m benchmarks.disk_store`.
 
 Both read the same files, in turns, past the page cache. The store reads as an engine has it do: the chunks of a prompt
 together, those of the next prompts while they are waited for, into memory that is at hand; it compares the checksum of
@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -109,12 +109,12 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
         store.clear()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     parser.add_argument("--gib", type=float, default=2.0, help="of chunks, for each shape and format")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     cases: list[tuple[tuple[int, int, int, int], StoredFormat]] = [
         ((32, 256, 8, 128), "auto"),  # Mistral-7B: a layer is 1 MiB
         ((28, 128, 8, 128), "auto"),  # Qwen3-0.6B: 0.5 MiB

@@ -1,6 +1,6 @@
 """The engine against Hugging Face transformers and against itself, on the CPU, in one process.
 
-    python benchmarks/engine_cpu.py
+    python -m benchmarks.engine_cpu
 
 Prints medians and ratios: full prefill and greedy decode against `transformers` generate, a blend at 15% against our
 own full
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--dataset", default="inputs/musique_s.json")
     parser.add_argument("--prompt-tokens", type=int, default=900)
     parser.add_argument("--decode-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     plain = LLM(args.model, enable_prefix_caching=False)

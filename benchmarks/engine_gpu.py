@@ -1,6 +1,6 @@
 """Time to first token and decoding on a GPU: the table of what we claim against vLLM.
 
-    bash scripts/build_cuda.sh && python benchmarks/engine_gpu.py [--only prefill blend decode mix] [--chunk-device cpu]
+    bash scripts/build_cuda.sh && python -m benchmarks.engine_gpu [--only prefill blend decode mix] [--chunk-device cpu]
         [--markdown FILE]
 
 Random weights in the shapes named below, bf16, medians. Chunk KV is on the GPU; `--chunk-device cpu` measures the same
@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ WEIGHTS_7B = 13.96e9  # bytes of the layers
 rows: list[tuple[str, ...]] = []
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["prefill", "blend", "decode", "mix"])
     parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 8192, 32000])
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--quantization", help="of the linear layers: fp8")
     parser.add_argument("--chunk-device", choices=["cuda", "cpu"], default="cuda", help="cpu: blends from there, too")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rng = random.Random(0)
     options: dict[str, Any] = {"attention_backend": args.backend, "quantization": args.quantization}
     if "prefill" in args.only or "decode" in args.only:

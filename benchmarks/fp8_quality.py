@@ -1,6 +1,6 @@
 """What FP8 linear layers cost in quality: answers and first tokens against the same model in bfloat16, on a GPU.
 
-    bash scripts/build_cuda.sh && python benchmarks/fp8_quality.py [--datasets FILE ...] [--markdown FILE]
+    bash scripts/build_cuda.sh && python -m benchmarks.fp8_quality [--datasets FILE ...] [--markdown FILE]
 
 The demo model answers every question over all of its passages, greedily, in full and blended; blends reuse chunk KV
 that the same model computed. `KL` is of the distribution of the first answer token: from bfloat16 to FP8, in nats, over
@@ -46,13 +46,13 @@ class Answers:
     f1: float
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json")]
     parser.add_argument("--datasets", nargs="*", default=data)
     parser.add_argument("--model", default=str(ROOT / "inputs" / "demo-model"))
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     lines = [
         f"{date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, model {Path(args.model).name}"
     ]

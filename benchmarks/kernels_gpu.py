@@ -1,6 +1,6 @@
 """Checks and times every CUDA kernel on this GPU in one call; builds nothing.
 
-    python benchmarks/kernels_gpu.py [--only prefill,decode,few,memory,select]
+    python -m benchmarks.kernels_gpu [--only prefill,decode,few,memory,select]
 
 A time is the median over replays of a CUDA graph of several calls whose rotating inputs together exceed the L2 cache,
 as the layers of a model do. Beside it: its rate, and torch or cuDNN at the same work in the same run. The shape is 32
@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_blend import ops
 from vllm_blend.ops import cuda, cuda_attention
 
@@ -333,10 +330,10 @@ BENCHES = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(BENCHES), help="comma-separated: " + ", ".join(BENCHES))
-    names = parser.parse_args().only.split(",")
+    names = parser.parse_args(argv).only.split(",")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     torch.manual_seed(0)
     for name in names:

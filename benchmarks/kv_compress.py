@@ -1,8 +1,8 @@
 """What evicting KV is worth in throughput: many long requests on a small pool, uncompressed and compressed.
 
-    bash scripts/build_cuda.sh && python benchmarks/kv_compress.py [--variants uncompressed 1x 8x 64x] [--requests 256]
+    bash scripts/build_cuda.sh && python -m benchmarks.kv_compress [--variants uncompressed 1x 8x 64x] [--requests 256]
         [--results FILE.jsonl] [--markdown FILE]
-    python benchmarks/kv_compress.py --small          # on a CPU, a tiny shape: whether it works, not how fast
+    python -m benchmarks.kv_compress --small          # on a CPU, a tiny shape: whether it works, not how fast
 
 Llama-3.1-8B's shape with random weights, bf16, 256 requests of 6000 tokens in and 500 out, greedy, on a KV pool of 24
 GiB (of the compressed engines, the metric and position of every KV are in it). "8x" keeps an eighth of the KVs. All

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--metrics", nargs="+", default=["keydiff", "knorm", "random"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     lines = [f"{date.today()}, {args.model}, blocks of 16 tokens", "", HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print(*lines, sep="\n", flush=True)
     for dataset in args.datasets:

@@ -28,7 +28,7 @@ DATASETS = ("musique_s", "wikimqa_s", "samsum")
 HEAD = "| data set | metric | allocation | kept | F1 | difference | same tokens |"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--allocations", nargs="+", default=["auto"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     common: dict[str, Any] = {"device": "cpu", "max_num_seqs": args.batch, "num_gpu_blocks_override": 1024}
     engines = {
         (metric, allocation): LLM(args.model, enable_kvc=True, kvc_metric=metric, kvc_allocation=allocation, **common)

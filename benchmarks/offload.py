@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,7 +77,7 @@ def _settled(llm: LLM) -> bool:
     return all(r is not None and sum(c.resident for c in r.movable) <= target(len(r.movable)) for r in residencies)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("resident", "exact"), default="resident")
     parser.add_argument("--predictor", default="query_digest")
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=("small", *SHAPES), default="small", help="small: --layers of --hidden")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     random = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ FLOOR = "retrieval_rank"
 HEAD = "| data set | start | predictor | F1 | difference to retrieval_rank | same tokens | promotions an answer |"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--drafts", action="store_true", help="decode speculatively, by suffix automata")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     common: dict[str, Any] = {"device": "cpu", "max_num_seqs": args.batch, "block_size": 16}
     if args.drafts:

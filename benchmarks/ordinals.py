@@ -1,6 +1,6 @@
 """What it is worth to keep several variants of a passage's KV, each encoded after another number of passages.
 
-    python benchmarks/ordinals.py --output benchmarks/results/ordinals
+    python -m benchmarks.ordinals --output benchmarks/results/ordinals
 
 A model tells entities apart by an ordinal: a passage that was encoded as the first one misleads as the fifth. A store
 may hold variants of each passage, encoded after as many neutral passages ("filler") as will stand before it, of which
@@ -20,8 +20,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from quality import ROOT, describe
 
+from benchmarks.quality import ROOT, describe
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
-    command = shlex.join(["python", "benchmarks/ordinals.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "benchmarks.ordinals", *(sys.argv[1:] if argv is None else argv)])
     try:
         print(run(args, command).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,14 +1,14 @@
 """How good blended answers are, and what they cost: every setting x ratio x data set, as JSON, Markdown and a picture.
 
-    python benchmarks/quality.py --quick --output results/quality_quick
-    python benchmarks/quality.py --output benchmarks/results/quality
+    python -m benchmarks.quality --quick --output results/quality_quick
+    python -m benchmarks.quality --output benchmarks/results/quality
 
 The settings are the lists in vllm_blend/pipeline/quality/catalogue.py: rules, then levers. Any model directory and
 any data set in the same format will do; full prefill by the same model is what everything is compared with. Answers
 are greedy, and nothing depends on time: the same command gives the same numbers, but for what another machine or number
 of workers rounds differently. Where there is no matplotlib, --no-picture does without, and elsewhere
 
-    python benchmarks/quality.py --draw benchmarks/results/quality.json
+    python -m benchmarks.quality --draw benchmarks/results/quality.json
 
 draws what is in a file.
 """
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.draw is not None:
             print("written:", draw_again(args.draw), file=sys.stderr)
             return
-        paths = run(args, shlex.join(["python", "benchmarks/quality.py", *(sys.argv[1:] if argv is None else argv)]))
+        paths = run(args, shlex.join(["python", "-m", "benchmarks.quality", *(sys.argv[1:] if argv is None else argv)]))
     except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(paths[1].read_text(encoding="utf-8"))

@@ -74,7 +74,7 @@ class Tally:
     accepted: int = 0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--markdown", help="file to write the table to")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     options: dict[str, Any] = {"device": args.device, "max_num_seqs": 16 if args.device == "cpu" else 32}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a disk store in fp8 or int8 costs in answers and saves in bytes: `python benchmarks/store_formats.py`.
+"""What a disk store in fp8 or int8 costs in answers and saves in bytes: `python -m benchmarks.store_formats`.
 
 For every format one engine computes the chunks of all questions and stores them; another one, with nothing in memory,
 answers from that store, greedily. It has to find every chunk there: one that it computes again ends the run. Shares of
@@ -47,7 +47,7 @@ class Answers:
     f1: list[float]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json")]
     parser.add_argument("--datasets", nargs="*", default=data)
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--limit", type=int, help="questions of each data set (default: all)")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     lines = [f"{date.today()}, {args.dtype}, torch {torch.__version__}, model {Path(args.model).name}"]
     for path in args.datasets:
         samples = [normalize_sample(raw, index) for index, raw in enumerate(load_dataset(path))][: args.limit]

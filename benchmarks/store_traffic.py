@@ -1,6 +1,6 @@
 """Do hits and time to first token stay what they are as new queries keep coming, with a store far too small?
 
-    python benchmarks/store_traffic.py --output traffic.json --plot traffic.png
+    python -m benchmarks.store_traffic --output traffic.json --plot traffic.png
 
 Every query draws its passages by Zipf popularity from many documents; no two queries are alike. The disk has room for
 a share of the documents' KV, the memory above it for a smaller one; what neither has is computed, which counts in the
@@ -44,7 +44,7 @@ class Query:
     full: float
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--dataset", default="inputs/musique_s.json")
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="every query, as JSON")
     parser.add_argument("--plot", type=Path, help="a picture; needs matplotlib")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     plain = LLM(args.model, enable_prefix_caching=False)
     prefix, documents, questions = pieces(args.dataset, plain, args.documents)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import kv_compress as benchmark
+
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("kv_compress_benchmark", ROOT / "benchmarks" / "kv_compress.py")
-assert spec is not None and spec.loader is not None
-benchmark = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = benchmark  # its dataclasses look themselves up there
-spec.loader.exec_module(benchmark)
 
 
 def test_variants_may_be_measured_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

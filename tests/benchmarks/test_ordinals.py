@@ -23,16 +23,14 @@ SCRIPT = ROOT / "benchmarks" / "ordinals.py"
 
 
 @pytest.fixture
-def ordinals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The script as a module; what it enters is taken out again."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+def ordinals() -> Iterator[Any]:
+    """The script as a module of its own; what it registers is removed again."""
     known = dict(ENCODING_CONTEXTS)
     spec = importlib.util.spec_from_file_location("ordinals_benchmark", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    sys.modules.pop("quality", None)
     for name in ENCODING_CONTEXTS.keys() - known.keys():
         del ENCODING_CONTEXTS[name]
 
@@ -76,8 +74,10 @@ def test_the_command_writes_json_and_tables(tmp_path: Path) -> None:
     """By two processes, which have to know the fillers of the script too."""
     flags = ["--model", MODEL, "--datasets", str(write_small(tmp_path, 2)), "--workers", "2", "--device", "cpu"]
     flags += ["--settings", "5", "words shuffled", "--output", str(tmp_path / "o")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, env=environment)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ordinals", *flags], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     written = read_json(tmp_path / "o.json", "rows")
     rows = {(row["setting"], row["ratio"]): row for row in written["rows"]}

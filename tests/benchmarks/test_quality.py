@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import quality
 from tests.pipeline.quality.small import MODEL, ROOT, write_small
 from vllm_blend.pipeline.files import read_json
-
-spec = importlib.util.spec_from_file_location("quality_benchmark", ROOT / "benchmarks" / "quality.py")
-assert spec is not None and spec.loader is not None
-quality = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(quality)
 
 
 def test_the_command_writes_json_tables_and_a_picture(tmp_path: Path, capsys) -> None:
@@ -31,7 +26,7 @@ def test_the_command_writes_json_tables_and_a_picture(tmp_path: Path, capsys) ->
     ]
     about = written["about"]
     assert about["questions"] == ["3 of musique_small"] and about["seed"] == 0 and about["model"] == "demo-model"
-    assert about["command"].startswith("python benchmarks/quality.py --model ")
+    assert about["command"].startswith("python -m benchmarks.quality --model ")
     text = (tmp_path / "deep" / "q.v1.md").read_text()
     assert text in capsys.readouterr().out and "| random | 10% |" in text
     assert (tmp_path / "deep" / "q.v1.png").read_bytes().startswith(b"\x89PNG")

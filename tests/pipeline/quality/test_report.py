@@ -53,9 +53,9 @@ def test_the_table_has_a_line_for_each_thing_measured():
 
 
 def test_the_report_says_how_it_was_measured():
-    about = {"command": "python benchmarks/quality.py", "date": "2020-02-02", "left out as too long": [], "seed": 3}
+    about = {"command": "python -m benchmarks.quality", "date": "2020-02-02", "left out as too long": [], "seed": 3}
     text = render(about, ROWS, SETTINGS)
-    assert "    python benchmarks/quality.py\n" in text and "- date: 2020-02-02\n" in text and "- seed: 3\n" in text
+    assert "    python -m benchmarks.quality\n" in text and "- date: 2020-02-02\n" in text and "- seed: 3\n" in text
     assert "- left out as too long: none\n" in text and "## d, 7 questions\n" in text
     assert all(f"| {setting.name} | {setting.paper} |" in text for setting in SETTINGS)
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))

@@ -1,0 +1,38 @@
+"""Every benchmark runs as `python -m benchmarks.<name>`, and is documented to."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from unittest.mock import patch
+
+import pytest
+
+from tests.checkout import ROOT
+from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
+
+FOLDER = ROOT / "benchmarks"
+COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "answers"))
+TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.rglob("*.py")]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
+    # One of them registers contexts when it is imported.
+    with pytest.raises(SystemExit) as ended, patch.dict(ENCODING_CONTEXTS):
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")  # in this process: importing torch takes seconds
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"python -m benchmarks.{name}" in text and "--help" in text
+
+
+@pytest.mark.cpu_only
+def test_no_text_says_otherwise() -> None:
+    for path in TEXTS:
+        text = path.read_text()
+        assert not re.findall(r"python3? benchmarks/\S*", text), path
+        assert set(re.findall(r"python -m benchmarks\.(\w+)", text)) <= set(COMMANDS), path
