@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_number, is_whole
+from vllm_blend.logits_process import check_processors
 from vllm_blend.unsupported import accept_defaults
 from vllm_blend.unsupported_sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
@@ -57,6 +58,10 @@ class SamplingParams:
     include_stop_str_in_output: keep the matched stop string at the end of the text.
     logit_bias: token id -> number added to its logit. allowed_token_ids: the only tokens that may be generated.
     bad_words: strings that are never completed, with or without a space before them.
+    logits_processors: functions of (output token ids, logits) or (prompt token ids, output token ids, logits) that
+        return the logits [vocabulary] to go on with. They run in this order, before every other setting, and once per
+        token: a request that has some is never decoded speculatively. One that raises ends this request alone. Those
+        with a `clone()` method are cloned for every completion, others are shared.
     target_compression_rate, max_cache_tokens, protected_window_size, num_sinks, compress_once: with `enable_kvc`, how
         much of this request's KV is kept; None: as the engine was told (see `CompressionSettings`).
 
@@ -87,6 +92,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logits_processors: list[Any] | None = None
     target_compression_rate: float | None = None
     max_cache_tokens: int | None = None
     protected_window_size: int | None = None
@@ -122,6 +128,7 @@ class SamplingParams:
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         self.bad_words = _strings("bad_words", self.bad_words)
         self.logit_bias = _logit_bias(self.logit_bias)
+        self.logits_processors = check_processors(self.logits_processors)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -154,8 +161,15 @@ class SamplingParams:
         return {name: getattr(self, name) for name in _COMPRESSION}
 
     def clone(self) -> SamplingParams:
-        """A deep copy."""
-        return copy.deepcopy(self)
+        """Return a deep copy. Logits processors are shared, but for those that have a `clone()` method.
+
+        Raises ValueError where one of these methods fails.
+        """
+        try:
+            known = {id(own): own.clone() if hasattr(own, "clone") else own for own in self.logits_processors or ()}
+        except Exception as error:
+            raise ValueError(f"logits_processors: clone() raised {type(error).__name__}: {error}") from error
+        return copy.deepcopy(self, known)
 
     def for_completion(self, index: int) -> SamplingParams:
         """The settings of completion `index` of `n`: n=1, and a seed of its own if there is one."""

@@ -237,7 +237,7 @@ class LLMEngine:
         self.processor.groups |= dict.fromkeys(requests, group)
         if self.kv_compression is not None:
             self.kv_compression.begin(requests, compression)
-        if self.speculation is not None:
+        if self.speculation is not None and not params.logits_processors:  # these may count their calls: no guesses
             self.speculation.begin(requests, parsed.chunk_bounds)
         # Whose context is in retained pages already is composed only if these are gone when its turn comes.
         is_retained = composition is not None and composition.key in self.blocks.retained

@@ -1,7 +1,7 @@
-"""Changes to logits that depend on a sequence: allowed tokens, biases, bans and penalties.
+"""Changes to logits that depend on a sequence: the user's functions, allowed tokens, biases, bans and penalties.
 
-All of them touch few (row, token) pairs, so they are gathered, changed and scattered back for the whole batch at once;
-nothing of the vocabulary's size is built per sequence.
+All but the functions touch few (row, token) pairs, so they are gathered, changed and scattered back for the whole batch
+at once; nothing of the vocabulary's size is built per sequence.
 """
 
 from __future__ import annotations
@@ -14,18 +14,34 @@ from numpy.typing import NDArray
 
 from vllm_blend import ops
 from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.logits_process import run_processors
 from vllm_blend.ops.host_copy import to_device
 
 
-def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
     """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
 
-    In this order: only allowed tokens, biases, bans (`min_tokens`, bad words), penalties.
+    In this order: the user's functions, only allowed tokens, biases, bans (`min_tokens`, bad words), penalties. Returns
+    what went wrong in a function, by row; such a row has no meaning, and the others are as they should be.
     """
+    errors = _run_functions(logits, states)
     _keep_allowed(logits, states)
     _add_bias(logits, states)
     _ban(logits, states)
     _penalize(logits, states)
+    return errors
+
+
+def _run_functions(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
+    errors = {}
+    for row, state in enumerate(states):
+        if state.params.logits_processors:
+            given = (state.params.logits_processors, state.prompt_token_ids, state.output_token_ids)
+            try:
+                logits[row] = run_processors(*given, logits[row].clone())
+            except RuntimeError as error:
+                errors[row] = str(error)
+    return errors
 
 
 def _keep_allowed(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:

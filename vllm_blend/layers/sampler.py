@@ -23,13 +23,14 @@ __all__ = ["PendingSample", "Sampler", "SamplerOutput", "SamplingState", "check_
 _ERRORS = {
     BROKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
     "and any KV cache that was loaded",
-    NONE_LEFT: "no token is left to choose from: allowed_token_ids, bad_words and min_tokens together exclude all",
+    NONE_LEFT: "no token is left to choose from: logits_processors, allowed_token_ids, bad_words and min_tokens "
+    "together exclude all",
 }
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One entry per row. Rows in `errors` have a negative token id and no log-probabilities."""
+    """One entry per row. Rows in `errors` have no token that counts, and no log-probabilities."""
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob] | None]
@@ -42,8 +43,14 @@ class PendingSample:
     `tokens` [rows] int64 is on the device, negative for rows without a token: the next step may be queued from it.
     """
 
-    def __init__(self, tokens: torch.Tensor, logprob_rows: Sequence[int], logprobs: PendingLogprobs | None) -> None:
-        self.tokens = tokens
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprob_rows: Sequence[int],
+        logprobs: PendingLogprobs | None,
+        errors: dict[int, str],
+    ) -> None:
+        self.tokens, self._errors = tokens, errors  # row -> what is known to be wrong with it already
         self._copy = HostCopy(tokens)
         self._logprob_rows, self._logprobs = logprob_rows, logprobs
 
@@ -57,6 +64,7 @@ class PendingSample:
         errors = {}
         if min(token_ids, default=0) < 0:
             errors = {row: _ERRORS[token] for row, token in enumerate(token_ids) if token < 0}
+        errors |= self._errors
         logprobs: list[dict[int, Logprob] | None] = [None] * len(token_ids)
         if self._logprobs is not None:
             for row, entry in zip(self._logprob_rows, self._logprobs.result(), strict=True):
@@ -94,11 +102,12 @@ class Sampler(nn.Module):
         batch = self._batch_of(states, logits)
         uniforms = batch.draw_uniforms(self._generator)
         tokens = ops.sample_tokens(logits, batch.settings, uniforms)
+        errors: dict[int, str] = {}
         for changed in batch.changed:
             own = logits[changed.rows].float()
-            process_logits(own, changed.states)
+            errors |= {changed.numbers[row]: text for row, text in process_logits(own, changed.states).items()}
             ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
-        return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs))
+        return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs), errors)
 
     def _batch_of(self, states: Sequence[SamplingState], logits: torch.Tensor) -> SamplingBatch:
         vocab_size, device = logits.shape[-1], logits.device

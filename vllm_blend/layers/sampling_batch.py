@@ -22,7 +22,8 @@ class ChangedRows:
     """Rows whose logits are changed before a token is chosen: few enough to copy their logits at once."""
 
     states: list[SamplingState]
-    rows: torch.Tensor  # [n] int64 on the device
+    numbers: list[int]  # of the rows
+    rows: torch.Tensor  # the same, [n] int64 on the device
     settings: DrawSettings
 
 
@@ -46,7 +47,7 @@ class SamplingBatch:
 
     def _changed(self, rows: list[int], values: NDArray[np.float64]) -> ChangedRows:
         own = DrawSettings.make(values[rows], self.vocab_size, self.device)
-        return ChangedRows([self.states[r] for r in rows], to_device(torch.tensor(rows), self.device), own)
+        return ChangedRows([self.states[r] for r in rows], rows, to_device(torch.tensor(rows), self.device), own)
 
     def serves(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> bool:
         """Whether this is the batch of these states, as they are now."""

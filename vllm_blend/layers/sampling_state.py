@@ -51,7 +51,9 @@ class SamplingState:
 
     @cached_property
     def _changes_logits_always(self) -> bool:
-        return self.penalized or bool(self.params.logit_bias or self.params.allowed_token_ids or self.bad_words)
+        p = self.params
+        listed = p.logit_bias or p.allowed_token_ids or p.logits_processors or self.bad_words
+        return self.penalized or bool(listed)
 
     @property
     def awaits_min_tokens(self) -> bool:
@@ -110,7 +112,8 @@ class SamplingState:
     @cached_property
     def needs_history(self) -> bool:
         """Whether a draw depends on tokens before it otherwise than through the logits."""
-        return self.penalized or bool(self.bad_words) or self.params.min_tokens > 0
+        p = self.params
+        return self.penalized or bool(self.bad_words or p.logits_processors) or p.min_tokens > 0
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:

@@ -1,0 +1,75 @@
+"""Functions of the user's that change the logits of a request: `SamplingParams.logits_processors`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+# (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits
+LogitsProcessor: TypeAlias = (
+    Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
+)
+
+
+def check_processors(processors: Any) -> list[LogitsProcessor]:
+    """Return the processors as a list. Raises TypeError for what is not callable with two or three arguments."""
+    if processors is None:
+        return []
+    if callable(processors) or not isinstance(processors, Iterable):
+        raise TypeError(f"logits_processors={processors!r} must be a list of functions")
+    checked = list(processors)
+    for index, processor in enumerate(checked):
+        if not callable(processor):
+            raise TypeError(f"logits_processors[{index}] is {processor!r}, which is not callable: give a function")
+        if _num_arguments(processor) not in (2, 3):
+            raise TypeError(
+                f"logits_processors[{index}] takes {_num_arguments(processor)} arguments: it must take "
+                "(output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)"
+            )
+    return checked
+
+
+def run_processors(
+    processors: Sequence[Any], prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], row: torch.Tensor
+) -> torch.Tensor:
+    """Return what the processors make, one after the other, of a row of logits [vocabulary] float32.
+
+    They may change the row in place, and get copies of the token ids. Raises RuntimeError naming the processor that
+    raised, or that returned anything but logits; -inf is one, NaN and +inf are not.
+    """
+    shape = row.shape
+    for index, processor in enumerate(processors):
+        tokens = [list(output_token_ids)]
+        if _num_arguments(processor) == 3:
+            tokens.insert(0, list(prompt_token_ids))
+        try:
+            result = processor(*tokens, row)
+        except Exception as error:
+            raise RuntimeError(f"logits_processors[{index}] raised {type(error).__name__}: {error}") from error
+        if not isinstance(result, torch.Tensor) or result.shape != shape:
+            given = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise RuntimeError(
+                f"logits_processors[{index}] returned {given}: it must return the logits, a tensor of {list(shape)}"
+            )
+        row = result.to(row)
+        if not bool((row < torch.inf).all()):
+            raise RuntimeError(
+                f"logits_processors[{index}] returned NaN or infinite logits: use finite numbers, and -inf for tokens "
+                "that must not come"
+            )
+    return row
+
+
+def _num_arguments(processor: Callable[..., Any]) -> int:
+    """Return how many arguments a function needs, 2 where it takes any number or does not tell."""
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except ValueError:  # some built-in functions have no signature
+        return 2
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return 2
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in by_position and parameter.default is parameter.empty for parameter in parameters)
