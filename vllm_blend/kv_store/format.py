@@ -4,8 +4,9 @@ keys.pt and values.pt hold K before RoPE and V, each [layers, tokens, kv_heads, 
 bool, True where both are filled. metadata.json says which model, context and tokens they belong to, with a SHA-256 of
 each file. It is removed first and written last: a folder whose writing was cut short has none, and is a miss.
 
-Nothing here is trusted when it is read. The checksum is compared before torch sees the bytes, and a folder that is
-damaged, unfinished or another model's is a miss: the caller computes the chunk again.
+Nothing here is trusted when it is read: no more bytes are read than a chunk of the model has, their checksum is
+compared before anything else looks at them, and they are only taken for plain tensors (tensor_file.py). A folder that
+is damaged, unfinished or another model's is a miss: the caller computes the chunk again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import logging
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +26,20 @@ import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
+from vllm_blend.kv_store.regular_file import read_regular
+from vllm_blend.kv_store.tensor_file import OVERHEAD, BadTensorFile, read_tensor
+from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"
 KEYS, VALUES, VALID_MASK = "keys.pt", "values.pt", "valid_mask.pt"
+
+MAX_METADATA = 32 << 20  # bytes: three million token ids
+MAX_NUMBER = 1 << 31  # of layers, heads and token ids: no model has so many
+
+STORED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 MissKind = Literal["missing", "damaged", "foreign"]
 
@@ -69,36 +79,42 @@ def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFin
 
 
 def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV:
-    """The KV of `chunk`, on the CPU. Raises ChunkMiss when the folder does not hold it, whole and of this model."""
+    """Return the KV of `chunk`, on the CPU. Raises ChunkMiss when the folder does not hold it, whole and of this
+    model."""
     folder = Path(folder)
+    if model.dtype not in STORED_DTYPES:
+        raise ChunkMiss(folder, "foreign", f"KV of {model.dtype} is not stored: {', '.join(STORED_DTYPES)} are")
     if not folder.is_dir():
         raise ChunkMiss(folder, "missing", "there is no such folder")
     metadata = _read_metadata(folder)
     _check_identity(folder, metadata, chunk, model)
-    k, v, valid = (_read_tensor(folder, name, metadata) for name in (KEYS, VALUES, VALID_MASK))
-    shape = (model.num_layers, len(chunk.token_ids), model.num_kv_heads, model.head_dim)
+    expected, tokens = ExpectedChunk(model, chunk), len(chunk.token_ids)
+    num_bytes = prod(expected.shape) * STORED_DTYPES[model.dtype].itemsize
+    k, v = (_read_tensor(folder, name, metadata, num_bytes) for name in (KEYS, VALUES))
     for name, tensor in ((KEYS, k), (VALUES, v)):
-        if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{model.dtype}":
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ChunkMiss(folder, "damaged", f"{name} is {found}, expected torch.{model.dtype} {list(shape)}")
-    if valid.dtype != torch.bool or tuple(valid.shape) != shape[1:2]:
+        mismatch = find_mismatch(expected, tensor.shape, tensor.dtype, None)
+        if mismatch is not None:
+            raise ChunkMiss(folder, "foreign", f"{name} does not fit: {mismatch}")
+    valid = _read_tensor(folder, VALID_MASK, metadata, tokens)
+    if valid.dtype != torch.bool or tuple(valid.shape) != (tokens,):
         found = f"{valid.dtype} {list(valid.shape)}"
-        raise ChunkMiss(folder, "damaged", f"{VALID_MASK} is {found}, expected torch.bool [{shape[1]}]")
+        raise ChunkMiss(folder, "damaged", f"{VALID_MASK} is {found}, expected torch.bool [{tokens}]")
     if not bool(valid.all()):
-        raise ChunkMiss(folder, "damaged", f"{int(valid.sum())} of its {shape[1]} tokens are filled ({VALID_MASK})")
+        raise ChunkMiss(folder, "damaged", f"{int(valid.sum())} of its {tokens} tokens are filled ({VALID_MASK})")
     return ChunkKV(k, v)
 
 
 def read_identity(folder: str | Path) -> tuple[ChunkId, ModelFingerprint]:
-    """Which chunk a folder says it holds, and of which model; `load_chunk` checks that. Raises ChunkMiss."""
+    """Return which chunk a folder says it holds, and of which model; `load_chunk` checks that. Raises ChunkMiss."""
     folder = Path(folder)
     metadata = _read_metadata(folder)
     try:
         model = ModelFingerprint(**metadata["model"])
-        context, token_ids = str(metadata["context"]), tuple(int(token) for token in metadata["token_ids"])
-        return ChunkId(chunk_key(model, context, token_ids), context, token_ids), model
+        context, token_ids = metadata["context"], metadata["token_ids"]
+        _check_identity_types(model, context, token_ids)
+        return ChunkId(chunk_key(model, context, token_ids), context, tuple(token_ids)), model
     except (KeyError, TypeError, ValueError) as error:
-        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say what it holds ({error!r})") from error
+        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say what it holds ({_short(error)})") from error
 
 
 def read_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV | None:
@@ -122,6 +138,30 @@ def _metadata(chunk: ChunkId, model: ModelFingerprint) -> dict[str, Any]:
     }
 
 
+def _check_identity_types(model: ModelFingerprint, context: object, token_ids: object) -> None:
+    """Raise ValueError or TypeError unless these are what `write_chunk` writes."""
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if field.type == "int":
+            _check_number(value, 1, f"model.{field.name}")
+        elif not isinstance(value, str):
+            raise TypeError(f"model.{field.name} is a {type(value).__name__}")
+    if not isinstance(context, str) or not isinstance(token_ids, list) or not token_ids:
+        raise TypeError("context must be a string, and token_ids a list of at least one")
+    for token in token_ids:
+        _check_number(token, 0, "a token id")
+
+
+def _check_number(value: object, least: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_NUMBER:
+        raise ValueError(f"{what} is not an integer from {least} to {MAX_NUMBER - 1}")
+
+
+def _short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _write(path: Path, data: bytes) -> int:
     """Replace a file as a whole. No fsync: what a power cut leaves half-written, the checksum finds."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -139,11 +179,11 @@ def _write(path: Path, data: bytes) -> int:
 def _read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / METADATA
     try:
-        metadata = json.loads(path.read_bytes())
+        metadata = json.loads(read_regular(path, MAX_METADATA))
     except FileNotFoundError as error:
         raise ChunkMiss(folder, "damaged", f"{METADATA} is missing, so writing was not finished") from error
-    except (OSError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
-        raise ChunkMiss(folder, "damaged", f"{METADATA} cannot be read ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, numbers of many digits
+        raise ChunkMiss(folder, "damaged", f"{METADATA} cannot be read ({_short(error)})") from error
     if not isinstance(metadata, dict):
         raise ChunkMiss(folder, "damaged", f"{METADATA} is not a JSON object")
     return metadata
@@ -152,7 +192,8 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 def _check_identity(folder: Path, metadata: dict[str, Any], chunk: ChunkId, model: ModelFingerprint) -> None:
     version = metadata.get("version")
     if version != FORMAT_VERSION:
-        raise ChunkMiss(folder, "foreign", f"it has format version {version!r}, this package reads {FORMAT_VERSION}")
+        found = repr(version)[:50]
+        raise ChunkMiss(folder, "foreign", f"it has format version {found}, this package reads {FORMAT_VERSION}")
     stored = metadata.get("model")
     if not isinstance(stored, dict):
         raise ChunkMiss(folder, "damaged", f"{METADATA} does not say which model it is of")
@@ -171,23 +212,22 @@ def _check_identity(folder: Path, metadata: dict[str, Any], chunk: ChunkId, mode
             raise ChunkMiss(folder, "foreign", meaning)
 
 
-def _read_tensor(folder: Path, name: str, metadata: dict[str, Any]) -> torch.Tensor:
+def _read_tensor(folder: Path, name: str, metadata: dict[str, Any], num_bytes: int) -> torch.Tensor:
+    """Read a file that should hold `num_bytes` of numbers. Raises ChunkMiss, before more than that is read."""
     files = metadata.get("files")
     entry = files.get(name) if isinstance(files, dict) else None
     if not isinstance(entry, dict):
         raise ChunkMiss(folder, "damaged", f"{METADATA} has no checksum of {name}")
     try:
-        data = (folder / name).read_bytes()
+        data = read_regular(folder / name, num_bytes + OVERHEAD)
     except OSError as error:
         raise ChunkMiss(folder, "damaged", f"{name} cannot be read ({error.strerror})") from error
     if len(data) != entry.get("bytes"):
-        raise ChunkMiss(folder, "damaged", f"{name} has {len(data)} bytes instead of {entry.get('bytes')}")
+        said = repr(entry.get("bytes"))[:50]
+        raise ChunkMiss(folder, "damaged", f"{name} has {len(data)} bytes instead of {said}")
     if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
         raise ChunkMiss(folder, "damaged", f"{name} does not have the content that was written (SHA-256 differs)")
     try:
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises many types; the bytes are those written, so this is another writer's
-        raise ChunkMiss(folder, "damaged", f"{name} is not a file that torch can load ({error})") from error
-    if not isinstance(tensor, torch.Tensor):
-        raise ChunkMiss(folder, "damaged", f"{name} holds a {type(tensor).__name__}, not a tensor")
-    return tensor
+        return read_tensor(data)
+    except BadTensorFile as error:
+        raise ChunkMiss(folder, "damaged", f"{name} cannot be used: {_short(error)}") from error

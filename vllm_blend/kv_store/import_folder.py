@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
+from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import METADATA, ChunkMiss, load_chunk, read_identity
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 
 logger = logging.getLogger(__name__)
 
 NO_MODEL = "0" * 32
+
+T = TypeVar("T")
 
 
 def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
@@ -29,32 +36,43 @@ def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
 
     Raises ValueError where there is no chunk, and OSError or sqlite3.Error where the store cannot be used.
     """
-    folders = sorted(path.parent for path in source.rglob(METADATA))
+    walk = os.walk(source)  # unlike a glob, it also shows what is no file
+    folders = sorted(Path(folder) for folder, subfolders, files in walk if METADATA in (*subfolders, *files))
     if not folders:
         raise ValueError(
             f"{source} holds no chunk ({METADATA}): give the folder that stage 2 of the pipeline has written"
         )
-    counts: Counter[str] = Counter()
-    stores: dict[str, DiskChunkStore] = {}
-    try:
-        for folder in folders:
-            try:
-                chunk, model = read_identity(folder)
-                kv = load_chunk(folder, chunk, model)
-            except ChunkMiss as miss:
-                logger.warning("not imported: %s", miss)
-                counts[miss.kind] += 1
-                continue
-            if model.digest not in stores:
-                stores[model.digest] = DiskChunkStore(replace(config, model=model.digest, fingerprint=model))
-            stores[model.digest].put(chunk.key, kv.of(chunk))
-        for store in stores.values():
+    counts = Counter({"stored": 0})
+    by_model: defaultdict[ModelFingerprint, list[Path]] = defaultdict(list)
+    for folder in folders:
+        identity = _read(folder, read_identity, counts)
+        if identity is not None:
+            by_model[identity[1]].append(folder)
+    for model, own in by_model.items():  # one store at a time, however many models the folders name
+        with DiskChunkStore(replace(config, model=model.digest, fingerprint=model)) as store:
+            for folder in own:
+                found = _read(folder, _load, counts)
+                if found is not None:
+                    chunk, kv = found
+                    store.put(chunk.key, kv.of(chunk))
             counts["stored"] += store.tally.num_stored
             counts.update(store.tally.refused)
-    finally:
-        for store in stores.values():
-            store.close()
     return counts
+
+
+def _load(folder: Path) -> tuple[ChunkId, ChunkKV]:
+    chunk, model = read_identity(folder)
+    return chunk, load_chunk(folder, chunk, model)
+
+
+def _read(folder: Path, read: Callable[[Path], T], counts: Counter[str]) -> T | None:
+    """Return what `read` returns for a folder; None, with a warning and a count, where it holds something else."""
+    try:
+        return read(folder)
+    except ChunkMiss as miss:
+        logger.warning("not imported: %s", miss)
+        counts[miss.kind] += 1
+        return None
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ class Index:
             context, tokens, fingerprint = row
             model = ModelFingerprint(**json.loads(fingerprint))
             ids = tuple(np.frombuffer(tokens, "<i8").tolist())
-        except (TypeError, ValueError):  # damaged, or of a version with other properties
+        except (TypeError, ValueError, RecursionError):  # damaged, or of a version with other properties
             return None
         fits = chunk_key(model, context, ids) == entry.key
         return (ChunkId(entry.key, context, ids), model) if fits else None
@@ -206,6 +206,8 @@ class Index:
         `segment_bytes` are full."""
         row = self._one("SELECT name, filled FROM segments WHERE filled < ?", segment_bytes)
         segment, offset = row or (uuid.uuid4().hex, 0)
+        if not (isinstance(segment, str) and is_key(segment) and isinstance(offset, int) and offset % PAGE == 0):
+            raise DamagedIndex(f"{segment!r}, filled up to byte {offset!r}, is no segment")  # its name becomes a path
         self._db.execute("REPLACE INTO segments VALUES (?, ?)", (segment, offset + num_bytes))
         values = (key, WRITING, segment, offset, num_bytes, header, cost, self._clock + cost / num_bytes)
         columns = "key, state, segment, offset, bytes, header, cost, frequency, priority"

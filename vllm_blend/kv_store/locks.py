@@ -14,13 +14,15 @@ from collections import Counter
 from errno import EACCES, EAGAIN
 from pathlib import Path
 
+from vllm_blend.kv_store.regular_file import open_regular
+
 
 class NumberLocks:
     """Each number is free, held by any number of readers, or claimed by one owner. Nothing ever waits."""
 
     def __init__(self, path: Path) -> None:
         # Two open files: what one of them holds keeps the other out, also within this process.
-        self._readers_fd, self._owner_fd = (os.open(path, os.O_RDWR | os.O_CREAT, 0o666) for _ in range(2))
+        self._readers_fd, self._owner_fd = (open_regular(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
         self._lock = threading.Lock()
         self._readers: Counter[int] = Counter()
         self._claimed: set[int] = set()

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.regular_file import NotRegular, open_regular
 from vllm_blend.kv_store.serialization import ChunkFault, aligned_empty
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class _Open:
     """An open file, closed with the last reference: no reader can find its descriptor taken over by another file."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.fd = os.open(path, flags, 0o666)
+        self.fd = open_regular(path, flags)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -81,6 +82,8 @@ class SegmentFiles:
             file = self._open(segment)
         except FileNotFoundError as error:
             raise ChunkFault("vanished", f"{segment}{SUFFIX} is gone") from error
+        except NotRegular as error:
+            raise ChunkFault("damaged", str(error)) from error
         views, at = [piece.numpy().data for piece in into], offset
         while views:
             count = os.preadv(file.fd, views[:MAX_VECTORS], at)
@@ -101,24 +104,24 @@ class SegmentFiles:
             os.fdatasync(file.fd)
 
     def punch(self, extent: Extent) -> None:
-        """Give the space of an extent back; nothing happens when the file is gone."""
+        """Give the space of an extent back; nothing happens when the file is gone, or something else is there."""
         try:
             file = self._open(extent.segment)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotRegular):
             return
         _punch(file.fd, extent.offset, extent.num_bytes)
 
     def unlink(self, segment: str) -> None:
         with self._lock:
             self._files.pop(segment, None)
-        self._path(segment).unlink(missing_ok=True)
+        _unlink(self._path(segment))
 
     def unlink_others(self, known: Iterable[str]) -> None:
         """Remove the segments that are not in `known`."""
         keep = {self._path(segment) for segment in known}
         for path in self.folder.glob(f"*{SUFFIX}"):
             if path not in keep:
-                path.unlink(missing_ok=True)
+                _unlink(path)
 
     def close(self) -> None:
         with self._lock:
@@ -187,6 +190,14 @@ def _adjacent(pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Iterator[tuple[s
         stop = extent.offset + extent.num_bytes
     if payloads and segment is not None:
         yield segment, start, payloads
+
+
+def _unlink(path: Path) -> None:
+    """Remove a segment's file, where it is there; a folder that has its name is left alone."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        logger.warning("%s is a folder, not a segment: move it away", path)
 
 
 def _rest(views: list[memoryview], count: int) -> list[memoryview]:

@@ -23,6 +23,7 @@ import torch
 from vllm_blend.kv_store.index import DEAD, LIVE, Entry, Index
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.locks import NumberLocks
+from vllm_blend.kv_store.regular_file import open_regular, require_regular
 from vllm_blend.kv_store.segment import SegmentFiles
 
 logger = logging.getLogger(__name__)
@@ -246,6 +247,8 @@ def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
     """The index, or an empty one in place of a damaged one. Other processes that have the damaged one open go on with
     it, in files that have no name any more."""
     path = folder / INDEX
+    for name in _index_files(path):
+        require_regular(name)
     try:
         return Index(path, timeout)
     except sqlite3.DatabaseError as error:
@@ -270,16 +273,21 @@ def _is_full(error: Exception) -> bool:
     return error.errno == ENOSPC if isinstance(error, OSError) else "full" in str(error)
 
 
+def _index_files(path: Path) -> list[Path]:
+    """Return the index and what sqlite keeps beside it."""
+    return [Path(f"{path}{suffix}") for suffix in ("", "-wal", "-shm", "-journal")]
+
+
 def _unlink_index(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    for name in _index_files(path):
+        name.unlink(missing_ok=True)
 
 
 @contextmanager
 def _exclusive(path: Path, timeout: float) -> Iterator[None]:
     """Only one process, and only one thread of it, is in here at a time."""
     deadline = time.monotonic() + timeout
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         while True:
             try:

@@ -1,0 +1,50 @@
+"""Opening files that others may have put where ours are expected: only regular ones, and without ever waiting."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class NotRegular(OSError):
+    """There is something else than a file that holds bytes: a folder, a FIFO, a socket, a device, a link to itself."""
+
+
+def require_regular(path: Path) -> None:
+    """Raise NotRegular where there is something else than a regular file. A path with nothing there is fine."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:  # a symbolic link that leads to itself, a folder that is none
+        raise NotRegular(error.errno, f"{error.strerror}: it is no regular file", str(path)) from error
+    if not stat.S_ISREG(mode):
+        raise NotRegular(None, f"{path} is {_name(mode)}, not a regular file: move it away")
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Return a descriptor of a regular file. Raises FileNotFoundError, NotRegular or another OSError."""
+    require_regular(path)  # before it is opened: devices may act on that
+    fd = os.open(path, flags | _NEVER_WAIT, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # it has changed in between
+        os.close(fd)
+        raise NotRegular(None, f"{path} is not a regular file: move it away")
+    return fd
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return what a regular file holds. Raises OSError, also where that is more than `max_bytes`, of which nothing is
+    read."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(None, f"it has {size} bytes, more than the {max_bytes} that it may have")
+        return file.read(max_bytes)
+
+
+def _name(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
