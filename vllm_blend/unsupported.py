@@ -63,3 +63,12 @@ def accept_defaults(table: Mapping[str, Unsupported], kind: str) -> Callable[[ty
 def _suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f": did you mean {close[0]!r}?" if close else ""
+
+
+def unsupported_class(name: str, reason: str) -> type:
+    """Return a class that can be imported and tested for, but not constructed: NotImplementedError gives the reason."""
+
+    def refuse(self: object, *args: Any, **arguments: Any) -> None:
+        raise NotImplementedError(f"{name} is not supported: {reason}")
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"`{name}` of vLLM, which cannot be constructed here."})

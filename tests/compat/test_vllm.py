@@ -83,3 +83,65 @@ def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path, name):
             assert f"pip uninstall {name}" in done.stderr and "VLLM_BLEND_ALIAS=0" in done.stderr
         else:  # beside vLLM, without the names, is how both are meant to be used
             assert done.stderr == ""
+
+
+def test_modules_that_callers_import_work_or_refuse_what_is_asked_of_them(site):
+    done = run(
+        """
+import logging, torch
+from vllm import LLM, SamplingParams, config, distributed, tokenizers, utils
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+from vllm.entrypoints.chat_utils import resolve_hf_chat_template
+from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
+from vllm.renderers.hf import resolve_chat_template
+from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, StructuredOutputsParams
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.engine.arg_utils import EngineArgs
+
+model = {model!r}
+llm = LLM(model, max_model_len=64, max_num_seqs=4)
+known = llm.llm_engine.model_config
+assert known is llm.llm_engine.get_model_config() and isinstance(known, config.ModelConfig)
+assert (known.model, known.tokenizer, known.max_model_len, known.dtype) == (model, model, 64, torch.float32)
+assert known.hf_config.num_hidden_layers == 12 and known.get_vocab_size() == 2048
+tokenizer = get_tokenizer(model, tokenizer_mode="auto", add_bos_token=True)
+assert tokenizers.get_tokenizer is get_tokenizer and tokenizer.truncation_side == "left"
+assert tokenizer.encode("Who") == llm.get_tokenizer().encode("Who") == llm.llm_engine.get_tokenizer().encode("Who")
+assert resolve_chat_template(tokenizer, None, None, model_config=known) is None
+tokenizer.chat_template = "own"
+assert resolve_hf_chat_template(tokenizer, None, None, model_config=known) == "own"
+assert resolve_hf_chat_template(tokenizer, "given", None, model_config=known) == "given"
+[output] = llm.generate("Who", SamplingParams(max_tokens=1, logprobs=1))
+assert all(isinstance(entry, Logprob) for entry in output.outputs[0].logprobs[0].values())
+
+destroy_model_parallel()
+cleanup_dist_env_and_memory()
+assert (distributed.get_tensor_model_parallel_world_size(), distributed.get_tensor_model_parallel_rank()) == (1, 0)
+assert 0 < utils.get_open_port() < 2**16 and len({{utils.random_uuid() for _ in range(9)}}) == 9
+parser = EngineArgs.add_cli_args(utils.FlexibleArgumentParser())
+for flag in ("--max_model_len=8", "--max-model-len=8"):
+    assert EngineArgs.from_cli_args(parser.parse_args(["--model", "a_b", flag])) == EngineArgs("a_b", max_model_len=8)
+
+refused = [
+    ("LoRARequest is not supported: merge the LoRA adapter", lambda: LoRARequest("name", 1, "path")),
+    ("StructuredOutputsParams is not supported: structured outputs come", lambda: StructuredOutputsParams(regex="a")),
+    ("GuidedDecodingParams is not supported", lambda: GuidedDecodingParams(json={{}})),
+    ("BeamSearchParams is not supported", lambda: BeamSearchParams(beam_width=2, max_tokens=1)),
+    ("CompilationConfig is not supported", lambda: config.CompilationConfig(level=3)),
+    ("tokenizer_mode='slow' is not supported", lambda: get_tokenizer(model, tokenizer_mode="slow")),
+    ("initialize_model_parallel is not supported", lambda: distributed.initialize_model_parallel(2)),
+    ("init_distributed_environment is not supported", lambda: distributed.init_distributed_environment(2, 0)),
+    ("shutdown_ray=True is not supported", lambda: cleanup_dist_env_and_memory(shutdown_ray=True)),
+]
+for message, call in refused:
+    try:
+        call()
+    except (NotImplementedError, ValueError) as error:
+        assert str(error).startswith(message), error
+    else:
+        raise AssertionError(message)
+""".format(model=str(ROOT / "inputs/demo-model")),
+        site,
+    )
+    assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, mak
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
 from vllm_blend.engine.kv_compression import KVCompression
+from vllm_blend.engine.loaded_model import LoadedModelConfig, loaded_model_config
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
@@ -78,6 +79,7 @@ class LLMEngine:
         self.hf_config = load_hf_config(config.model.model, config.model.revision, config.model.trust_remote_code)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
+        self.model_config = loaded_model_config(config.model, self.hf_config, dtype, self.max_model_len)
         self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)
         generation = generation_config.load_generation_config(config.model, self.hf_config)
         self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
@@ -127,6 +129,18 @@ class LLMEngine:
     def decoder(self) -> Any:
         """The decoder stack, which carries the public blending hooks."""
         return self.model_executor.driver_worker.model_runner.model.model
+
+    def get_model_config(self) -> LoadedModelConfig:
+        return self.model_config
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises ValueError if the engine has none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "the engine has no tokenizer (skip_tokenizer_init=True): give token ids to generate(), or leave "
+                "skip_tokenizer_init out"
+            )
+        return self.tokenizer
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Use another tokenizer from the next request on."""

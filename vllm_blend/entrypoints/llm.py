@@ -152,14 +152,8 @@ class LLM:
         return SamplingParams(**self.llm_engine.default_sampling_settings)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer. Raises ValueError where the engine has none."""
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise ValueError(
-                "the engine has no tokenizer (skip_tokenizer_init=True): give token ids to generate(), or leave "
-                "skip_tokenizer_init out"
-            )
-        return tokenizer
+        """Return the tokenizer. Raises ValueError if the engine has none."""
+        return self.llm_engine.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.llm_engine.set_tokenizer(tokenizer)
