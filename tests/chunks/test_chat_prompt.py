@@ -49,6 +49,14 @@ def trimmed_offsets() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+def with_an_encode_of_its_own() -> PreTrainedTokenizerBase:
+    class Own(PreTrainedTokenizerFast):
+        def encode(self, text: Any, *arguments: Any, **options: Any) -> list[int]:
+            return super().encode(text.lower(), *arguments, **options)
+
+    return Own(tokenizer_object=byte_level().backend_tokenizer)
+
+
 @lru_cache
 def full_stops_with_line_ends() -> PreTrainedTokenizerBase:
     """As Qwen and Llama 3: a full stop and the line end behind it are one token."""
@@ -95,7 +103,8 @@ def test_ids_are_the_templates_and_chunks_are_the_parts(name: str, template: str
     expected = {"parts": PASSAGES, "turns": [PASSAGES[0], "Where?", PASSAGES[1]], "tools": PASSAGES}[name]
     texts = chunk_texts(prompt, tokenizer())
     assert len(texts) == len(expected) and prompt.num_unfound_parts == 0
-    if prompt.num_merged_parts == 0 and tokenizer is byte_level:
+    if tokenizer is byte_level:
+        assert prompt.num_merged_parts == 0
         assert [text.strip() for text in texts] == [part.strip() for part in expected]
         assert texts == expected or template is LLAMA3_LIKE  # which strips the ends of a message
     for text, part in zip(texts, expected, strict=True):
@@ -112,6 +121,28 @@ def test_a_token_over_a_seam_belongs_to_neither_part() -> None:
     assert chunk_texts(prompt) == ["The quick brown", " jumps"] and prompt.num_merged_parts == 3
     clean = prompt_of([parts("The quick brown", " fox", " jumps", QUESTION)], LISTS)
     assert chunk_texts(clean) == ["The quick brown", " fox", " jumps"] and clean.num_merged_parts == 0
+
+
+def test_white_space_belongs_to_its_token() -> None:
+    """Also where the tokenizer leaves it out of offsets: " fox" begins in the part before."""
+    for tokenizer in (byte_level(), trimmed_offsets()):
+        prompt = prompt_of([parts("The quick brown ", "fox jumps", QUESTION)], LISTS, tokenizer)
+        assert chunk_texts(prompt, tokenizer) == ["The quick brown", " jumps"] and prompt.num_merged_parts == 2
+
+
+def test_parts_whose_white_space_the_template_strips() -> None:
+    """What is left of it between two parts belongs to the first."""
+    strips = "{% for m in messages %}{% for c in m.content %}{{ c.text | trim }}\n{% endfor %}{% endfor %}"
+    prompt = prompt_of([parts(" The quick fox\n", "\njumps over\t", "\nWhere", QUESTION)], strips)
+    assert chunk_texts(prompt) == ["The quick fox\n", "jumps over", "\nWhere"]
+    assert (prompt.num_merged_parts, prompt.num_unfound_parts) == (0, 0)
+
+
+def test_special_tokens_that_are_plain_text() -> None:
+    backend = byte_level().backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", split_special_tokens=True)
+    prompt = prompt_of([parts("The <s> fox", QUESTION)], LISTS, tokenizer)
+    assert tokenizer.bos_token_id not in prompt.token_ids and chunk_texts(prompt) == ["The <s> fox"]
 
 
 def test_a_token_of_a_part_and_the_template_leaves_the_part_in_any_order() -> None:
@@ -152,8 +183,9 @@ def test_strings_blank_parts_and_repetitions() -> None:
         ("{{ messages[-1].content }}{{ messages[-1].content }}:", byte_level),
         ("{{ raise_exception('marks') if '0x' in messages[0].content }}{{ messages[0].content }}:", byte_level),
         (CHATML_LIKE, slow),
+        (CHATML_LIKE, with_an_encode_of_its_own),
     ],
-    ids=["changed", "twice", "refuses marks", "slow tokenizer"],
+    ids=["changed", "twice", "refuses marks", "slow tokenizer", "own encode"],
 )
 def test_parts_that_cannot_be_found(template: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt = prompt_of([parts(*PASSAGES, QUESTION)], template, tokenizer())
@@ -169,7 +201,8 @@ def test_parts_that_cannot_be_found(template: str, tokenizer: Any, caplog: pytes
         (LISTS, "openai"),
         ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "string"),
         (
-            "{% set rest = messages[1:] %}{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
+            "{% set rest = some[1:] %}{% set some = messages %}"
+            "{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
             "openai",
         ),
         (

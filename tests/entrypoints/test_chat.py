@@ -108,6 +108,7 @@ def test_misspelt_arguments_are_a_type_error() -> None:
         ([{"content": "Go"}], ValueError, r"messages\[0\] has the role None"),
         ([{"role": "user", "contents": "Go"}], ValueError, r"messages\[0\] has no content, which only"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], ValueError, "has no content, which only"),
+        ([{"role": "user", "content": None, "tool_calls": [CALL]}], ValueError, "has no content, which only"),
         ([{"role": "user", "content": 7}], TypeError, r"messages\[0\]\['content'\] is a int: give a string or a list"),
         (
             [[USER], [{"role": "user", "content": {"text": "Go"}}]],
