@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -51,6 +51,8 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is dict:
         of_key, of_value = arguments
         return isinstance(value, Mapping) and all(fits(k, of_key) and fits(v, of_value) for k, v in value.items())
+    if origin is Callable:
+        return callable(value)
     if hint is float:
         return is_number(value) and math.isfinite(value)
     if hint is int:
@@ -69,5 +71,7 @@ def describe(hint: Any) -> str:
         return f"a list of which each entry is {describe(arguments[0])}"
     if origin is dict:
         return f"a dict of which each key is {describe(arguments[0])}"
+    if origin is Callable:
+        return "a function"
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string", NoneType: "None"}
     return names.get(hint) or f"a {hint.__module__}.{hint.__qualname__}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from vllm_blend.checks import check_field_types, is_number, require
 from vllm_blend.kv_compress.chunks import ChunkCompression
@@ -103,6 +104,9 @@ class ModelConfig:
     `generation_config` says where the sampling settings of requests without `sampling_params` come from: "auto" is the
     model's generation_config.json, "vllm" leaves its sampling settings out, anything else is a folder or a Hugging Face
     id that has such a file. `override_generation_config` replaces some of them.
+
+    `hf_overrides` change the model's config: a dict is merged into it, dict by dict, a function is given it and returns
+    what holds.
     """
 
     model: str
@@ -119,6 +123,7 @@ class ModelConfig:
     quantization: str | None = None  # of QUANTIZATIONS; "fp8": e4m3 weights and activations in the linear layers
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self, "ModelConfig.")

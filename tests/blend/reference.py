@@ -175,10 +175,14 @@ class BlendReference:
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """RoPE of x [tokens, heads, head_dim]: the first half of a head pairs with the second."""
-        theta = self.model.config.rope_parameters["rope_theta"]
-        frequencies = theta ** (-torch.arange(0, self._head_dim, 2).double() / self._head_dim)
-        angles = (positions.double()[:, None] * frequencies)[:, None]
-        cos, sin = angles.cos().float(), angles.sin().float()
+        parameters = self.model.config.rope_parameters
+        if parameters["rope_type"] == "default":
+            frequencies = parameters["rope_theta"] ** (-torch.arange(0, self._head_dim, 2).double() / self._head_dim)
+            angles = (positions.double()[:, None] * frequencies)[:, None]
+            cos, sin = angles.cos().float(), angles.sin().float()
+        else:
+            tables = self.model.model.rotary_emb(x, positions[None])  # each [1, tokens, head_dim], its halves equal
+            cos, sin = (table[0, :, None, : self._head_dim // 2] for table in tables)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 import time
@@ -37,12 +38,16 @@ PATIENCE = 120.0  # seconds that engines wait for stored chunks: no machine is s
 CANDIDATES = 4  # likeliest tokens that outputs report in half precision, where comparing them needs several
 
 
-@cache
 def tiny_model(architecture: str, **overrides: Any) -> str:
-    """Directory of a tiny random model of 96 positions with a tokenizer."""
+    """Return the directory of a tiny random model of 96 positions with a tokenizer."""
+    return _tiny_model(architecture, json.dumps(overrides, sort_keys=True))
+
+
+@cache
+def _tiny_model(architecture: str, overrides: str) -> str:
     directory = tempfile.mkdtemp(prefix=f"tiny-{architecture}-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    save(tiny_hf_model(architecture, vocab_size=TINY_VOCABULARY, **overrides), Path(directory))
+    save(tiny_hf_model(architecture, vocab_size=TINY_VOCABULARY, **json.loads(overrides)), Path(directory))
     byte_level().save_pretrained(directory)
     return directory
 

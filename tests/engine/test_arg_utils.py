@@ -73,6 +73,7 @@ OF_TYPE: dict[str, tuple[list[Any], list[Any]]] = {
     "list[int]": (["12", 1, [1.5], [True], [None], {1: 2}], [[1, 2], (1,), [np.int32(3)]]),
     "list[float]": (["0.5", 0.5, ["0.5"], [True]], [[0.5, 1], (0.5,)]),
     "dict[str, Any]": (["{}", [], [("a", 1)], {1: 2}], [{"a": 1}, {}]),
+    "dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]": (["{}", 1, {1: 2}], [{"a": {"b": 1}}, str]),
     "LoadFormat": ([1, "sideways", True, ["auto"]], ["auto", "dummy"]),
     "ChunkDevice": (["tpu", 0], ["cpu"]),
     "ChunkFormat": (["int4", 8], ["fp8"]),

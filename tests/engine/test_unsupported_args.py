@@ -23,9 +23,6 @@ NOT_IN_ENGINE_ARGS = {
     *("chat_template", "rope_scaling", "rope_theta", "max_seq_len_to_capture", "num_scheduler_steps"),
     *("disable_async_output_proc", "use_v2_block_manager"),
 }
-for _name in ("hf_overrides", "skip_tokenizer_init"):  # being added to the engine
-    if _name not in OWN:
-        del VLLM_DEFAULTS[_name]
 
 
 def test_vllms_defaults_and_none_are_accepted() -> None:

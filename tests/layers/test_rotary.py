@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_blend.layers.rope_frequencies import ROPE_TYPES, RopeSpec, rope_spec
+from vllm_blend.layers.rope_frequencies import ROPE_TYPES, RopeSpec, context_lengths, rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding, build_rotary
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -18,6 +18,12 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "original_max_position_embeddings": 64,
 }
 
@@ -163,6 +169,45 @@ def test_yarn_attention_factor() -> None:
     assert scale(factor=None) == pytest.approx(0.1 * math.log(2) + 1)  # 128 positions over 64 original ones
 
 
+def test_longrope_takes_one_set_of_divisors_by_the_longest_position_and_scales_by_the_growth() -> None:
+    plain = build_rotary(config(), 128).spec.inverse_frequencies()
+    for given in (LONGROPE, LONGROPE | {"rope_type": "su"}):
+        for max_position, used in ((64, "short_factor"), (65, "long_factor")):
+            rotary = build_rotary(config(rope_parameters=given), max_position)
+            torch.testing.assert_close(rotary.spec.inverse_frequencies(), plain / torch.tensor(LONGROPE[used]))
+            assert rotary.cos[0, 0].item() == pytest.approx(math.sqrt(1 + math.log(2) / math.log(64)))
+    assert rope_spec(config(rope_parameters=LONGROPE | {"attention_factor": 1.2}), 4).attention_factor == 1.2
+    outside = {key: value for key, value in LONGROPE.items() if key != "original_max_position_embeddings"}
+    by_attribute = config(rope_parameters=outside, original_max_position_embeddings=64)
+    assert rope_spec(by_attribute, 65) == rope_spec(config(rope_parameters=LONGROPE), 65)
+    same_length = config(rope_parameters=LONGROPE | {"original_max_position_embeddings": 128})
+    assert build_rotary(same_length, 4).cos[0, 0].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "longest"),
+    [
+        ({}, 128, 128),
+        ({"rope_parameters": LLAMA3}, 128, 128),
+        ({"rope_parameters": YARN}, 256, 256),
+        ({"rope_parameters": YARN | {"factor": None}}, 128, 128),
+        ({"rope_parameters": YARN, "max_position_embeddings": 256}, 256, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.5}}, 320, 320),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 256, 256),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 128, 256),
+        ({"rope_parameters": LONGROPE}, 64, 128),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, 128, 128),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": LONGROPE}}, 64, 128),
+    ],
+)
+def test_context_lengths(fields: dict[str, Any], default: int, longest: int) -> None:
+    assert context_lengths(config(**fields)) == (default, longest)
+
+
+def test_a_config_without_a_length_has_none() -> None:
+    assert context_lengths(config(max_position_embeddings=None)) is None
+
+
 def test_fingerprint_names_what_matters_and_ignores_the_table_length() -> None:
     assert build_rotary(config(), 10).fingerprint() == build_rotary(config(), 20).fingerprint()
     assert build_rotary(config(), 10).fingerprint() == "default(rotary_dim=16,theta=10000.0)"
@@ -178,14 +223,17 @@ def test_fingerprint_names_what_matters_and_ignores_the_table_length() -> None:
         rope_spec(config(rope_parameters=YARN | {"attention_factor": 1.0}), 10),
         rope_spec(config(rope_parameters=dynamic), 10),
         rope_spec(config(rope_parameters=dynamic), 200),
+        rope_spec(config(rope_parameters=LONGROPE), 64),
+        rope_spec(config(rope_parameters=LONGROPE), 65),
+        rope_spec(config(rope_parameters=LONGROPE | {"attention_factor": 1.2}), 65),
     ]
     assert len({spec.fingerprint() for spec in variants}) == len(variants)
 
 
 def test_unknown_type_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown RoPE type 'longrope'.*default, dynamic, linear, llama3, yarn"):
-        build_rotary(config(rope_parameters={"rope_type": "longrope"}), 64)
-    assert set(ROPE_TYPES) == {"default", "dynamic", "linear", "llama3", "yarn"}
+    with pytest.raises(ValueError, match=r"unknown RoPE type 'mrope'.*dynamic, linear, llama3, longrope, yarn"):
+        build_rotary(config(rope_parameters={"rope_type": "mrope"}), 64)
+    assert set(ROPE_TYPES) == {"default", "dynamic", "linear", "llama3", "longrope", "yarn"}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +244,13 @@ def test_unknown_type_lists_the_known_ones() -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "needs a positive 'factor'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "needs a positive 'low_freq_factor'"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "must be above low_freq_factor"),
+        (
+            {"rope_parameters": LONGROPE | {"short_factor": [1.0] * 7}},
+            "8 numbers as 'short_factor'.*got 7 of them",
+        ),
+        ({"rope_parameters": LONGROPE | {"long_factor": None}}, "needs 8 numbers as 'long_factor'.*got None"),
+        ({"rope_parameters": LONGROPE | {"long_factor": [1.0] * 7 + [0.0]}}, "needs a positive 'long_factor'"),
+        ({"rope_parameters": LONGROPE | {"attention_factor": -1}}, "needs a positive 'attention_factor'"),
         ({"rope_theta": -1}, "needs a positive 'rope_theta'"),
         ({"partial_rotary_factor": 0.06}, "even number of channels"),
         ({"partial_rotary_factor": 2.0}, "even number of channels"),

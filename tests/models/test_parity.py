@@ -58,6 +58,15 @@ ROPE: dict[str, dict[str, Any]] = {
         "attention_factor": 1.3,
     },
 }
+# One divisor a pair, long enough for heads of any size here.
+_SHORT, _LONG = ([1 + step * i for i in range(HEAD_DIM // 2)] for step in (0.05, 0.4))
+ROPE["longrope"] = {
+    "rope_type": "longrope",
+    "short_factor": _SHORT,
+    "long_factor": _LONG,
+    "original_max_position_embeddings": 24,
+}
+ROPE["longrope-attention-factor"] = ROPE["longrope"] | {"attention_factor": 1.3}
 
 
 def check_parity(hf_model: Any, directory: Path, max_position: int = CONTEXT, length: int = LENGTH) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from vllm_blend.checks import check_field_types
 from vllm_blend.config import (
@@ -38,6 +40,7 @@ _HELP = {
     "device": "auto, cpu or cuda",
     "generation_config": "default sampling settings: auto (the model's generation_config.json), vllm, or a folder",
     "override_generation_config": 'some of these settings, as JSON: {"temperature": 0.6}',
+    "hf_overrides": "what to change in the model's config.json, as JSON",
     "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
     "max_model_len": "tokens of the longest request",
     "max_num_seqs": "requests in a step",
@@ -130,6 +133,7 @@ class EngineArgs:
     trust_remote_code: bool = False
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
     disable_log_stats: bool = True
     attention_backend: str = "auto"
     cascade_attention: bool = False
@@ -211,6 +215,7 @@ class EngineArgs:
                 quantization=self.quantization,
                 generation_config=self.generation_config,
                 override_generation_config=self.override_generation_config,
+                hf_overrides=self.hf_overrides,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

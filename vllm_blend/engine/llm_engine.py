@@ -76,7 +76,8 @@ class LLMEngine:
             self._build(config, self.device)
 
     def _build(self, config: EngineConfig, device: torch.device) -> None:
-        self.hf_config = load_hf_config(config.model.model, config.model.revision, config.model.trust_remote_code)
+        model = config.model
+        self.hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
         self.model_config = loaded_model_config(config.model, self.hf_config, dtype, self.max_model_len)

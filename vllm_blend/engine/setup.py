@@ -12,9 +12,13 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from vllm_blend.checks import require
 from vllm_blend.config import ModelConfig
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
+from vllm_blend.layers.rope_frequencies import context_lengths
+from vllm_blend.models.loader import load_hf_config
 from vllm_blend.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+# Fields of a model's config that its KV does not depend on, or that its fingerprint has already.
+_NOT_IN_KV = {"max_position_embeddings", "rope_parameters", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def checkpoint_dtype(hf_config: PretrainedConfig) -> torch.dtype | None:
@@ -24,18 +28,26 @@ def checkpoint_dtype(hf_config: PretrainedConfig) -> torch.dtype | None:
 
 
 def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
-    """The longest request, prompt and output: as asked for, or what the model was made for."""
-    known = getattr(hf_config, "max_position_embeddings", None)
-    if config.max_model_len is not None:
+    """Return the longest request, prompt and output: as asked for, or what `context_lengths` has as the default."""
+    known = context_lengths(hf_config)
+    if known is None:
         require(
-            known is None or config.max_model_len <= known,
-            f"max_model_len={config.max_model_len} is above the {known} positions that the model was made for "
-            "(max_position_embeddings): lower it",
+            config.max_model_len is not None,
+            "the model's config has no max_position_embeddings: give max_model_len",
         )
+        assert config.max_model_len is not None
         return config.max_model_len
-    require(known is not None, "the model's config has no max_position_embeddings: give max_model_len")
-    assert known is not None
-    return int(known)
+    default, longest = known
+    if config.max_model_len is None:
+        return default
+    require(
+        config.max_model_len <= longest,
+        f"max_model_len={config.max_model_len} is above the {longest} positions that the model's config supports "
+        "(max_position_embeddings, and RoPE scaling if there is any): lower it, or extend the context in hf_overrides, "
+        'for example by {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
+        f'"original_max_position_embeddings": {hf_config.max_position_embeddings}}}}}',
+    )
+    return config.max_model_len
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
@@ -61,19 +73,30 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = weights_digest(directory) if directory.is_dir() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
-    rotary = worker.model_runner.model.model.layers[0].self_attn.attn.rotary  # type: ignore[union-attr,index]
+    if config.hf_overrides:
+        weights += _overridden(config, worker.hf_config)
+    layers = worker.model_runner.model.model.layers  # type: ignore[union-attr]
+    ropes = list(dict.fromkeys(layer.self_attn.attn.rotary.fingerprint() for layer in layers))  # type: ignore[union-attr]
     return ModelFingerprint(
         # A local directory is known by its content: moving it changes nothing.
         model="" if directory.is_dir() else config.model,
         revision=config.revision or "",
         weights=weights,
         dtype=str(worker.dtype).removeprefix("torch."),
-        rope=rotary.fingerprint(),
+        rope=" ".join(ropes),
         tokenizer=_tokenizer_digest(tokenizer),
         num_layers=worker.num_layers,
         num_kv_heads=worker.num_kv_heads,
         head_dim=worker.head_dim,
     )
+
+
+def _overridden(config: ModelConfig, hf_config: PretrainedConfig) -> str:
+    """Return a text for what hf_overrides change in the KV, empty for nothing; RoPE is told apart elsewhere."""
+    plain = load_hf_config(config.model, config.revision, config.trust_remote_code).to_dict()
+    fields = hf_config.to_dict()
+    changed = {name: fields[name] for name in sorted(fields.keys() - _NOT_IN_KV) if fields[name] != plain.get(name)}
+    return f"/{hashlib.sha256(repr(changed).encode()).hexdigest()[:32]}" if changed else ""
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:

@@ -7,7 +7,7 @@ type) and from transformers 4 ones (`rope_theta` beside `rope_scaling`, whose ty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,9 +29,10 @@ class RopeSpec:
     beta_fast: float | None = None
     beta_slow: float | None = None
     truncate: bool | None = None
+    divisors: tuple[float, ...] | None = None  # of the frequencies, one a channel pair
 
     def fingerprint(self) -> str:
-        """A short, stable text with every parameter in use: part of the key of cached chunks."""
+        """Return a stable text with every parameter in use: part of the key of cached chunks."""
         values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "rope_type"]
         return f"{self.rope_type}({','.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
@@ -82,12 +83,20 @@ def _yarn(spec: RopeSpec) -> torch.Tensor:
     return frequencies / spec.factor * interpolated + frequencies * (1 - interpolated)
 
 
+def _longrope(spec: RopeSpec) -> torch.Tensor:
+    """LongRoPE (Ding et al., 2024): every frequency divided by a number of its own."""
+    assert spec.divisors
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
+    return 1.0 / (torch.tensor(spec.divisors, dtype=torch.float32, device="cpu") * spec.theta**exponents)
+
+
 ROPE_TYPES: dict[str, Callable[[RopeSpec], torch.Tensor]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,  # its whole effect is a larger base, resolved in rope_spec
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
@@ -101,6 +110,11 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
     any length share, so the base must not move: it is the one for `max_position` tokens, and the original base when
     `max_position` does not exceed the original context. That equals Hugging Face's within the original context and at
     `max_position` tokens.
+
+    LongRoPE has two sets of frequencies, and Hugging Face takes the long ones for sequences above the original context.
+    For the same reason as above all sequences get the same set here, as in vLLM: the long one if `max_position` is
+    above the original context, the short one otherwise. That equals Hugging Face's for all sequences that are longer
+    than the original context, and for all others if `max_position` does not exceed it.
     """
     raw = _raw_parameters(hf_config, layer_type)
     rope_type = raw["rope_type"]
@@ -116,10 +130,9 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
     if rope_type == "default":
         return RopeSpec(rope_type, rotary_dim, theta)
 
-    context = hf_config.max_position_embeddings
-    original = int(raw.get("original_max_position_embeddings") or context)
+    context, original = _contexts(hf_config, raw)
     factor = raw.get("factor")
-    if factor is None and rope_type == "yarn":
+    if factor is None and rope_type in ("yarn", "longrope"):
         factor = context / original
     factor = _number("factor", factor, rope_type)
     if rope_type == "linear":
@@ -133,6 +146,17 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
         if high <= low:
             raise ValueError(f"RoPE high_freq_factor ({high}) must be above low_freq_factor ({low})")
         return RopeSpec(rope_type, rotary_dim, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    if rope_type == "longrope":
+        sets = {name: _divisors(name, raw.get(name), rotary_dim) for name in ("short_factor", "long_factor")}
+        return RopeSpec(
+            rope_type,
+            rotary_dim,
+            theta,
+            factor,
+            original,
+            attention_factor=_longrope_attention_factor(raw, factor, original),
+            divisors=sets["long_factor" if max_position > original else "short_factor"],
+        )
     return RopeSpec(
         rope_type,
         rotary_dim,
@@ -159,6 +183,59 @@ def _yarn_attention_factor(raw: Mapping[str, Any], factor: float) -> float:
     return temperature(1.0)
 
 
+def _longrope_attention_factor(raw: Mapping[str, Any], factor: float, original: int) -> float:
+    """Return LongRoPE's temperature by the growth of the context, or what the config gives."""
+    if raw.get("attention_factor") is not None:
+        return _number("attention_factor", raw["attention_factor"], "longrope")
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _divisors(name: str, values: Any, rotary_dim: int) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != rotary_dim // 2:
+        given = f"{len(values)} of them" if isinstance(values, Sequence) else repr(values)
+        raise ValueError(
+            f"RoPE type 'longrope' needs {rotary_dim // 2} numbers as {name!r} in the model's config, "
+            f"one a channel pair, got {given}"
+        )
+    return tuple(_number(name, value, "longrope") for value in values)
+
+
+def context_lengths(hf_config: Any) -> tuple[int, int] | None:
+    """Return the longest sequence by default and the longest that the model supports, None if its config names none.
+
+    As in vLLM, RoPE that extends the context counts: YaRN supports its factor times the original context, which is
+    `original_max_position_embeddings` whatever `max_position_embeddings` says, linear interpolation and dynamic NTK
+    their factor times `max_position_embeddings`. The default is the longest that is supported, but the original context
+    with LongRoPE and dynamic NTK, which rotate shorter sequences differently if longer ones are allowed.
+    """
+    if getattr(hf_config, "max_position_embeddings", None) is None:
+        return None
+    layer_types: list[str | None] = [*_by_layer_type(hf_config)] or [None]
+    lengths = [_context_lengths(hf_config, _raw_parameters(hf_config, layer_type)) for layer_type in layer_types]
+    return min(default for default, _ in lengths), min(longest for _, longest in lengths)
+
+
+def _context_lengths(hf_config: Any, raw: Mapping[str, Any]) -> tuple[int, int]:
+    context, original = _contexts(hf_config, raw)
+    rope_type = raw["rope_type"]
+    if rope_type == "longrope":
+        return min(original, context), context
+    if rope_type not in ("yarn", "linear", "dynamic"):
+        return context, context
+    if rope_type == "yarn" and raw.get("factor") is None:
+        return context, context
+    extended = int((original if rope_type == "yarn" else context) * _number("factor", raw.get("factor"), rope_type))
+    return context if rope_type == "dynamic" else extended, extended
+
+
+def _contexts(hf_config: Any, raw: Mapping[str, Any]) -> tuple[int, int]:
+    """Return max_position_embeddings, and the original context, which some configs name outside their parameters."""
+    context = int(hf_config.max_position_embeddings)
+    name = "original_max_position_embeddings"
+    original = getattr(hf_config, name, None) or raw.get(name) or context
+    return context, int(_number(name, original, raw["rope_type"]))
+
+
 def _number(name: str, value: Any, rope_type: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ValueError(f"RoPE type {rope_type!r} needs a positive {name!r} in the model's config, got {value!r}")
@@ -167,11 +244,8 @@ def _number(name: str, value: Any, rope_type: str) -> float:
 
 def _raw_parameters(hf_config: Any, layer_type: str | None) -> dict[str, Any]:
     """The config's RoPE parameters as one flat dict with rope_type, rope_theta and partial_rotary_factor set."""
-    found = getattr(hf_config, "rope_parameters", None)
-    if found is None:
-        found = getattr(hf_config, "rope_scaling", None)
-    found = found or {}
-    by_layer_type = {key: value for key, value in found.items() if isinstance(value, Mapping)}
+    found = _found_parameters(hf_config)
+    by_layer_type = _by_layer_type(hf_config)
     if by_layer_type:
         if layer_type not in by_layer_type:
             raise ValueError(
@@ -179,10 +253,23 @@ def _raw_parameters(hf_config: Any, layer_type: str | None) -> dict[str, Any]:
             )
         found = by_layer_type[layer_type]
     raw = dict(found)
-    raw["rope_type"] = raw.get("rope_type") or raw.get("type") or "default"
+    rope_type = raw.get("rope_type") or raw.get("type") or "default"
+    raw["rope_type"] = "longrope" if rope_type == "su" else rope_type  # as it was called first
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
         value = raw.get(name)
         if value is None:
             value = getattr(hf_config, name, None)
         raw[name] = _number(name, default if value is None else value, raw["rope_type"])
     return raw
+
+
+def _found_parameters(hf_config: Any) -> Mapping[str, Any]:
+    found = getattr(hf_config, "rope_parameters", None)
+    if found is None:
+        found = getattr(hf_config, "rope_scaling", None)
+    return found or {}
+
+
+def _by_layer_type(hf_config: Any) -> dict[str, Mapping[str, Any]]:
+    """Return the config's RoPE parameters by layer type; empty if all layers have the same."""
+    return {key: value for key, value in _found_parameters(hf_config).items() if isinstance(value, Mapping)}

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
+from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
 
@@ -23,12 +24,22 @@ DUMMY_SEED = 0
 DUMMY_STD = 0.02  # the usual initializer_range: activations stay finite at any depth
 
 
-def load_hf_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a local directory or a Hub id.
+def load_hf_config(
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    hf_overrides: HfOverrides | None = None,
+) -> Any:
+    """Return the transformers config of a local directory or a Hub id, changed by `hf_overrides`.
 
     Raises FileNotFoundError when the directory or its config.json is missing or the Hub does not have it, ValueError
-    when config.json is damaged or describes something that transformers does not know.
+    when config.json is damaged or describes something that transformers does not know, or when overrides do.
     """
+    config = _load_hf_config(model, revision, trust_remote_code)
+    return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+
+
+def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -> Any:
     if is_local(model):
         _check_local_config(Path(model))
     try:
