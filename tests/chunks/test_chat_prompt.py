@@ -49,12 +49,12 @@ def trimmed_offsets() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def with_an_encode_of_its_own() -> PreTrainedTokenizerBase:
+def with_ids_of_its_own() -> PreTrainedTokenizerBase:
     class Own(PreTrainedTokenizerFast):
-        def encode(self, text: Any, *arguments: Any, **options: Any) -> list[int]:
-            return super().encode(text.lower(), *arguments, **options)
+        def __call__(self, text: Any, *arguments: Any, **options: Any) -> Any:
+            return super().__call__(text.lower(), *arguments, **options)
 
-    return Own(tokenizer_object=byte_level().backend_tokenizer)
+    return Own(tokenizer_object=trimmed_offsets().backend_tokenizer)
 
 
 @lru_cache
@@ -139,7 +139,7 @@ def test_parts_whose_white_space_the_template_strips() -> None:
 
 
 def test_special_tokens_that_are_plain_text() -> None:
-    backend = byte_level().backend_tokenizer
+    backend = trimmed_offsets().backend_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", split_special_tokens=True)
     prompt = prompt_of([parts("The <s> fox", QUESTION)], LISTS, tokenizer)
     assert tokenizer.bos_token_id not in prompt.token_ids and chunk_texts(prompt) == ["The <s> fox"]
@@ -183,13 +183,13 @@ def test_strings_blank_parts_and_repetitions() -> None:
         ("{{ messages[-1].content }}{{ messages[-1].content }}:", byte_level),
         ("{{ raise_exception('marks') if '0x' in messages[0].content }}{{ messages[0].content }}:", byte_level),
         (CHATML_LIKE, slow),
-        (CHATML_LIKE, with_an_encode_of_its_own),
+        (CHATML_LIKE, with_ids_of_its_own),
     ],
-    ids=["changed", "twice", "refuses marks", "slow tokenizer", "own encode"],
+    ids=["changed", "twice", "refuses marks", "slow tokenizer", "own ids"],
 )
 def test_parts_that_cannot_be_found(template: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt = prompt_of([parts(*PASSAGES, QUESTION)], template, tokenizer())
-    assert prompt.token_ids == tokenizer().encode(prompt.text, add_special_tokens=False)
+    assert prompt.token_ids == tokenizer()(prompt.text, add_special_tokens=False)["input_ids"]
     assert (prompt.chunk_bounds, prompt.num_unfound_parts, prompt.num_merged_parts) == ((), 3, 0)
     assert "1 of 1 conversations (the first is number 0) are plain prompts" in caplog.text
 

@@ -135,15 +135,14 @@ def chat_prompts(
 
 
 def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str, blends: bool) -> ParsedPrompt:
-    ids = list(template.tokenizer.encode(text, add_special_tokens=False))  # the template writes special tokens itself
     places = _chunk_places(messages) if blends else []
-    if not places:
-        return ParsedPrompt(ids, text)
-    spans = _find_parts(template, messages, places, text)
-    offsets = None if spans is None else _token_offsets(template.tokenizer, text, ids)
-    if spans is None or offsets is None:
+    spans = _find_parts(template, messages, places, text) if places else None
+    if spans is None:
+        return ParsedPrompt(_encode(template.tokenizer, text), text, num_unfound_parts=len(places))
+    ids, offsets = _encode_with_offsets(template.tokenizer, text)
+    if not offsets:
         return ParsedPrompt(ids, text, num_unfound_parts=len(places))
-    starts, stops = offsets
+    starts, stops = zip(*offsets, strict=True)
     bounds, num_merged = [], 0
     for start, stop in spans:
         first, last = bisect_left(starts, start), bisect_right(stops, stop)
@@ -198,23 +197,33 @@ def _find_parts(
     return spans
 
 
-def _token_offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]
-) -> tuple[list[int], list[int]] | None:
-    """Return where the text of every token starts and stops; None where the tokenizer does not know."""
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))  # the template writes special tokens itself
+
+
+def _encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> tuple[list[int], Sequence[tuple[int, int]] | None]:
+    """Return the ids of a text's tokens, and where the text of each starts and stops; None where the tokenizer does not
+    know."""
     if not tokenizer.is_fast:
-        return None
-    encoding = _offset_tokenizer(tokenizer, len(tokenizer)).encode(text, add_special_tokens=False)
-    if encoding.ids != ids:
-        return None
-    starts, stops = zip(*encoding.offsets, strict=True)
-    return list(starts), list(stops)
+        return _encode(tokenizer, text), None
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = encoded["input_ids"]
+    backend = _untrimmed(tokenizer, len(tokenizer))
+    if backend is None:
+        return ids, encoded["offset_mapping"]
+    encoding = backend.encode(text, add_special_tokens=False)
+    return ids, encoding.offsets if encoding.ids == ids else None
 
 
 @lru_cache(maxsize=4)
-def _offset_tokenizer(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer:
-    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. Post-processors of byte-level
-    tokenizers leave white space out of them."""
+def _untrimmed(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer | None:
+    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. None where its own are: some
+    post-processors of byte-level tokenizers leave white space out of them."""
+    processor = tokenizer.backend_tokenizer.post_processor
+    if processor is None or b'"trim_offsets":true' not in processor.__getstate__():
+        return None
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.post_processor = None
     backend.no_truncation()
