@@ -130,7 +130,7 @@ def test_only_recommendations_are_logged(tmp_path: Path, caplog: pytest.LogCaptu
         ({"temperature": "hot"}, {}, "does not fit sampling: temperature='hot' .* generation_config='vllm'"),
         ({"eos_token_id": "</s>"}, {}, "eos_token_id='</s>' of the model must be a token id"),
         ({}, {"generation_config": "/no/such/folder"}, "generation_config='/no/such/folder': .* does not exist"),
-        ({}, {"generation_config": ""}, "generation_config='': use 'auto', 'vllm', or a folder"),
+        ({}, {"generation_config": ""}, "generation_config is empty: use 'auto', 'vllm', or a folder"),
         ({}, {"override_generation_config": {"eos_token_id": 3}}, "override_generation_config=.*give a dict of repet"),
         ({}, {"override_generation_config": {"top_p": 7}}, "does not fit sampling: top_p=7"),
     ],
