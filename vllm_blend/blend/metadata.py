@@ -6,7 +6,8 @@ forced whole, the mask is exact, `old_kvs` can be used again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,39 @@ from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import check_ratio
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+
+
+class FuseMetadata(dict[str, Any]):
+    """`cache_fuse_metadata`, which knows the thread that switched `collect` or `check` on."""
+
+    thread: int | None = None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def __ior__(self, other: Any) -> FuseMetadata:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dict."""
+        new = dict(*args, **kwargs)
+        super().update(new)
+        if new.get("collect") or new.get("check"):
+            self.thread = threading.get_ident()
+
+
+def check_one_thread(metadata: dict[str, Any], threads: Iterable[int]) -> None:
+    """Raise RuntimeError where a request is added while a hook of another thread is on, or with a hook on while
+    requests that `threads` added are unfinished: the hook would take the wrong request."""
+    if not (metadata.get("collect") or metadata.get("check")):
+        return
+    own = threading.get_ident()
+    if getattr(metadata, "thread", None) not in (None, own) or any(thread != own for thread in threads):
+        raise RuntimeError(
+            "cache_fuse_metadata holds for the whole engine, and two threads use it: switch collect and check on in "
+            "the thread that calls generate, while no other thread has unfinished requests"
+        )
 
 
 def default_fuse_metadata(kv_cache_dtype: torch.dtype) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +14,7 @@ from vllm_blend.chunks.chunk import Chunk, ChunkInfo, ChunkType, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, Mode, Part, Role
 from vllm_blend.chunks.errors import UnknownChunkError
 from vllm_blend.chunks.preview import CompositionPreview, preview
+from vllm_blend.engine.driver import TurnLock, exclusive
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.inputs import parse_piece
@@ -22,6 +23,7 @@ from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
 
 Content = str | Sequence[int]
+Own = TypeVar("Own", bound="ChunkedLLM")
 
 
 class ChunkedLLM:
@@ -71,6 +73,21 @@ class ChunkedLLM:
     def llm_engine(self) -> LLMEngine:
         return self.llm.llm_engine
 
+    @property
+    def lock(self) -> TurnLock:
+        """The engine's lock (see `LLMEngine.lock`)."""
+        return self.llm_engine.lock
+
+    def shutdown(self) -> None:
+        """As `LLM.shutdown`."""
+        self.llm.shutdown()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.llm.get_tokenizer()
 
@@ -96,14 +113,14 @@ class ChunkedLLM:
         memory for it although everything unused has left.
         """
         kind = ChunkType.of(chunk_type)
-        vocab_size = self.llm_engine.hf_config.vocab_size
-        ids = tuple(parse_piece(content, self.llm_engine.tokenizer, False, "content", vocab_size))
-        salt = parse_salt(cache_salt)
-        context = self._context(kind, after, salt)
-        if kind is ChunkType.SYSTEM_PROMPT and context and ids[: len(context)] == context:
-            ids = ids[len(context) :]  # token ids that begin with BOS themselves
-        chunk = Chunk.of(self.llm_engine.fingerprint, kind, ids, context, salt)
-        return self.llm_engine.register_chunk(chunk, name, metadata)
+        engine, salt = self.llm_engine, parse_salt(cache_salt)
+        with self.lock:
+            ids = tuple(parse_piece(content, engine.tokenizer, False, "content", engine.hf_config.vocab_size))
+            context = self._context(kind, after, salt)
+            if kind is ChunkType.SYSTEM_PROMPT and context and ids[: len(context)] == context:
+                ids = ids[len(context) :]  # token ids that begin with BOS themselves
+            chunk = Chunk.of(engine.fingerprint, kind, ids, context, salt)
+            return engine.register_chunk(chunk, name, metadata)
 
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
         """Delete a chunk and free its memory. While requests use it the deletion is deferred, and the result says so;
@@ -113,19 +130,25 @@ class ChunkedLLM:
     def list_chunks(self, chunk_type: ChunkType | str | None = None) -> list[ChunkInfo]:
         """The registered chunks, of one type or all, in order of registration."""
         kind = None if chunk_type is None else ChunkType.of(chunk_type)
-        return [info for info in self.llm_engine.chunk_registry.infos() if kind in (None, info.chunk.chunk_type)]
+        with self.lock:
+            infos = self.llm_engine.chunk_registry.infos()
+        return [info for info in infos if kind in (None, info.chunk.chunk_type)]
 
     def get_chunk(self, id_or_name: str | Chunk) -> ChunkInfo:
-        return self.llm_engine.chunk_registry.info(id_or_name)
+        with self.lock:
+            return self.llm_engine.chunk_registry.info(id_or_name)
 
     def pin_chunk(self, id_or_name: str | Chunk) -> None:
         """Keep a chunk's KV in memory whatever else needs the space, until `unpin_chunk`. One that has been evicted is
         computed again when it is used, and kept from then on."""
-        self.llm_engine.chunk_registry.pin(id_or_name)
+        with self.lock:
+            self.llm_engine.chunk_registry.pin(id_or_name)
 
     def unpin_chunk(self, id_or_name: str | Chunk) -> None:
-        self.llm_engine.chunk_registry.unpin(id_or_name)
+        with self.lock:
+            self.llm_engine.chunk_registry.unpin(id_or_name)
 
+    @exclusive
     def compose(
         self,
         system_chunk_id: str | Chunk | None = None,
@@ -178,6 +201,7 @@ class ChunkedLLM:
             parse_salt(cache_salt),
         )
 
+    @exclusive
     def preview_composition(self, *args: Any, **kwargs: Any) -> CompositionPreview:
         """What `generate_from_chunks` would run with these arguments: ids, positions, what is reused, whether it fits.
         Runs nothing."""
@@ -227,8 +251,9 @@ class ChunkedLLM:
         With `stream`, an iterator with one output a token, each with everything so far; closing it early aborts the
         request. Other calls may be made meanwhile.
         """
-        composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
-        outputs = self._start(composition, sampling_params, final_only=not stream)
+        with self.lock:  # no other thread deletes a chunk in between
+            composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+            outputs = self._start(composition, sampling_params, final_only=not stream)
         return outputs if stream else _last(outputs)
 
     def batch_generate_from_chunks(
@@ -242,6 +267,19 @@ class ChunkedLLM:
         """
         if isinstance(compositions, ChunkComposition | Mapping):
             raise TypeError(f"compositions is a {type(compositions).__name__}: give a list of them")
+        with self.lock:
+            running = self._start_all(compositions, sampling_params)
+        try:
+            return [_last(outputs) for outputs in running]
+        except BaseException:
+            running.clear()  # aborts what was started, also where somebody keeps the error and with it this frame
+            raise
+
+    def _start_all(
+        self,
+        compositions: Sequence[ChunkComposition | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Iterator[RequestOutput]]:
         made = [c if isinstance(c, ChunkComposition) else self.compose(**c) for c in compositions]
         each = [sampling_params] * len(made) if not isinstance(sampling_params, Sequence) else list(sampling_params)
         if len(each) != len(made):
@@ -250,10 +288,10 @@ class ChunkedLLM:
         try:
             for composition, params in zip(made, each, strict=True):
                 running.append(self._start(composition, params, final_only=True))
-            return [_last(outputs) for outputs in running]
         except BaseException:
-            running.clear()  # aborts what was started, also where somebody keeps the error and with it this frame
+            running.clear()  # as above
             raise
+        return running
 
     def generate_and_retain_output(
         self,
@@ -270,8 +308,10 @@ class ChunkedLLM:
         """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
         every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
         are left out."""
-        composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
-        output = _last(self._start(composition, sampling_params, final_only=True))
+        with self.lock:
+            composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+            outputs = self._start(composition, sampling_params, final_only=True)
+        output = _last(outputs)
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:
             raise ValueError("the answer is empty: there is nothing to retain")

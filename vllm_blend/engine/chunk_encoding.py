@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_blend.engine.composition import Composition
+from vllm_blend.engine.driver import Inbox
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
-    """KV of the chunks of `parsed`. The engine must be idle; it is again afterwards, also when a step raises."""
+    """Return the KV of the chunks of `parsed`. When a step raises, nothing of it is left to run."""
     first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else 0
     for index, (start, stop) in enumerate(parsed.chunk_bounds):
         length = first + stop - start
@@ -25,19 +27,20 @@ def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
             )
     if not parsed.chunk_bounds:
         return []
-    requests, chunks = engine.composer.encode(parsed)
-    for request in requests:
-        engine.scheduler.add(request)
+    composition = Composition(parsed)
     try:
-        while engine.has_unfinished_requests():
-            engine.step()
+        with engine.lock:
+            composition.pieces = engine.composer.pieces(parsed)
+            for request in engine.composer.encode(composition):
+                engine.scheduler.add(request)
+        engine.driver.wait(Inbox(), lambda: not composition.missing)
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
-        engine.composer.cancel_loads()
-        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            engine.composer.abandon(request)
-            engine.scheduler.finish(request)
+        with engine.lock:
+            for request in engine.composer.withdraw(composition):
+                engine.scheduler.finish(request)
         raise
-    return chunks()
+    own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
+    return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
 
 
 def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition
 from vllm_blend.chunks.errors import OutOfChunkMemoryError
+from vllm_blend.engine.driver import Inbox
+from vllm_blend.engine.output_stream import OutputStream
 from vllm_blend.outputs import RequestMetrics, RequestOutput
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import SamplingParams
@@ -63,7 +65,9 @@ def generate_from_chunks(
         request_id, composition.parse(), params, final_only=final_only, on_end=lambda: registry.release(ids)
     )
     registry.acquire(ids)
-    return engine.router.outputs(request_id)
+    inbox = Inbox()
+    engine.driver.expect(request_id, inbox)
+    return OutputStream(engine.driver, inbox)
 
 
 def _prefill(engine: LLMEngine, chunk: Chunk) -> None:

@@ -101,7 +101,7 @@ class ChunkComposer:
         """
         # Which KVs a compressed chunk has decides where all others go: nothing runs before that is known.
         patient = patient or self.compresses(parsed)
-        composition = Composition(parsed, list(requests), self._pieces(parsed), patient=patient)
+        composition = Composition(parsed, list(requests), self.pieces(parsed), patient=patient)
         if self.loader is None:  # nothing is held for longer than the store would
             return self._start(composition)
         for request in requests:
@@ -180,30 +180,29 @@ class ChunkComposer:
 
     def identify(self, parsed: ParsedPrompt) -> tuple[ChunkId | None, list[ChunkId]]:
         """The prefix of a prompt (None where there is none) and its chunks, as the store knows them."""
-        ids = [piece.id for piece in self._pieces(parsed)]
+        ids = [piece.id for piece in self.pieces(parsed)]
         return (ids[0], ids[1:]) if len(ids) > len(parsed.chunk_bounds) else (None, ids)
 
-    def encode(self, parsed: ParsedPrompt) -> tuple[list[Request], Callable[[], list[ChunkKV]]]:
-        """Have the chunks of a prompt encoded before anybody asks anything about them.
-
-        Returns the requests to run, and a function that gives the chunks' KV in order when nothing is left to run.
-        """
-        composition = Composition(parsed, [], self._pieces(parsed))
-
-        def chunks() -> list[ChunkKV]:
-            own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
-            return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
-
-        return self._start(composition), chunks
+    def encode(self, composition: Composition) -> list[Request]:
+        """Have the chunks of a prompt encoded before any question is asked about them. Returns requests to run; nothing
+        is missing of the composition when that is done."""
+        return self._start(composition)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
-        """`requests` are gone. Returns the encodings that nobody waits for any more, which need not run."""
+        """`requests` are gone. Returns the encodings that no prompt waits for any more, which need not run."""
         gone = set(requests)
         self._turns.forget(requests)
+        # A composition without requests is an encoding ahead of any question: its caller waits.
+        return self._withdraw(lambda c: bool(c.requests) and gone.issuperset(c.requests))
+
+    def withdraw(self, composition: Composition) -> list[Request]:
+        """As `forget`, for what was to be encoded ahead of any question."""
+        return self._withdraw(lambda c: c is composition)
+
+    def _withdraw(self, is_gone: Callable[[Composition], bool]) -> list[Request]:
         orphans = []
         for key, waiting in list(self._waiting.items()):
-            # A composition without requests is an encoding ahead of any question: its caller waits.
-            waiting[:] = [c for c in waiting if not c.requests or not gone.issuperset(c.requests)]
+            waiting[:] = [c for c in waiting if not is_gone(c)]
             if waiting:
                 continue
             if key in self._encoding:
@@ -217,11 +216,6 @@ class ChunkComposer:
         """An encoding will not finish: the next prompt that needs its chunk starts another."""
         self._encoding.pop(encode.request_id, None)
         self._waiting.pop(encode.request_id, None)
-
-    def cancel_loads(self) -> None:
-        """Nobody waits for what is being loaded any more."""
-        for key in list(self._loading):
-            self._cancel_load(key)
 
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed; returns encodings that could only start now."""
@@ -259,7 +253,7 @@ class ChunkComposer:
             piece.kv = self._checked(composition, piece.id.key, get(piece.id.key))
         return self._advance(composition)
 
-    def _pieces(self, parsed: ParsedPrompt) -> list[Piece]:
+    def pieces(self, parsed: ParsedPrompt) -> list[Piece]:
         ids = parsed.token_ids
         if parsed.pieces:
             return [Piece(p.start, p.id, p.context == tuple(ids[: p.start]), context=p.context) for p in parsed.pieces]

@@ -32,8 +32,8 @@ class Composition:
     progress."""
 
     parsed: ParsedPrompt
-    requests: list[Request]
-    pieces: list[Piece]
+    requests: list[Request] = field(default_factory=list)  # none where chunks are encoded ahead of any question
+    pieces: list[Piece] = field(default_factory=list)
     first_scheduled_time: float = field(default=float("inf"))
     asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory
     patient: bool = False  # it waits until its chunks are whole

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
-from vllm_blend.blend.metadata import plan_from_old_kvs
+from vllm_blend.blend.metadata import check_one_thread, plan_from_old_kvs
 from vllm_blend.checks import is_whole
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, composition_key
@@ -27,12 +28,12 @@ from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.detokenizer import Detokenizer
+from vllm_blend.engine.driver import Driver, TurnLock, exclusive, interrupts_held_back
 from vllm_blend.engine.kv_compression import KVCompression
 from vllm_blend.engine.loaded_model import LoadedModelConfig, loaded_model_config
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.offloading import make_offload, offload_gauges
 from vllm_blend.engine.output_processor import OutputProcessor, RequestGroup
-from vllm_blend.engine.output_router import OutputRouter
 from vllm_blend.engine.own_device import current, on_own_device, with_index
 from vllm_blend.engine.speculative_decoding import SpeculativeDecoding
 from vllm_blend.engine.step_results import StepResults
@@ -40,6 +41,7 @@ from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_context, parse_prompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestMetrics, RequestOutput
@@ -67,9 +69,13 @@ class _Step:
 
 
 class LLMEngine:
-    """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM."""
+    """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM.
+
+    Any thread may call any public method. What cannot be shared is a RuntimeError at once.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        self.driver = Driver(self)
         self.config = config
         self.device = with_index(resolve_device(config.model.device))
         with current(self.device):
@@ -95,7 +101,6 @@ class LLMEngine:
         self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)
         self.pages = PageManager(self.blocks)
         self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
-        self.router = OutputRouter(self)
         sizes = (worker.num_layers, bytes_per_token(worker))
         rounds = config.chunk_store.format != "auto"
         self.composer = ChunkComposer(
@@ -120,11 +125,18 @@ class LLMEngine:
         self.speculation = SpeculativeDecoding.of(config.speculative, self.metrics, self.async_scheduling)
         self.kv_compression = KVCompression.of(config, worker, self.scheduler)
         self._in_flight: _Step | None = None
+        self._unreported: list[RequestGroup] = []  # which ended in a step that could not be read
         self._launch_failed = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         return cls(args.create_engine_config())
+
+    @property
+    def lock(self) -> TurnLock:
+        """What a thread holds while it looks at the engine's state or changes it. The tokenizer belongs to that state:
+        not every tokenizer can be used by two threads at a time."""
+        return self.driver.lock
 
     @property
     def decoder(self) -> Any:
@@ -143,12 +155,19 @@ class LLMEngine:
             )
         return self.tokenizer
 
+    @exclusive
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Use another tokenizer from the next request on."""
+        """Use another tokenizer from the next request on. Raises RuntimeError while requests are unfinished: their
+        answers would be decoded by two tokenizers."""
+        if self._groups:
+            raise RuntimeError(
+                f"{len(self._groups)} requests are unfinished, and they use the tokenizer: finish or abort them first"
+            )
         self.tokenizer = self.processor.tokenizer = tokenizer
         eos = tokenizer.eos_token_id
         self.eos_token_ids |= set() if eos is None else {eos}
 
+    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -166,6 +185,7 @@ class LLMEngine:
         parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
         self.add_parsed(request_id, parsed, params, arrival_time, final_only, priority=priority)
 
+    @exclusive
     @on_own_device
     def add_parsed(
         self,
@@ -205,6 +225,7 @@ class LLMEngine:
                 self.config.kv_compress.check_compressed_chunks(compression)
             elif blending and parsed.retain is not False:
                 composition = composition_key(self.fingerprint, parsed, asked)
+        check_one_thread(hooks, (group.thread for group in self._groups.values()))
         if not blending and hooks.get("check"):
             plan = self._plan_from_hooks(parsed)
         if (blending or plan is not None) and params.prompt_logprobs is not None:
@@ -260,6 +281,7 @@ class LLMEngine:
         for request in [*encodings, *requests]:
             self.scheduler.add(request)
 
+    @exclusive
     def generate_from_chunks(
         self, composition: ChunkComposition, params: SamplingParams, request_id: str, final_only: bool = False
     ) -> Iterator[RequestOutput]:
@@ -270,39 +292,85 @@ class LLMEngine:
         """
         return chunk_registration.generate_from_chunks(self, request_id, composition, params, final_only)
 
+    @exclusive
     @on_own_device
     def register_chunk(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
         """Enter a chunk into `chunk_registry` and compute its KV now; see `engine/chunk_registration.py`."""
         return chunk_registration.register_chunk(self, chunk, name, metadata)
 
+    @exclusive
     @on_own_device
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
         """Delete a registered chunk, or have it deleted when the last request that uses it ends."""
         return chunk_registration.delete_chunk(self, id_or_name)
 
+    def shutdown(self) -> None:
+        """Abort all requests, write what the chunk stores still have to write, and free everything. Whatever is asked
+        of the engine afterwards is a RuntimeError; threads that wait for answers get it too."""
+        if self.driver.lock.closed is None:
+            self._shut_down()
+
+    @exclusive
+    @on_own_device
+    def _shut_down(self) -> None:
+        store, loader = self.chunk_store, self.composer.loader
+        self.driver.abandon_all()
+        self.abort_request(list(self._groups))
+        self.drop_finished()
+        if loader is not None:
+            loader.close()
+        if isinstance(store, TieredChunkStore):
+            store.close()
+        store.clear()
+        device, driver = self.model_executor.driver_worker.device, self.driver
+        self.__dict__.clear()  # the parts know one another, so that none may stay reachable from here
+        self.driver, driver.lock.closed = driver, "the engine has been shut down: make another LLM"
+        driver.ring_all()
+        del store, loader
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain why an engine that has been shut down lacks everything."""
+            driver = self.__dict__.get("driver")
+            if driver is not None and driver.lock.closed is not None:
+                raise RuntimeError(driver.lock.closed)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request has not finished."""
         return request_id in self._groups
 
+    @exclusive
     @on_own_device
     def drop_finished(self) -> None:
         """Let go of requests that have finished: a step in flight that nobody waits for may hold their chunks' KV."""
         if self._in_flight is not None and self._in_flight.abandoned:
             self._in_flight = None
 
+    @exclusive
     @on_own_device
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Stop requests and free their pages; unknown ids are ignored, as they may just have finished."""
+        """Stop requests and free their pages; unknown ids are ignored, as they may just have finished. A thread that
+        waits for one gets what there is of it, with the finish reason "abort"."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             group = self._groups.get(one)
             for request in group.requests if group is not None else []:
                 if not request.finished:
                     self.finish(request, "abort")
+            self.driver.forget(one)
             if group is not None:
+                self._unreported = [other for other in self._unreported if other is not group]
+                if self.driver.awaits(one):
+                    self.driver.distribute([self.processor.output(group)])
                 self._forget(group)
                 for encoding in self.composer.forget(group.requests):
                     self.scheduler.finish(encoding)
 
+    @exclusive
     def identify_chunks(
         self,
         prefix: str | Sequence[int],
@@ -328,30 +396,49 @@ class LLMEngine:
         """Return the KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`,
         unless told otherwise), just as a prompt of these pieces, with this `cache_salt`, would have it done.
 
-        Computes what the chunk store does not have and leaves it there. Raises ValueError or TypeError for bad pieces,
-        and RuntimeError while requests are unfinished: their outputs would be lost.
+        Computes what the chunk store does not have and leaves it there; unfinished requests go on meanwhile. Raises
+        ValueError or TypeError for bad pieces.
         """
-        if self.scheduler.has_requests or self._groups:  # chunks may still arrive that nobody waits for any more
-            raise RuntimeError("encode_chunks runs the engine by itself: finish or abort the running requests first")
-        sizes = (self.tokenizer, self.hf_config.vocab_size)
-        return run_encodings(self, parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt))
+        with self.lock:
+            sizes = (self.tokenizer, self.hf_config.vocab_size)
+            parsed = parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt)
+        return run_encodings(self, parsed)
 
+    @exclusive
     @on_own_device
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError where it cannot be this chunk's."""
         check_chunk(self.fingerprint, chunk, kv)
         self.chunk_store.put(chunk.key, kv.copy().of(chunk))  # the caller may go on to change his
 
+    @exclusive
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_requests or self.composer.is_loading
+        """Whether `step` has anything to do, or to hand over."""
+        return not self.is_idle or self.driver.keeps_outputs
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, and nothing waits to run."""
+        return not (self.scheduler.has_requests or self.composer.is_loading or self._unreported)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._groups)
 
+    @exclusive
     @on_own_device
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that advanced. Nothing to do returns an empty list, and so does waiting
         for chunks that are being loaded, after a moment.
+
+        Outputs that another caller waits for, such as `LLM.generate` in another thread, go there. In return the newest
+        outputs of requests that advanced in steps of such callers are among those of the next call.
+        """
+        with interrupts_held_back():
+            self.driver.distribute(self._run_step())
+        return self.driver.take_kept()
+
+    def _run_step(self) -> list[RequestOutput]:
+        """As `step`, for the requests of all callers.
 
         With asynchronous scheduling the step after it is queued on the device before this one is read, so that the host
         works while the device does. What a request that turns out to have ended computes too much is thrown away.
@@ -363,11 +450,17 @@ class LLMEngine:
         if self._in_flight is None and self.composer.start_early():
             self._in_flight = self._launch(ahead=False)
         if self._in_flight is None:
-            self.composer.wait(LOAD_WAIT_SECONDS)
-            return []
+            if not self._unreported:
+                self.composer.wait(LOAD_WAIT_SECONDS)
+            return self._report(())
         following = self._launch(ahead=True) if self._may_run_ahead(self._in_flight) else None
         done, self._in_flight = self._in_flight, following
-        return self._read(done)
+        try:
+            touched = self._read(done)
+        except BaseException:
+            self._undo([done] if following is None else [done, following])
+            raise
+        return self._report(touched)
 
     def _launch(self, ahead: bool) -> _Step | None:
         """Queue a step on the device; None when there is nothing to compute."""
@@ -423,8 +516,26 @@ class LLMEngine:
             return False
         return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
 
-    def _read(self, step: _Step) -> list[RequestOutput]:
-        """Wait for a step's tokens and hand them on."""
+    def _undo(self, steps: Sequence[_Step]) -> None:
+        """A step could not be read: what it and the one after it were to give is computed again, and requests that had
+        ended by then are reported by the next step."""
+        self._in_flight = None
+        again: dict[Request, None] = {}
+        for step in steps:
+            for request in step.result.sampled:
+                if request.sampling is not None:
+                    request.sampling.take_back(request.num_in_flight)
+                request.num_in_flight = 0
+            for item in step.scheduled.scheduled:
+                group = self.processor.groups.get(item.request)
+                if group is not None and group.finished and group not in self._unreported:
+                    self._unreported.append(group)
+                if item.request in self.scheduler.running:
+                    again[item.request] = None
+        self.scheduler.send_back(list(again))
+
+    def _read(self, step: _Step) -> list[RequestGroup]:
+        """Wait for a step's tokens and enter them; the groups of the requests that advanced."""
         self.scheduler.settle(step.scheduled)
         touched = self.results.process(step.scheduled, step.result)
         if self.controller is not None and step.launched is not None:
@@ -433,8 +544,13 @@ class LLMEngine:
         self.metrics.num_steps += 1
         if self._stat_logger is not None:
             self._stat_logger.step(len(self.scheduler.running), len(self.scheduler.waiting), self.cache_usage)
+        return touched
+
+    def _report(self, touched: Sequence[RequestGroup]) -> list[RequestOutput]:
+        """The outputs of groups that advanced, and of those that an earlier step could not report."""
+        earlier, self._unreported = self._unreported, []
         outputs = []
-        for group in touched:
+        for group in dict.fromkeys([*earlier, *touched]):
             if group.finished or not group.final_only:
                 outputs.append(self.processor.output(group))
             if group.finished:
@@ -446,6 +562,7 @@ class LLMEngine:
         """The share of the KV cache's blocks that requests hold, 0..1."""
         return 1 - self.blocks.num_free_blocks / self.blocks.num_usable_blocks
 
+    @exclusive
     def get_metrics(self) -> list[Metric]:
         return [
             *self.metrics.counters(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class RequestGroup:
     text: str | None = None  # what the prompt's ids decode to, once it has been asked for
     blend: BlendStats | None = None
     on_end: Callable[[], None] | None = None  # called once, when nothing more will come
+    thread: int = field(default_factory=threading.get_ident)  # which added it
 
     @property
     def finished(self) -> bool:

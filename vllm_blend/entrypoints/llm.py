@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from vllm_blend.checks import is_whole
 from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
 from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine.driver import Inbox
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
 from vllm_blend.engine.own_device import current
@@ -30,6 +32,7 @@ from vllm_blend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Own = TypeVar("Own", bound="LLM")
 ChatMessages = list[dict[str, Any]]
 
 
@@ -37,6 +40,8 @@ class LLM:
     """A model that answers batches of prompts, with vLLM's arguments (see `EngineArgs`).
 
     `enable_blending=True` and prompts of the form {"prefix", "chunks", "suffix"} reuse the KV cache of the chunks.
+    Several threads may use one `LLM`: their requests run in the same steps. As a context manager it shuts down at the
+    end.
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
@@ -52,16 +57,19 @@ class LLM:
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        arrival_time: float | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
         A list of integers is one prompt, given as token ids. `use_tqdm` may be a function that makes the progress bar,
         as `tqdm` does. `priority` has an integer for each prompt; with `scheduling_policy="priority"` lower ones go
         first. `prompt_token_ids` is vLLM's earlier name for prompts of token ids, and `lora_request` must be None.
+        `arrival_time` (seconds since the epoch) is that of this call unless told otherwise.
 
         A single bad prompt raises ValueError or TypeError. In a batch a bad prompt fails alone: its output has `error`
         set and no text; if every prompt is bad, the first error is raised.
         """
+        arrival_time = time.time() if arrival_time is None else arrival_time
         if lora_request is not None:
             raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; leave it None")
         batch = as_batch(prompts, prompt_token_ids)
@@ -79,17 +87,18 @@ class LLM:
         for index, params in enumerate(each):
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"sampling_params[{index}] is a {type(params).__name__}: give SamplingParams")
-        ids = [str(next(self._ids)) for _ in batch]
+        priorities = [0] * len(batch) if priority is None else priority
+        inbox, ids = Inbox(), []
+        failed: dict[str, Exception] = {}
         try:
-            failed = self._add(ids, batch, each, [0] * len(batch) if priority is None else priority)
+            for prompt, params, rank in zip(batch, each, priorities, strict=True):
+                ids.append(self._add(inbox, prompt, params, arrival_time, rank, failed))
             if len(failed) == len(batch):
                 raise next(iter(failed.values()))
             finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
-            for output in self._run(len(ids), len(failed), use_tqdm):
-                finished[output.request_id] = output
-        except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
-            self.llm_engine.abort_request(ids)
-            raise
+            self._run(inbox, finished, use_tqdm)
+        finally:  # also after a Ctrl-C: what was queued must not run with the next call
+            self.llm_engine.driver.close(inbox)
         return [finished[request_id] for request_id in ids]
 
     def chat(
@@ -130,21 +139,23 @@ class LLM:
         for name, value in unsupported.items():
             if value:
                 raise ValueError(f"{name}={value!r} is not supported by this engine: leave it out")
-        template = make_chat_template(
-            self.get_tokenizer(),
-            chat_template,
-            chat_template_content_format,
-            tools,
-            chat_template_kwargs,
-            add_generation_prompt,
-            continue_final_message,
-        )
-        blends = self.llm_engine.config.blend.enable_blending
-        prompts: list[Any] = [
-            replace(prompt, salt=parse_salt(cache_salt))
-            for prompt in chat_prompts(template, parse_conversations(messages), blends)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        arrival_time = time.time()
+        with self.llm_engine.lock:  # which the tokenizer belongs to
+            template = make_chat_template(
+                self.get_tokenizer(),
+                chat_template,
+                chat_template_content_format,
+                tools,
+                chat_template_kwargs,
+                add_generation_prompt,
+                continue_final_message,
+            )
+            blends = self.llm_engine.config.blend.enable_blending
+            prompts: list[Any] = [
+                replace(prompt, salt=parse_salt(cache_salt))
+                for prompt in chat_prompts(template, parse_conversations(messages), blends)
+            ]
+        return self.generate(prompts, sampling_params, use_tqdm, arrival_time=arrival_time)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` use without sampling_params: vLLM's defaults, changed by the model's
@@ -152,7 +163,8 @@ class LLM:
         return SamplingParams(**self.llm_engine.default_sampling_settings)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer. Raises ValueError if the engine has none."""
+        """Return the tokenizer. Raises ValueError if the engine has none. Where other threads use this object, hold
+        `llm_engine.lock` to use it."""
         return self.llm_engine.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -176,7 +188,7 @@ class LLM:
 
     def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
         """Return `func` of the model, one result per worker."""
-        with current(self.llm_engine.device):
+        with self.llm_engine.lock, current(self.llm_engine.device):
             return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
 
     def get_metrics(self) -> list[Metric]:
@@ -184,34 +196,56 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, for example between measurements. Stored chunks stay."""
-        self.llm_engine.blocks.reset_prefix_cache()
+        with self.llm_engine.lock:
+            self.llm_engine.blocks.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the model and the KV cache, write what the chunk stores still have to write, and close them. Any later
+        call is a RuntimeError, but `shutdown`. Calls that other threads are in end with that error too."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def _add(
         self,
-        ids: Sequence[str],
-        prompts: Sequence[PromptType],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-    ) -> dict[str, Exception]:
-        """Queue prompts; return the errors of those that were refused."""
-        failed: dict[str, Exception] = {}
-        for request_id, prompt, own, priority in zip(ids, prompts, params, priorities, strict=True):
+        inbox: Inbox,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int,
+        failed: dict[str, Exception],
+    ) -> str:
+        """Queue a prompt, or enter the error with which it is refused into `failed`. Returns its id."""
+        engine = self.llm_engine
+        with engine.lock:
+            # Requests that were added to the engine directly may have taken an id.
+            request_id = next(filter(engine.driver.is_free, map(str, self._ids)))
+            engine.driver.expect(request_id, inbox)
             try:
-                self.llm_engine.add_request(request_id, prompt, own, final_only=True, priority=priority)
+                engine.add_request(request_id, prompt, params, arrival_time, final_only=True, priority=priority)
             except (ValueError, TypeError) as error:
+                engine.driver.refused(request_id, inbox)
                 failed[request_id] = error
-        return failed
+        return request_id
 
-    def _run(self, total: int, num_failed: int, use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        outputs = []
+    def _run(self, inbox: Inbox, finished: dict[str, RequestOutput], use_tqdm: bool | Callable[..., tqdm]) -> None:
+        """Wait for the outputs that `finished` lacks, and enter them."""
+        total = len(inbox.request_ids) + len(finished)
         new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        with new_bar(total=total, initial=num_failed, desc="Processed prompts") as bar:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    if not self.llm_engine.router.keep(output):  # of a stream that somebody reads meanwhile
-                        outputs.append(output)
-                        bar.update()
-        return outputs
+        with new_bar(total=total, initial=len(finished), desc="Processed prompts") as bar:
+
+            def arrived() -> bool:
+                while inbox.outputs:
+                    output = inbox.outputs.popleft()
+                    finished[output.request_id] = output
+                    bar.update()
+                return len(finished) == total
+
+            self.llm_engine.driver.wait(inbox, arrived)
 
 
 def as_batch(prompts: PromptType | Sequence[PromptType] | None, prompt_token_ids: Any) -> list[PromptType]:

@@ -59,13 +59,16 @@ class LLM(BlendLLM):
     ) -> list[RequestOutput]:
         """As in the base class. The `prompt` of an output is the string that was given."""
         batch = as_batch(prompts, prompt_token_ids)
-        pieces = [self._pieces(prompt) for prompt in batch]
-        composed = [
-            prompt if each is None else self._compose(prompt, each) for prompt, each in zip(batch, pieces, strict=True)
-        ]
+        with self.llm_engine.lock:
+            pieces = [self._pieces(prompt) for prompt in batch]
+            composed = [
+                prompt if each is None else self._compose(prompt, each)
+                for prompt, each in zip(batch, pieces, strict=True)
+            ]
         outputs = super().generate(composed, sampling_params, use_tqdm, **options)
-        for prompt, each in zip(batch, pieces, strict=True):
-            self._remember(each or (), _salt(prompt))
+        with self.llm_engine.lock:
+            for prompt, each in zip(batch, pieces, strict=True):
+                self._remember(each or (), _salt(prompt))
         for output, prompt, each in zip(outputs, batch, pieces, strict=True):
             text = prompt.get("prompt", "") if isinstance(prompt, dict) else prompt
             output.prompt = output.prompt if each is None else str(text)
@@ -88,6 +91,11 @@ class LLM(BlendLLM):
                 "combine_input_prompt_chunks, and use generate()"
             )
         return super().chat(messages, *arguments, **options)
+
+    def shutdown(self) -> None:
+        """As in the base class."""
+        _open.discard(self)
+        super().shutdown()
 
     def _pieces(self, prompt: PromptType) -> tuple[str, ...] | None:
         """Return the pieces of a prompt that may have some, None where it is left as it is."""
@@ -137,10 +145,11 @@ def close_lmcache_engine() -> None:
     An `LLM` that is used afterwards computes what it needs.
     """
     for llm in list(_open):
-        store = llm.llm_engine.chunk_store
-        if isinstance(store, TieredChunkStore):
-            store.close()
-        store.clear()
+        with llm.llm_engine.lock:
+            store = llm.llm_engine.chunk_store
+            if isinstance(store, TieredChunkStore):
+                store.close()
+            store.clear()
     _open.clear()
 
 

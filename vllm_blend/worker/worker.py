@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.attention.registry import make_backend
-from vllm_blend.blend.metadata import default_fuse_metadata
+from vllm_blend.blend.metadata import FuseMetadata, default_fuse_metadata
 from vllm_blend.blend.selectors import Look, make_selector
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig
@@ -75,7 +75,7 @@ class Worker:
         staging = None
         if config.blend.resolve_chunk_device(device) != device:
             staging = StagingRing(self.num_kv_heads, self.head_dim, dtype, device)
-        model.model.cache_fuse_metadata.update(default_fuse_metadata(dtype))  # type: ignore[union-attr,operator]
+        model.model.cache_fuse_metadata = FuseMetadata(default_fuse_metadata(dtype))  # type: ignore[union-attr]
         self.memory: Share | None = None  # how a GPU's memory was shared out, where that was measured
         self.pool = Pool(self._num_blocks(model), config.cache.block_size, self._block_bytes, max_model_len)
         with must_fit("the KV cache", "lower gpu_memory_utilization or num_gpu_blocks_override", device):
