@@ -31,14 +31,11 @@ CHUNK_ROLES = ("user", "tool")
 _PART = "ThePartSays0x5d2c90e7n{}e"
 _FLAGS = frozenset(("add_generation_prompt", "continue_final_message"))
 # Arguments of `apply_chat_template` that are no variables of a template: they would change what it returns.
-_RESERVED = (
-    frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    - _FLAGS
-    - {
-        "tools",
-        "documents",
-    }
-)
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    *_FLAGS,
+    "tools",
+    "documents",
+}
 
 
 @dataclass(frozen=True)
