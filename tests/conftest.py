@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests import settings, tolerances
+from tests import memory, settings, tolerances
 from tests.settings import Settings
 
 
@@ -21,8 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Engines are kept for other tests, and a prefix cache goes through all of its pages before it uses one again: with
-    # the usual 4 GiB a run came to hold 15 GB.
+    # Engines are kept for other tests, and a prefix cache goes through all of its pages before it uses one again.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "0.25")
     settings.use(Settings(*(config.getoption(name) for name in ("device", "dtype", "attention_backend"))))
     if importlib.util.find_spec("hypothesis") is not None:  # the environment of tests/colbert has none
@@ -45,13 +44,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_collection_finish() -> None:
+    memory.settle()
+
+
+def pytest_runtest_logfinish() -> None:
+    memory.free_dropped()
+
+
+def faults() -> list[str]:
+    """Return what is wrong with the run as a whole."""
+    found = [f"excused too often: {', '.join(tolerances.too_often())}"] if tolerances.too_often() else []
+    if settings.current().device == "cpu" and memory.peak_gib() > memory.LIMIT_GIB:
+        found.append(f"the tests took {memory.peak_gib():.1f} GiB, more than {memory.LIMIT_GIB:g}")
+    return found
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if tolerances.too_often() and session.exitstatus == pytest.ExitCode.OK:
+    if faults() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in tolerances.report():
+    for line in [*tolerances.report(), f"peak memory: {memory.peak_gib():.1f} GiB"]:
         terminalreporter.write_line(line)
-    if tolerances.too_often():
-        terminalreporter.write_line(f"FAILED: excused too often: {', '.join(tolerances.too_often())}", red=True)
+    for fault in faults():
+        terminalreporter.write_line(f"FAILED: {fault}", red=True)

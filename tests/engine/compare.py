@@ -26,7 +26,7 @@ from vllm_blend.outputs import BlendStats, Logprob
 _chosen: dict[int, tuple[BlendStats, list[int]]] = {}  # by identity of an output's `blend`, which is kept alive here
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # up to 7 MB each
 @torch.inference_mode()
 def _hf_logprobs(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, new_llm, threads
@@ -38,7 +38,7 @@ def real_drafters() -> list[str]:
     return sorted(set(DRAFTERS) - {ORACLE})
 
 
-@cache
+@lru_cache(maxsize=8)
 def _built(model: str, method: str, most: int, arguments: tuple[tuple[str, Any], ...]) -> LLM:
     config = {"method": method, "num_speculative_tokens": most}
     return new_llm(model, speculative_config=config, **dict(arguments))

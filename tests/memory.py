@@ -1,0 +1,36 @@
+"""The memory of a test run: what tests dropped is freed in time, and a run that takes too much fails."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from pathlib import Path
+
+LIMIT_GIB = 4.0
+COLLECT_AFTER = 128 << 20  # bytes that the process may grow by until dropped engines are looked for
+
+_at_last_collection = 0
+
+
+def settle() -> None:
+    """Spare later collections what has been imported: hundreds of thousands of objects that are never freed."""
+    gc.collect()
+    gc.freeze()
+
+
+def free_dropped() -> None:
+    """Free dropped engines if the process has grown. They are in reference cycles, and to Python a few objects only."""
+    global _at_last_collection
+    if resident_bytes() - _at_last_collection > COLLECT_AFTER:
+        gc.collect()
+        _at_last_collection = resident_bytes()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_gib() -> float:
+    """Return the largest resident size that this process has had."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) / 2**20
