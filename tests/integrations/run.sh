@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Installs this checkout and packages that drive vLLM into a virtual environment of their own, and checks that they work
+# with it unmodified. The files are called check_*.py, which pytest collects only when they are named: the other
+# environments do not have these packages.
+#
+#   bash tests/integrations/run.sh
+#   bash tests/integrations/run.sh -k outlines
+#
+# Arguments go to pytest.
+# INTEGRATIONS_VENV  the environment's folder (.venv-integrations)
+# PYTHON             the interpreter that makes it (python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/environment.sh
+venv=${INTEGRATIONS_VENV:-.venv-integrations}
+packages=tests/integrations/requirements.txt
+
+install_into "$venv"
+stamp="$(cat requirements.txt "$packages" | cksum)"
+if [[ "$(cat "$venv/.integrations" 2>/dev/null)" != "$stamp" ]]; then
+  "$venv/bin/python" -m pip install --quiet --requirement "$packages" --constraint requirements.txt
+  echo "$stamp" >"$venv/.integrations"
+fi
+
+home="$(mktemp -d)"
+trap 'rm -rf "$home"' EXIT
+export HF_HOME="$home" HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+"$venv/bin/python" -m pytest tests/integrations/check_*.py "$@"
