@@ -8,6 +8,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from vllm_blend.urls import redact_repr
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds."""
@@ -35,8 +37,8 @@ def check_field_types(options: Any, label: str = "") -> None:
         value = getattr(options, name)
         if not fits(value, hint):
             if isinstance(value, str) and any(get_origin(option) is Literal for option in (hint, *get_args(hint))):
-                raise ValueError(f"{label}{name}={value!r} is unknown: use {describe(hint)}")
-            raise ValueError(f"{label}{name}={value!r} must be {describe(hint)}, not {type(value).__name__}")
+                raise ValueError(f"{label}{name}={redact_repr(value)} is unknown: use {describe(hint)}")
+            raise ValueError(f"{label}{name}={redact_repr(value)} must be {describe(hint)}, not {type(value).__name__}")
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -18,6 +18,7 @@ from vllm_blend.kv_compress.chunks import ChunkCompression
 from vllm_blend.kv_compress.config import KVCompressConfig
 from vllm_blend.kv_compress.metrics import METRICS, make_metric
 from vllm_blend.spec_decode.config import SpeculativeConfig
+from vllm_blend.urls import redact_repr
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +320,9 @@ class ChunkStoreConfig:
     path: str | None = None  # a folder of a local file system
     gib: float = 32.0  # of the disk
     format: ChunkFormat = "auto"  # on disk and server; auto: the model's dtype, bit for bit
-    url: str | None = None  # redis://, valkey:// or anything that fsspec knows
+    url: str | None = field(
+        default=None, repr=False
+    )  # it may hold a password; redis://, valkey:// or anything that fsspec knows
     admit_on_second_use: bool = False  # the disk stores a chunk when it is computed for the second time
 
     def __post_init__(self) -> None:
@@ -417,7 +420,8 @@ class EngineConfig:
         ):
             require(
                 given is None or self.blend.enable_blending,
-                f"{name}={given!r}, but the engine does not blend: give enable_blending=True too, or leave it out",
+                f"{name}={redact_repr(given)}, but the engine does not blend: give enable_blending=True too, or leave "
+                "it out",
             )
 
         if self.blend.chunk_kept_share is not None:

@@ -30,7 +30,10 @@ from vllm_blend.kv_store.format import KEYS, METADATA, ChunkMiss, load_chunk, re
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.regular_file import NotRegular
+from vllm_blend.kv_store.remote import MAX_CALLS, RemoteChunkStore, RemoteStoreConfig
+from vllm_blend.kv_store.serialization import ChunkLayout, max_bytes_of, serialize, to_bytes
 from vllm_blend.kv_store.tensor_file import BadTensorFile, read_tensor
+from vllm_blend.kv_store.validation import ExpectedChunk
 
 MODEL = ModelFingerprint("m", "", "w", "float32", "rope", "tokenizer", 2, 1, 4)
 SMALL = 64 << 20  # bytes of memory that nothing here comes near
@@ -327,3 +330,34 @@ def test_an_identity_is_what_was_written(tmp_path):
     write_chunk(tmp_path / "c", *chunk(1), MODEL)
     ids, model = read_identity(tmp_path / "c")
     assert ids == chunk(1)[0] and asdict(model) == asdict(MODEL)
+
+
+@pytest.mark.parametrize("what", SPECIAL)
+def test_an_object_of_a_folder_that_is_no_file_is_a_miss(what, tmp_path):
+    """Nothing waits for a FIFO, and of a value that is larger than the chunk no more is read."""
+    ids, kv = chunk(1)
+    config = RemoteStoreConfig(f"file://{tmp_path}", MODEL.digest, timeout=60, max_failures=9)
+    store = RemoteChunkStore(config)
+    store.put(ids.key, kv)
+    [path] = tmp_path.glob("**/" + ids.key)
+    path.unlink()
+    SPECIAL[what](path)
+    tracemalloc.start()
+    assert store.get(ids.key, ExpectedChunk(MODEL, ids)) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < SMALL and store._calls._value == MAX_CALLS, "no thread is left waiting"
+    assert store.tally.misses == {("truncated" if what == "sparse" else "unavailable"): 1}
+
+
+@pytest.mark.parametrize("format", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_what_is_read_of_a_value_is_enough_for_every_chunk(format, tokens):
+    for dtype in ("float32", "bfloat16"):
+        model = replace(MODEL, dtype=dtype, num_kv_heads=3, head_dim=2)
+        ids = ChunkId.of(model, [], range(tokens))
+        kv = torch.zeros(2, tokens, 3, 2, dtype=getattr(torch, dtype))
+        at = torch.arange(tokens, dtype=torch.int32)[None, :, None].expand(2, -1, 3).contiguous()
+        for one, kvs in ((ChunkKV(kv, kv), None), (ChunkKV(kv, kv, positions=at, length=tokens), tokens)):
+            data = to_bytes(serialize(ids.key, model.digest, one, ChunkLayout.of(one, format)))
+            assert len(data) <= max_bytes_of(ExpectedChunk(model, ids, kvs)) < len(data) + (1 << 16)

@@ -215,7 +215,7 @@ def test_damage_on_the_server_is_a_miss(server, caplog):
     store = open_store(server)
     name = f"vllm-blend/{MODEL}/{key(1)}"
     store.put(key(1), chunk(key(1)))
-    data = bytearray(store._objects.get(name))
+    data = bytearray(store._objects.get(name, None))
     data[-5000] ^= 1
     store._objects.put(name, bytes(data))
     assert store.get(key(1)) is None and store.get(key(1)) is None

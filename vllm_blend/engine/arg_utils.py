@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ class EngineArgs:
     chunk_store_path: str | None = None
     chunk_store_gib: float = 32.0
     chunk_store_format: ChunkFormat = "auto"
-    chunk_store_url: str | None = None
+    chunk_store_url: str | None = field(default=None, repr=False)  # it may hold a password
     chunk_store_admit_on_second_use: bool = False
     offload_mode: OffloadMode | None = None
     offload_resident_chunks: int | None = None
@@ -178,12 +178,12 @@ class EngineArgs:
     kvc_allocation: AllocationChoice = "auto"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name in _NONE_IN_VLLM:
-                setattr(self, field.name, field.default)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None and option.name in _NONE_IN_VLLM:
+                setattr(self, option.name, option.default)
             elif isinstance(value, os.PathLike):
-                setattr(self, field.name, os.fspath(value))
+                setattr(self, option.name, os.fspath(value))
         check_field_types(self)
 
     @classmethod

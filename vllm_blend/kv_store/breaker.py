@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,11 @@ class Breaker:
     One warning an outage. An `allows` that was true is followed by `succeeded` or `failed` once something was tried.
     """
 
-    def __init__(self, what: str, consequence: str, threshold: int, seconds: float) -> None:
+    def __init__(
+        self, what: str, consequence: str, threshold: int, seconds: float, redact: Callable[[str], str] = str
+    ) -> None:
+        """`redact` takes from a message of an error what must not be logged."""
+        self.redact = redact
         self.what, self.consequence, self.threshold, self.seconds = what, consequence, threshold, seconds
         self.num_failures = 0
         self.num_refused = 0
@@ -51,7 +56,11 @@ class Breaker:
             self._retry_at = time.monotonic() + self.seconds
             if self._in_a_row == self.threshold:
                 logger.warning(
-                    "%s failed (%s): %s, tried again every %g s", self.what, _say(error), self.consequence, self.seconds
+                    "%s failed (%s): %s, tried again every %g s",
+                    self.what,
+                    self.redact(_say(error)),
+                    self.consequence,
+                    self.seconds,
                 )
 
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import uuid
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
+from pathlib import Path
 from typing import Any, Protocol
+
+from vllm_blend.kv_store.regular_file import require_regular
+from vllm_blend.urls import redact_secrets, redact_url
 
 REDIS_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 REDIS_MAX_BYTES = 512 << 20  # of one value, in Redis and Valkey
@@ -24,8 +28,9 @@ class ObjectStore(Protocol):
 
     max_bytes: int | None  # of one value
 
-    def get(self, name: str) -> bytes | None:
-        """A value, or None where there is none."""
+    def get(self, name: str, max_bytes: int | None) -> bytes | None:
+        """Return a value; None where there is none. Of a value of more than `max_bytes`, as little as shows that may be
+        all that is read."""
 
     def put(self, name: str, data: bytes) -> None:
         """Set a value. Nobody ever sees a part of it."""
@@ -47,7 +52,7 @@ class RedisObjects:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise ImportError(f"{url} needs the redis package: pip install 'vllm-blend[store]'") from error
+            raise ImportError(f"{redact_url(url)} needs the redis package: pip install 'vllm-blend[store]'") from error
         scheme, _, rest = url.partition("://")
         self._refusal = redis.ResponseError
         self._redis: Any = redis.Redis.from_url(
@@ -57,8 +62,8 @@ class RedisObjects:
             retry=Retry(NoBackoff(), 0),  # whether to try again is the breaker's business
         )
 
-    def get(self, name: str) -> bytes | None:
-        return self._ask(self._redis.get, name)
+    def get(self, name: str, max_bytes: int | None) -> bytes | None:
+        return self._ask(self._redis.get, name)  # the server sends no more than `self.max_bytes`
 
     def put(self, name: str, data: bytes) -> None:
         self._ask(self._redis.set, name, data)
@@ -85,14 +90,18 @@ class FsspecObjects:
         try:
             import fsspec
         except ImportError as error:
-            raise ImportError(f"{url} needs the fsspec package: pip install 'vllm-blend[store]'") from error
+            raise ImportError(f"{redact_url(url)} needs the fsspec package: pip install 'vllm-blend[store]'") from error
         self._fs, self._root = fsspec.core.url_to_fs(url)
         protocols = [self._fs.protocol] if isinstance(self._fs.protocol, str) else self._fs.protocol
         self._whole = bool(WHOLE_OBJECTS & set(protocols))
+        self._local = "file" in protocols
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, max_bytes: int | None) -> bytes | None:
+        path = self._path(name)
         try:
-            return self._fs.cat_file(self._path(name))
+            if self._local:
+                require_regular(Path(path))  # a FIFO would keep the thread for ever
+            return self._fs.cat_file(path, start=0, end=None if max_bytes is None else max_bytes + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -132,12 +141,20 @@ class FsspecObjects:
 
 
 def open_objects(url: str, timeout: float) -> ObjectStore:
-    """The values behind a URL. Raises ImportError where a package for it is missing, ValueError for a URL that nobody
-    knows. Whether the server answers is seen with the first operation."""
+    """Return the values behind a URL. Raises ImportError where a package for it is missing, ValueError for a URL that
+    cannot be used, without the secrets in it. Whether the server answers is seen with the first operation."""
     scheme, separator, _ = url.partition("://")
     if not separator:
-        raise ValueError(f"url={url!r} must be a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder")
-    return RedisObjects(url, timeout) if scheme in REDIS_SCHEMES else FsspecObjects(url)
+        shown = redact_url(url)
+        raise ValueError(
+            f"url={shown!r} must be a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"
+        )
+    try:
+        return RedisObjects(url, timeout) if scheme in REDIS_SCHEMES else FsspecObjects(url)
+    except ImportError as error:
+        raise ImportError(redact_secrets(str(error), url)) from None  # the cause would show them
+    except Exception as error:  # clients raise errors of any kind for URLs and options that they do not take
+        raise ValueError(redact_secrets(str(error), url)) from None
 
 
 def _told(error: OSError) -> Exception:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
 from vllm_blend.kv_store.breaker import Breaker
@@ -26,11 +26,13 @@ from vllm_blend.kv_store.serialization import (
     check_key,
     from_bytes,
     is_key,
+    max_bytes_of,
     serialize,
     to_bytes,
 )
 from vllm_blend.kv_store.tally import Tally
 from vllm_blend.kv_store.validation import ExpectedChunk
+from vllm_blend.urls import redact_secrets, redact_url
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ T = TypeVar("T")
 class RemoteStoreConfig:
     """Which server, and how long to bear with it."""
 
-    url: str  # redis://, rediss://, valkey://, unix:// or anything that fsspec knows
+    url: str = field(repr=False)  # redis://, rediss://, valkey://, unix:// or anything that fsspec knows
     model: str  # ModelFingerprint.digest
     format: StoredFormat = "auto"
     timeout: float = 5.0  # seconds, of every call
@@ -73,10 +75,11 @@ class RemoteChunkStore:
         self.config, self.tally = config, Tally()
         self._objects = open_objects(config.url, config.timeout)
         self._breaker = Breaker(
-            f"remote chunk store {_without_password(config.url)}",
+            f"remote chunk store {redact_url(config.url)}",
             "chunks are computed again",
             config.max_failures,
             config.retry_seconds,
+            self._redact,
         )
         self._calls = threading.BoundedSemaphore(MAX_CALLS)
         self._lock = threading.Lock()
@@ -98,14 +101,15 @@ class RemoteChunkStore:
 
     def get(self, key: str, expected: ExpectedChunk | None = None) -> ChunkKV | None:
         """Return a chunk in memory of its own, or None. A chunk that is not the expected one is a miss."""
+        most = None if expected is None else max_bytes_of(expected)
         try:
-            data = self._ask(lambda: self._objects.get(self._name(key))) if is_key(key) else None
+            data = self._ask(lambda: self._objects.get(self._name(key), most)) if is_key(key) else None
         except _Unavailable:
             self.tally.miss("unavailable")
             return None
         except Rejected as error:
             self.tally.miss("rejected")
-            self._warn_once("rejected", "%s refuses: %s", self._breaker.what, error)
+            self._warn_once("rejected", "%s refuses: %s", self._breaker.what, self._redact(str(error)))
             return None
         if data is None:
             self.tally.miss("absent")
@@ -139,7 +143,7 @@ class RemoteChunkStore:
         try:
             self._ask(lambda: self._objects.delete(self._name(key)))
         except (_Unavailable, Rejected) as error:
-            logger.debug("chunk %s was not removed: %s", key, error)
+            logger.debug("chunk %s was not removed: %s", key, self._redact(str(error)))
 
     def _store(self, key: str, chunk: ChunkKV, layout: ChunkLayout) -> str | None:
         """None, or why the chunk is not stored."""
@@ -156,7 +160,7 @@ class RemoteChunkStore:
             self._warn_once("not_quantizable", "chunk %s is not stored: %s", key, error)
             return "not_quantizable"
         except Rejected as error:
-            self._warn_once("rejected", "%s refuses: %s", self._breaker.what, error)
+            self._warn_once("rejected", "%s refuses: %s", self._breaker.what, self._redact(str(error)))
             return "rejected"
         except _Unavailable:
             return "unavailable"
@@ -203,6 +207,9 @@ class RemoteChunkStore:
         self._breaker.succeeded()
         return answer.result()
 
+    def _redact(self, text: str) -> str:
+        return redact_secrets(text, self.config.url)
+
     def _warn_once(self, kind: str, message: str, *arguments: object) -> None:
         with self._lock:
             first = kind not in self._warned
@@ -216,8 +223,3 @@ def _error_of(answer: Future, timeout: float) -> BaseException | None:
         return answer.exception(timeout)
     except FutureTimeout as error:
         raise TimeoutError(f"no answer in {timeout:g} s") from error
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -316,6 +316,13 @@ def from_bytes(
     return kv
 
 
+def max_bytes_of(expected: ExpectedChunk) -> int:
+    """Return a number of bytes that `to_bytes` of the expected chunk never reaches, in whatever format."""
+    layers = expected.shape[0]
+    numbers = 2 * prod(expected.shape) * (4 + 4)  # K, V, and positions or scales, all of four bytes at most
+    return numbers + layers * (PAGE + 2 * _CHECKSUM.size) + 2 * PAGE
+
+
 def layer_checksum(layout: ChunkLayout, payload: memoryview, layer: int) -> int:
     start, stop = layout.layer_span(layer)
     return xxhash.xxh3_64_intdigest(payload[start:stop])

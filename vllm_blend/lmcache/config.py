@@ -59,7 +59,7 @@ class LMCacheConfig:
 
     source: str
     separator: str = DEFAULT_SEPARATOR
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict, repr=False)  # a URL may hold a password
     keys: Mapping[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()  # keys that need enable_blending, which is off
