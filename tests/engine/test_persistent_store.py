@@ -511,8 +511,11 @@ def config(**arguments: Any) -> EngineConfig:
         ({"blend_controller": True}, "blend_controller=True, but the engine does not blend"),
         ({"chunk_store_path": "x", "chunk_store_gib": 0}, "chunk_store_gib=0 must be positive"),
         ({"chunk_store_path": "x", "chunk_store_gib": -1.5}, "chunk_store_gib=-1.5 must be positive"),
-        ({"chunk_store_path": "x", "chunk_store_gib": float("inf")}, "chunk_store_gib=inf must be positive"),
-        ({"chunk_store_path": "x", "chunk_store_format": "int4"}, "chunk_store_format='int4' .* auto, fp8, int8"),
+        ({"chunk_store_path": "x", "chunk_store_gib": float("inf")}, "chunk_store_gib=inf must be a finite number"),
+        (
+            {"chunk_store_path": "x", "chunk_store_format": "int4"},
+            "chunk_store_format='int4' is unknown: use one of 'auto', 'fp8', 'int8'",
+        ),
         ({"chunk_store_format": "int8"}, "chunk_store_format='int8' .* give chunk_store_path or chunk_store_url"),
         ({"chunk_store_admit_on_second_use": True}, "chunk_store_admit_on_second_use .* give chunk_store_path too"),
         ({"chunk_store_path": ""}, "chunk_store_path is empty: name a folder"),

@@ -25,7 +25,7 @@ def test_chunks_of_a_gpu_engine_may_live_on_either_side() -> None:
 
 
 def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"blend_chunk_device='disk'.*'auto', 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"chunk_device='disk' is unknown: .*'auto', 'cpu', 'cuda'"):
         BlendConfig(chunk_device="disk")  # type: ignore[arg-type]
 
 

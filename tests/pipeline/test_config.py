@@ -62,6 +62,7 @@ def test_an_empty_file_is_all_defaults(tmp_path):
         ("retrieval: {include_neighbors: 1}", r"retrieval\.include_neighbors must be bool, not int"),
         ("retrieval: {top_k: 0}", r"retrieval\.top_k must be at least 1, not 0"),
         ("retrieval: {backend: colbret}", r"retrieval\.backend must be one of .* \(did you mean 'colbert'\?\)"),
+        ("retrieval: {dataset_name: ../x}", r"retrieval\.dataset_name '\.\./x' becomes a part of file names"),
         ("retrieval: {scope: world}", r"retrieval\.scope must be one of sample, corpus"),
         ("retrieval: {retrieved_key: ctxs}", r"retrieval\.retrieved_key 'ctxs' would overwrite"),
         ("prefill: {dtype: float8}", r"prefill\.dtype must be one of auto"),
@@ -83,6 +84,19 @@ def test_mistakes_are_named(tmp_path, text, message):
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
         load_config("none.yaml")
+
+
+NO_NAMES = ["", ".", "..", "../x", "a/b", "/etc/x", "a/", "./a", "a\0b", "x" * 200, "é" * 100]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_data_sets_name_leads_to_no_other_folder(name, tmp_path):
+    with pytest.raises(ValueError, match=r"dataset_name .* becomes a part of file names: use 1 to 150") as raised:
+        RetrievalConfig(dataset_name=name)
+    assert repr(name) in str(raised.value)
+    for fine in ("musique_s", "My data (2)", "..x", "a\\b", "x" * 150):
+        config = RetrievalConfig(dataset_name=fine, output_dir=str(tmp_path))
+        assert config.output_path.parent == tmp_path and config.output_path.name.startswith(fine)
 
 
 def test_paths_follow_the_names():

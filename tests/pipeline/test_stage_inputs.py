@@ -81,6 +81,20 @@ def test_a_file_that_was_named_has_to_exist(tmp_path):
         read_stage_input(config(tmp_path), str(tmp_path / "nowhere.json"), 0)
 
 
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a\0b"])
+def test_a_name_in_a_retrievals_output_leads_to_no_other_folder(tmp_path, name):
+    write_json(tmp_path / "r.json", {"config": {"dataset_name": name}, "results": [sample("salt")]})
+    with pytest.raises(ValueError, match=r"r\.json: config.dataset_name .* becomes a part of file names"):
+        read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "[1,", "\ud800"])
+def test_a_file_that_no_parser_takes_is_named(tmp_path, text):
+    (tmp_path / "r.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ValueError, match=r"r\.json is not valid JSON"):
+        read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
+
+
 def test_a_data_set_brings_its_name():
     values = with_dataset({"top_k": 3}, "inputs/wikimqa_s.json")
     assert values == {"top_k": 3, "dataset_path": "inputs/wikimqa_s.json", "dataset_name": "wikimqa_s"}

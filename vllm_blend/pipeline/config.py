@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from vllm_blend.pipeline.files import check_file_name
+
 BACKENDS = ("bm25", "colbert")
 PASSAGES = ("retrieved", "all")
 OFFLOAD_MODES = ("exact", "resident", "none")
@@ -69,6 +71,7 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         _require_choice("backend", self.backend, BACKENDS)
         _require_choice("scope", self.scope, SCOPES)
+        check_file_name("dataset_name", self.dataset_name)
         _require_at_least("top_k", self.top_k, 1)
         _require_at_least("max_samples", self.max_samples, 0)
         if self.retrieved_key in ("ctxs", "question", "answers", "retrieved"):

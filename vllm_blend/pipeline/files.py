@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+MAX_NAME = 150  # bytes; file systems take 255, and the stages write something behind
+
 
 def write_json(path: str | Path, data: Any) -> Path:
     """Write `data` as indented JSON. A reader sees the old file or the new one, never a part; folders are created."""
@@ -36,6 +38,16 @@ def check_place(path: str | Path, option: str) -> None:
     check_folder(path.absolute().parent, f"{option} {path}")
 
 
+def check_file_name(option: str, name: str) -> None:
+    """Raise ValueError, naming the option, unless `name` can be a part of a file's name: no path, and not too long."""
+    parts = Path(name).parts
+    if "\0" in name or parts != (name,) or name == ".." or len(os.fsencode(name)) > MAX_NAME:
+        raise ValueError(
+            f"{option} {name!r} becomes a part of file names: use 1 to {MAX_NAME} letters, digits or other characters "
+            "without '/', and not '.' or '..'"
+        )
+
+
 def check_folder(folder: Path, what: str) -> None:
     """OSError, which begins with `what`, where no file could be written in a folder, made where there is none."""
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -52,5 +64,5 @@ def read_json(path: str | Path, what: str) -> Any:
         raise FileNotFoundError(f"{what} not found: {path} (relative to {Path.cwd()}); check the path")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, numbers of many digits, lists in lists in lists
         raise ValueError(f"{what} {path} is not valid JSON ({error}); write or download it again") from error

@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Placements:
     @classmethod
     def read(cls, directory: Path, dataset_name: str) -> Placements:
         """The newest summary of a data set in a KV cache directory. FileNotFoundError says how to make one."""
-        found = sorted(directory.glob(f"{dataset_name}_kv_top*.json"), key=lambda path: path.stat().st_mtime)
+        found = sorted(directory.glob(f"{escape(dataset_name)}_kv_top*.json"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise FileNotFoundError(
                 f"{directory} holds no {dataset_name}_kv_top<k>.json: run `bash scripts/build_kv_cache.sh` first, or "

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
-from vllm_blend.pipeline.files import read_json
+from vllm_blend.pipeline.files import check_file_name, read_json
 from vllm_blend.pipeline.prompts import PromptStyle, prompt_for
 from vllm_blend.pipeline.worlds import render_passage
 
@@ -85,7 +85,10 @@ def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
     data = read_json(source, "retrieval output")
     config = data.get("config") if isinstance(data, dict) else None
     named = config.get("dataset_name") if isinstance(config, dict) else None
-    return named if isinstance(named, str) and named else retrieval.dataset_name
+    if not (isinstance(named, str) and named):
+        return retrieval.dataset_name
+    check_file_name(f"{source}: config.dataset_name", named)
+    return named
 
 
 def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[Chunk]:
