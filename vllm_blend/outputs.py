@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,15 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class BlendStats:
-    """How a chunked prompt was blended, in tokens: reused + recomputed + exact make up the prompt.
+    """How a chunked prompt was blended, in tokens: reused + exact + encoded + recomputed make up the prompt.
 
-    `num_exact_tokens` is the leading part that needed no repair (a true prefix), `num_reused_tokens` those whose KV
-    came from stored chunks and stayed as it was, `num_recomputed_tokens` those the model computed again or for the
-    first time. `retained`: the context was found as it had been blended for an earlier prompt, and only the suffix was
-    computed. `num_merged_parts` counts the text parts of a chat that share a token with the text beside them: such a
-    token is computed, and a part without a token of its own is no chunk.
+    `num_reused_tokens` are those whose KV was found and stayed as it was; of these, `num_exact_tokens` counts those
+    that stood where they were encoded (a true prefix) apart. `num_encoded_tokens` are those of chunks of which nothing
+    was found, so that their KV was computed for this prompt first and then used as it was; `num_recomputed_tokens`
+    those that the model computed in the blend itself, again or for the first time. `retained`: the context was found as
+    it had been blended for an earlier prompt, and only the suffix was computed. `num_merged_parts` counts the text
+    parts of a chat that share a token with the text beside them: such a token is computed, and a part without a token
+    of its own is no chunk.
     """
 
     selector: str
@@ -77,6 +79,7 @@ class BlendStats:
     recompute_ratio: float  # as asked for
     retained: bool = False
     num_merged_parts: int = 0
+    num_encoded_tokens: int = 0
 
 
 @dataclass
@@ -85,9 +88,13 @@ class RequestOutput:
 
     `prompt` is the prompt's text: as it was given, or of a prompt in pieces (chunks) the whole: the joined pieces where
     all are text, otherwise what the token ids decode to. None for plain token ids that came without a text.
-    `prompt_logprobs` has an entry per prompt token, None for the first. `num_cached_tokens` counts prompt tokens
-    whose KV was found in the prefix cache. A request that failed alone has `error` set and outputs with finish_reason
-    "error".
+    `prompt_logprobs` has an entry per prompt token, None for the first. `num_cached_tokens` counts prompt tokens whose
+    KV was found and used as it was, never what was computed for this prompt. `num_found_tokens` says where, and adds up
+    to it: "prefix_cache" (pages of an exact prefix), "retained" (pages of a blended context), "device" or "host"
+    (chunks in the memory of the chunk store), "disk", "remote" (chunks loaded for this prompt), "joined" (chunks that
+    another prompt was having encoded when this one came: the time until then is waited for, and the work counts for the
+    other one alone) or "old_kvs" (the hook). Of several completions (`n`), these are the first one's. A request that
+    failed alone has `error` set and outputs with finish_reason "error".
     """
 
     request_id: str
@@ -100,3 +107,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     blend: BlendStats | None = None
     error: str | None = None
+    num_found_tokens: dict[str, int] = field(default_factory=dict)

@@ -58,7 +58,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # tokens whose KV is in the cache
     num_in_flight: int = 0  # tokens drawn on the device that the host has not read yet: the last ones
-    num_cached_tokens: int = 0  # of those, how many were found there
+    num_cached_tokens: int = 0  # of those, how many were found when the request first ran
+    found_in: dict[str, int] | None = None  # the same by where they were found; None where that is the prefix cache
     block_digests: list[bytes] = field(default_factory=list)  # chained, one per full block known so far
     sampling: SamplingState | None = None
     detokenizer: Detokenizer | None = None

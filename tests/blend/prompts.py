@@ -37,6 +37,6 @@ def recomputed_positions(llm: LLM, num_suffix_tokens: int) -> torch.Tensor:
 def assert_counts_add_up(output: RequestOutput) -> None:
     blend = output.blend
     assert blend is not None
-    counts = blend.num_exact_tokens + blend.num_reused_tokens + blend.num_recomputed_tokens
-    assert counts == len(output.prompt_token_ids)
-    assert output.num_cached_tokens == blend.num_exact_tokens + blend.num_reused_tokens
+    found = blend.num_exact_tokens + blend.num_reused_tokens
+    assert found + blend.num_encoded_tokens + blend.num_recomputed_tokens == len(output.prompt_token_ids)
+    assert output.num_cached_tokens == sum(output.num_found_tokens.values()) == found

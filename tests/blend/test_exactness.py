@@ -106,7 +106,7 @@ def test_a_true_prefix_is_exact_at_any_ratio(model: str, rule: str, ratio: float
         assert_logprobs_match(output, hf_model(TINY[model]))
         assert_counts_add_up(output)
         assert output.blend is not None
-        assert output.blend.num_exact_tokens == len(prompt["prefix"]) + len(prompt["chunks"][0])
+        assert output.blend.num_encoded_tokens == len(prompt["prefix"]) + len(prompt["chunks"][0])
         assert output.blend.num_recomputed_tokens == len(prompt["suffix"])
 
 

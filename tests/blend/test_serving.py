@@ -8,7 +8,7 @@ import pytest
 
 from tests import settings
 from tests.blend.prompts import assert_counts_add_up, plain, tiny_prompt
-from tests.engine.compare import assert_same_choice, assert_same_logprobs
+from tests.engine.compare import assert_same_choice, assert_same_logprobs, blend_of
 from tests.engine.engines import (
     TINY_VOCABULARY,
     demo_prompt,
@@ -61,7 +61,7 @@ def test_a_batch_equals_its_requests_alone(backend: str, known: bool) -> None:
             llm.reset_prefix_cache()
         for expected, output in zip(alone, run(llm, mixture(), params), strict=True):
             assert_same_logprobs(output, expected)
-            assert output.blend == expected.blend
+            assert blend_of(output) == blend_of(expected)
 
 
 def test_a_batch_of_demo_questions_equals_them_alone() -> None:
@@ -72,7 +72,7 @@ def test_a_batch_of_demo_questions_equals_them_alone() -> None:
         alone = [run(llm, prompt, greedy(8, logprobs=1))[0] for prompt in prompts]
         for expected, output in zip(alone, run(llm, prompts, greedy(8, logprobs=1)), strict=True):
             assert_same_logprobs(output, expected)
-            assert output.blend == expected.blend
+            assert blend_of(output) == blend_of(expected)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -102,7 +102,7 @@ def test_a_preempted_blend_gives_the_same_output(rule: str, monkeypatch: pytest.
                 assert_same_choice(first, each)
         for before, after in zip(expected, outputs, strict=True):
             assert_same_logprobs(before, after)
-            assert before.blend == after.blend
+            assert blend_of(before) == blend_of(after)
 
 
 @pytest.mark.parametrize("kib", [0.01, 8, 20])
@@ -120,7 +120,7 @@ def test_eviction_changes_the_cost_and_nothing_else(kib: float) -> None:
         for _ in range(2):
             for before, after in zip(expected, run(tight, prompts, PARAMS), strict=True):
                 assert_same_logprobs(before, after)
-                assert before.blend == after.blend
+                assert blend_of(before) == blend_of(after)
         store = tight.llm_engine.chunk_store
         assert store.num_bytes <= kib * 1024
         for prompt, before in zip(prompts, expected, strict=True):
@@ -167,9 +167,10 @@ def test_counts_add_up_to_the_prompt(rule: str) -> None:
     with engine(TINY, enable_blending=True) as llm:
         for index in range(4):
             prompt = prompt_of(index, rule, 1.0 if rule == "full" else 0.3)
+            assert_counts_add_up(run(llm, prompt, PARAMS)[0])
             [output] = run(llm, prompt, PARAMS)
             assert_counts_add_up(output)
-            assert output.blend is not None
+            assert output.blend is not None and output.blend.num_encoded_tokens == 0
             first = len(prompt["prefix"]) + len(prompt["chunks"][0])
             context = len(output.prompt_token_ids) - len(prompt["suffix"])
             assert output.blend.num_exact_tokens == first
@@ -243,7 +244,7 @@ def test_several_completions_share_a_plan() -> None:
         [alone] = run(llm, prompt, sampled(8, **options))
         output.outputs = output.outputs[:1]
         assert_same_logprobs(alone, output)
-        assert alone.blend == output.blend
+        assert blend_of(alone) == blend_of(output)
         assert_counts_add_up(output)
 
 

@@ -89,3 +89,22 @@ def test_ChunkedLLM_wants_blending() -> None:
         ChunkedLLM(TINY, enable_blending=False)
     with pytest.raises(ValueError, match="blend_encoding_context='ordinal' is for chunks that come with a prompt"):
         ChunkedLLM(TINY, blend_encoding_context="ordinal")
+
+
+def test_a_chunk_is_exact_after_its_own_system_prompt_not_after_one_as_long() -> None:
+    with chunked_llm() as chunked:
+        own, other = (chunked.register_chunk(random_ids(8, seed), "system_prompt") for seed in (1, 2))
+        chunk = chunked.register_chunk(random_ids(9, 3), after=own)
+        for system, exact in ((own, 17), (other, 8)):
+            output = chunked.generate_from_chunks(system, [chunk], query=[5, 6], sampling_params=PARAMS, mode="reuse")
+            assert output.blend is not None and output.blend.num_exact_tokens == exact
+            assert output.blend.num_reused_tokens == 17 - exact
+
+
+def test_an_output_shows_the_text_of_a_composition() -> None:
+    with chunked_llm() as chunked:
+        chunk = chunked.register_chunk("some text ")
+        for mode in ("blend", "exact"):
+            output = chunked.generate_from_chunks(None, [chunk], query="and a question", mode=mode)
+            assert output.prompt == chunked.get_tokenizer().decode(output.prompt_token_ids)
+            assert output.prompt.endswith("some text and a question")

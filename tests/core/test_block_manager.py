@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_blend.core.block_manager import BlockManager, OutOfBlocks, chain_digest
+from vllm_blend.core.block_manager import BlockManager, OutOfBlocks, Retained, chain_digest
+from vllm_blend.kv_store.keys import salt_digest
 
 SIZE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=0, max_size=10)  # two tokens only: prefixes meet all the time
@@ -151,3 +152,33 @@ def test_releasing_too_often_is_an_error() -> None:
 def test_a_pool_needs_a_block_besides_the_padding() -> None:
     with pytest.raises(ValueError, match="num_blocks=1"):
         BlockManager(1, SIZE)
+
+
+def test_what_is_shared_is_not_free_without_one_of_its_owners() -> None:
+    manager = BlockManager(6, SIZE)
+    table = manager.allocate(3)
+    manager.take(table[:2])
+    assert manager.num_free_without(table) == 3, "two that were free, and the one that is not shared"
+    manager.release(table[:2])
+    assert manager.num_free_without(table) == manager.num_usable_blocks
+
+
+def test_retained_contexts_do_not_overlap() -> None:
+    """A block belongs to one retained context: what came first stays, whole."""
+    manager = BlockManager(8, SIZE)
+    table = manager.allocate(4)
+    first = Retained(tuple(table[:2]), 4)
+    manager.retain(b"first", first)
+    manager.retain(b"overlapping", Retained(tuple(table[1:3]), 4))
+    manager.retain(b"first", Retained(tuple(table[2:]), 4))
+    assert manager.retained == {b"first": first}
+    manager.release(table)
+    assert manager.forget_retained(b"first") == 2
+    assert not manager.retained and manager.num_free_blocks == manager.num_usable_blocks
+
+
+def test_a_salt_begins_another_chain() -> None:
+    salts = [b"", salt_digest("a"), salt_digest("b")]
+    roots = [chain_digest(salt, [1, 2]) for salt in salts]
+    following = [chain_digest(root, [1, 2]) for root in roots]
+    assert len({*roots, *following}) == 2 * len(salts)

@@ -12,7 +12,7 @@ from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.scheduler import ScheduledRequest, Scheduler
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.outputs import RequestMetrics
-from vllm_blend.request import Request, RequestStatus
+from vllm_blend.request import CompositionKey, Request, RequestStatus
 from vllm_blend.sampling_params import SamplingParams
 
 SIZE = 2
@@ -273,3 +273,34 @@ def test_long_prompts_are_computed_in_pieces_beside_decodes() -> None:
         simulation.step()
         starts.append((len(short.output_token_ids), long.num_computed_tokens))
     assert starts == [(1, 4), (2, 9), (3, 0)]
+
+
+def test_a_step_that_preempts_admits_nothing() -> None:
+    """The pages that a request gives back are for those that run, although its own first tokens would fit again."""
+    scheduler = Scheduler(BlockManager(7, SIZE), 4, 4)
+    old, young = (request_of(i, Arrival(0, [i] * 6, 5, "plain")) for i in range(2))
+    outputs = []
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda ahead=False: outputs.append(schedule(ahead)) or outputs[-1]  # type: ignore
+    scheduler.add(old)
+    scheduler.add(young)
+    simulation = Simulation(scheduler)
+    while not scheduler.num_preemptions:
+        simulation.step()
+    assert outputs[-1].preempted == [young] and [item.request for item in outputs[-1].scheduled] == [old]
+    num_before = len(outputs)
+    drain(simulation)
+    again = next(item for output in outputs[num_before:] for item in output.scheduled if item.request is young)
+    assert again.start > 0 == young.num_cached_tokens, "what it finds of its own is no hit"
+
+
+def test_a_preempted_blend_that_finds_its_own_context_has_no_hit() -> None:
+    scheduler = Scheduler(BlockManager(40, SIZE), 4, 64)
+    request = request_of(0, Arrival(0, [0, 1, 1, 0, 1, 0, 0, 1], 5, "blend"))
+    request.composition = CompositionKey(b"context", 6)
+    scheduler.add(request)
+    scheduler.advance(scheduler.schedule())
+    scheduler.preempt_last()
+    [item] = scheduler.schedule().scheduled
+    assert not item.is_blend and item.start == 6, "its context is in the pages that it has retained"
+    assert request.num_cached_tokens == 0

@@ -14,6 +14,7 @@ token is compared, after the tokens that the output itself has before it. `toler
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -108,6 +109,15 @@ def assert_identical(left: RequestOutput, right: RequestOutput) -> None:
         assert a.token_ids == b.token_ids
         assert a.logprobs is not None
         assert a.logprobs == b.logprobs
+
+
+def blend_of(output: RequestOutput) -> BlendStats | None:
+    """How a prompt was blended, its chunks found or encoded for it: all that was kept counts as encoded."""
+    blend = output.blend
+    if blend is None:
+        return None
+    kept = blend.num_exact_tokens + blend.num_reused_tokens + blend.num_encoded_tokens
+    return replace(blend, num_exact_tokens=0, num_reused_tokens=0, num_encoded_tokens=kept)
 
 
 def _assert_tie(mine: Mapping[int, Logprob], theirs: Mapping[int, Logprob], x: int, y: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from tests import settings
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
-from tests.engine.compare import assert_same_logprobs
+from tests.engine.compare import assert_same_logprobs, blend_of
 from tests.engine.engines import (
     DEMO,
     PATIENCE,
@@ -128,7 +128,10 @@ def test_a_new_process_answers_from_the_disk(tmp_path: Path) -> None:
     """The first one exits at once: what it still had to write is written."""
     prompts = [demo_prompt(index) for index in range(3)]
     first, second = (in_a_process(tmp_path, prompts) for _ in range(2))
-    assert first[0] == second[0] and first[1] == second[1]
+    assert first[0] == second[0]
+    for before, after in zip(first[1], second[1], strict=True):
+        assert before["num_recomputed_tokens"] == after["num_recomputed_tokens"]
+        assert before["num_encoded_tokens"] > 0 == after["num_encoded_tokens"]
     assert first[2]["vllm_blend:chunks_encoded"] > 10
     assert first[2]["vllm_blend:chunk_store_disk_hits"] == 0
     assert second[2]["vllm_blend:chunks_encoded"] == 0
@@ -147,7 +150,8 @@ def test_another_engine_reuses_what_one_has_stored(tmp_path: Path, stored: str) 
     found = metrics(reading)
     assert found["chunks_encoded"] == 0 and found["chunk_store_disk_hits"] == PIECES
     assert found["chunk_store_disk_chunks"] == PIECES and found["chunk_store_disk_bytes"] > 0
-    assert output.blend == outputs[0].blend
+    assert blend_of(output) == blend_of(outputs[0])
+    assert output.num_found_tokens == {"disk": output.num_cached_tokens} and not outputs[0].num_found_tokens
     assert_counts_add_up(output)
     if stored == "auto":
         assert_same_logprobs(output, expected(tiny_prompt()))

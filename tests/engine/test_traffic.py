@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import settings as run_settings
-from tests.engine.compare import assert_same_logprobs
+from tests.engine.compare import assert_same_logprobs, blend_of
 from tests.engine.engines import (
     BLOCK_SIZE,
     TINY_VOCABULARY,
@@ -105,4 +105,4 @@ def test_answers_are_those_of_a_request_alone(
                 output = done[str(index)]
                 expected = alone(model, rule, prefix, tuple(chunks), suffix, max_tokens, seed)
                 assert_same_logprobs(output, expected)
-                assert output.blend == expected.blend
+                assert blend_of(output) == blend_of(expected)

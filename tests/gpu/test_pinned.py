@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.compare import blend_of
 from tests.gpu.test_engine import MODEL, TOLERANCE, first_difference, prompts
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
@@ -148,7 +149,7 @@ def assert_bit_for_bit(left: Sequence[RequestOutput], right: Sequence[RequestOut
     for a, b in zip(left, right, strict=True):
         assert a.error is None
         assert b.error is None
-        assert a.blend == b.blend
+        assert blend_of(a) == blend_of(b)
         assert a.blend is not None
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.outputs[0].logprobs == b.outputs[0].logprobs

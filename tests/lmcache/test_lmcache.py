@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import settings
-from tests.engine.compare import assert_same_logprobs, record_chosen
+from tests.engine.compare import assert_same_logprobs, blend_of, record_chosen
 from tests.engine.engines import DEMO, assert_empty, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend import RequestOutput
 from vllm_blend.lmcache import precompute
@@ -144,8 +144,8 @@ def test_the_same_prompt_twice_and_a_third_time(llm: LLM) -> None:
     assert first.blend is None and second.blend is not None
     assert llm.llm_engine.composer.num_encoded == 5, "BOS, the instruction and three documents, once"
     assert_same_logprobs(second, third)
-    assert second.blend == third.blend
-    assert second.blend.num_exact_tokens == 1 + size(llm, instruction)
+    assert blend_of(second) == blend_of(third) and third.blend is not None
+    assert third.blend.num_exact_tokens == 1 + size(llm, instruction)
     ask(llm, [instruction, a, b, c, "Question: Where is it?\nAnswer:"])
     assert llm.llm_engine.composer.num_encoded == 5, "no question is stored that comes last"
 
@@ -159,7 +159,7 @@ def test_everything_is_stored_twice(llm: LLM) -> None:
     assert llm.llm_engine.composer.num_encoded == 5, "BOS and four pieces: the second time changes nothing"
     first, second = (ask(llm, [instruction, a, b, question]) for _ in range(2))
     assert_same_logprobs(first, second)
-    assert first.blend is not None and first.blend == second.blend
+    assert first.blend is not None and blend_of(first) == blend_of(second)
     assert first.blend.num_recomputed_tokens == size(llm, question) + int(0.15 * (1 + size(llm, instruction, a, b)))
 
 
@@ -176,7 +176,7 @@ def test_a_batch_of_all_lengths_equals_its_prompts_alone(llm: LLM) -> None:
     llm.reset_prefix_cache()
     for expected, output in zip(alone, run(llm, prompts, PARAMS), strict=True):
         assert_same_logprobs(output, expected)
-        assert output.blend == expected.blend
+        assert blend_of(output) == blend_of(expected)
 
 
 def test_prefix_caching_and_blending_together(llm: LLM) -> None:
@@ -193,7 +193,7 @@ def test_prefix_caching_and_blending_together(llm: LLM) -> None:
     assert_same_logprobs(exact, whole(blended))
     llm._seen.clear()
     again, [after] = ask(llm, [instruction, c, a, question]), run(llm, plain, PARAMS)
-    assert again.blend == blended.blend
+    assert blend_of(again) == blend_of(blended)
     assert_same_logprobs(again, blended)
     assert after.num_cached_tokens and after.num_cached_tokens > size(llm, instruction, a)
     assert_same_logprobs(after, before)
@@ -269,7 +269,7 @@ def test_plain_strings_are_split_at_the_separator(llm: LLM) -> None:
     llm._seen.clear()
     for output, form in zip(run(llm, forms, PARAMS), forms, strict=True):
         assert_same_logprobs(output, combined)
-        assert output.blend == combined.blend
+        assert blend_of(output) == blend_of(combined)
         assert output.prompt == (form if isinstance(form, str) else form["prompt"])
 
 
@@ -321,10 +321,11 @@ def test_early_scripts_store_by_asking(llm: LLM) -> None:
     instruction, (a, b, _, _), question = texts()
     for document in (a, b):
         llm.generate([append_separator(document)], greedy(1), use_tqdm=False)
-    first, second = (ask(llm, [instruction, a, b, question]) for _ in range(2))
+    first, second, third = (ask(llm, [instruction, a, b, question]) for _ in range(3))
     assert first.blend is not None
+    assert second.blend is not None and second.blend.num_encoded_tokens == size(llm, instruction)
     assert llm.llm_engine.composer.num_encoded == 4, "BOS, both documents, and the instruction that has come again"
-    assert second.blend is not None and second.blend.num_exact_tokens == 1 + size(llm, instruction)
+    assert third.blend is not None and third.blend.num_exact_tokens == 1 + size(llm, instruction)
 
 
 def test_bad_input(llm: LLM) -> None:
@@ -397,7 +398,7 @@ def test_close_and_reopen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     second = make_llm(monkeypatch, tmp_path, text)
     output = ask(second, [instruction, b, c, a, question])
-    assert output.blend == expected.blend and second.llm_engine.composer.num_encoded == 0
+    assert blend_of(output) == blend_of(expected) and second.llm_engine.composer.num_encoded == 0
     assert_same_logprobs(output, expected)
     close_lmcache_engine()
 

@@ -119,7 +119,7 @@ def plan_from_old_kvs(
     if selector.fixed_ratio is not None:
         ratio = None  # recomp_ratio always holds a number here, which such a rule does not use
     k, v = (torch.stack([layer[i][: n - suffix_len] for layer in layers]) for i in (0, 1))
-    segments = [Segment(0, ChunkKV(k, v))] if n > suffix_len else []
+    segments = [Segment(0, ChunkKV(k, v), found_in="old_kvs")] if n > suffix_len else []
     return make_plan(
         segments,
         prompt_token_ids,

@@ -25,12 +25,14 @@ class Segment:
     """Positions start .. stop - 1 of a prompt, covered by stored KV.
 
     `exact` says that the KV is what full prefill would compute there: the segment was encoded after just what precedes
-    it.
+    it. `found_in` says where the KV was found, a key of `RequestOutput.num_found_tokens`; None where it was computed
+    for this prompt.
     """
 
     start: int
     kv: ChunkKV
     exact: bool = False
+    found_in: str | None = None
 
     @property
     def stop(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +40,8 @@ from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
 logger = logging.getLogger(__name__)
+
+JOINED = "joined"  # where KV was found that another prompt was having encoded already
 
 
 class ChunkComposer:
@@ -93,15 +95,18 @@ class ChunkComposer:
         """What the prompt asks for, as a plan without segments. Raises ValueError if that cannot be."""
         return self._plan(parsed, ())
 
-    def compose(self, parsed: ParsedPrompt, requests: Sequence[Request], patient: bool = False) -> list[Request]:
+    def compose(
+        self, parsed: ParsedPrompt, requests: Sequence[Request], patient: bool = False, own: Container[int] = ()
+    ) -> list[Request]:
         """Give `requests` (the completions of one prompt that `blends`) a plan, now or when their chunks are encoded.
 
         Returns new requests to schedule first; `requests` are blocked until those are done. `patient` ones do not
-        `start_early`.
+        `start_early`. `own`: where pieces start that were encoded for `requests` earlier.
         """
         # Which KVs a compressed chunk has decides where all others go: nothing runs before that is known.
         patient = patient or self.compresses(parsed)
         composition = Composition(parsed, list(requests), self.pieces(parsed), patient=patient)
+        composition.own.update(piece.id.key for piece in composition.pieces if piece.start in own)
         if self.loader is None:  # nothing is held for longer than the store would
             return self._start(composition)
         for request in requests:
@@ -117,7 +122,8 @@ class ChunkComposer:
         for key, kv in self.loader.poll():
             self._loading.pop(key, None)
             for composition in self._waiting.pop(key, []):
-                composition.fill(key, self._checked(composition, key, kv))
+                found_in = _memory_of(kv) if kv is None or kv.loaded_from is None else kv.loaded_from
+                composition.fill(key, self._checked(composition, key, kv), found_in)
                 started += self._advance(composition)
         return started + self._take_turns()
 
@@ -151,7 +157,7 @@ class ChunkComposer:
             chunks = None if composition.patient or not composition.requests else self._arriving(composition)
             if chunks is not None:
                 for key, kv in chunks.items():
-                    composition.fill(key, kv)
+                    composition.fill(key, kv, DISK)
                     self._waiting[key].remove(composition)
                     if not self._waiting[key]:
                         del self._waiting[key]
@@ -163,10 +169,12 @@ class ChunkComposer:
     def start_again(self, parsed: ParsedPrompt, requests: Sequence[Request]) -> list[Request]:
         """Chunks of `requests` (of one prompt) were lost in the middle of a step: as `compose`, from the beginning."""
         self.num_lost += 1
+        plan = requests[0].blend
+        own = [segment.start for segment in plan.segments if segment.found_in is None] if plan is not None else []
         for request in requests:
             request.blend = None
         self._turns.give_back(requests)
-        return self.compose(parsed, requests, patient=True)
+        return self.compose(parsed, requests, patient=True, own=own)
 
     @property
     def is_loading(self) -> bool:
@@ -235,7 +243,7 @@ class ChunkComposer:
         for composition in self._waiting.pop(key, []):
             scheduled = encode.metrics.first_scheduled_time or time.time()
             composition.first_scheduled_time = min(composition.first_scheduled_time, scheduled)
-            composition.fill(key, kv)
+            composition.fill(key, kv, JOINED)
             started += self._advance(composition)
         return started
 
@@ -250,7 +258,8 @@ class ChunkComposer:
         """Take what is in memory, and see to the rest."""
         get = self.store.get_now if isinstance(self.store, TieredChunkStore) else self.store.get
         for piece in composition.pieces:
-            piece.kv = self._checked(composition, piece.id.key, get(piece.id.key))
+            kv = self._checked(composition, piece.id.key, get(piece.id.key))
+            composition.fill(piece.id.key, kv, _memory_of(kv))
         return self._advance(composition)
 
     def pieces(self, parsed: ParsedPrompt) -> list[Piece]:
@@ -298,6 +307,7 @@ class ChunkComposer:
             if piece.id.key not in self._encoding:
                 request = self._encoding[piece.id.key] = self._encode_request(piece, prefix, composition.parsed.salt)
                 request.priority = min((each.priority for each in composition.requests), default=0)
+                composition.own.add(piece.id.key)
                 started.append(request)
         return started
 
@@ -383,7 +393,7 @@ class ChunkComposer:
             return
         # What heads have dropped of a chunk that stands where it was encoded is missing all the same.
         stored = [(piece, piece.kv) for piece in composition.pieces if piece.kv is not None]
-        segments = [Segment(p.start, kv, p.exact and kv.num_kvs == kv.num_tokens) for p, kv in stored]
+        segments = [Segment(p.start, kv, p.exact and kv.num_kvs == kv.num_tokens, p.found_in) for p, kv in stored]
         plan = None  # nothing is reused but perhaps the prefix, which is the prefix cache's business
         if composition.chunks:
             plan = self._controlled(self._plan(composition.parsed, segments), composition.parsed)
@@ -441,3 +451,8 @@ def _mismatches(expected: ExpectedChunk, kv: ChunkKV) -> bool:
 
 def _choice(num_bytes: int, num_tokens: int, tier: str) -> Choice:
     return Choice(tier, num_bytes, num_tokens)
+
+
+def _memory_of(kv: ChunkKV | None) -> str:
+    """Return where a chunk was found that was in memory."""
+    return "host" if kv is None or kv.k.device.type == "cpu" else "device"

@@ -21,6 +21,7 @@ class Piece:
     id: ChunkId
     exact: bool
     kv: ChunkKV | None = None
+    found_in: str | None = None  # where the KV was found, None where it was computed for this prompt
     in_place: bool = False  # computed where it stands unless it is stored
     context: tuple[int, ...] | None = None  # the tokens it is encoded after, where that is not the prefix
     compressed: bool = False  # stored with a part of its KVs
@@ -37,6 +38,7 @@ class Composition:
     first_scheduled_time: float = field(default=float("inf"))
     asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory
     patient: bool = False  # it waits until its chunks are whole
+    own: set[str] = field(default_factory=set)  # keys of what is, or was, encoded for it
 
     @property
     def missing(self) -> list[Piece]:
@@ -59,11 +61,12 @@ class Composition:
         """Compute those of these chunks where they stand that may be."""
         self.pieces = [piece for piece in self.pieces if not (piece.in_place and piece.id.key in keys)]
 
-    def fill(self, key: str, kv: ChunkKV | None) -> None:
-        """The KV of a chunk has arrived; None: it has not, and will not."""
+    def fill(self, key: str, kv: ChunkKV | None, found_in: str) -> None:
+        """Take the KV of a chunk that has arrived from somewhere; None: it has not, and will not."""
         for piece in self.pieces:
             if piece.id.key == key:
                 piece.kv = kv
+                piece.found_in = None if key in self.own else found_in
 
 
 class Turns:

@@ -647,8 +647,9 @@ class LLMEngine:
         for item in scheduled.scheduled:
             composition = item.request.composition
             if composition is not None and not item.is_blend and item.start == composition.num_tokens:
-                group = self.processor.groups[item.request]
-                self.processor.record_retained(group, composition, self.composer.check(group.parsed))
+                asked = self.composer.check(self.processor.groups[item.request].parsed)
+                if self.processor.record_retained(item.request, composition, asked):
+                    self.metrics.count_found("retained", composition.num_tokens)
         for request in scheduled.admitted:
             if request.params is None:
                 continue
@@ -656,3 +657,4 @@ class LLMEngine:
             if request.exact and self.config.cache.enable_prefix_caching:
                 self.metrics.prefix_cache_queries += request.num_prompt_tokens
                 self.metrics.prefix_cache_hits += request.num_cached_tokens
+                self.metrics.count_found("prefix_cache", request.num_cached_tokens)

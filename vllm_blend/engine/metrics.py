@@ -6,7 +6,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from vllm_blend.engine.reuse_counts import ReuseCounts
+
 logger = logging.getLogger(__name__)
+
+# Keys of `RequestOutput.num_found_tokens`: see there.
+FOUND_IN = ("prefix_cache", "retained", "device", "host", "disk", "remote", "joined", "old_kvs")
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,29 @@ class EngineMetrics:
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
     blended_prompts: int = 0
-    blend_reused_tokens: int = 0
+    blend_reused_tokens: int = 0  # found stored and used as they were
+    blend_encoded_tokens: int = 0  # encoded for the prompt that came with them, then used as they were
     blend_recomputed_tokens: int = 0
     chat_parts_merged: int = 0
     chat_parts_unfound: int = 0
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
+    found_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FOUND_IN, 0))
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+
+    def count_blend(self, counts: ReuseCounts) -> None:
+        """Count what a prompt was blended from."""
+        self.blended_prompts += 1
+        self.blend_reused_tokens += counts.num_found
+        self.blend_encoded_tokens += counts.encoded
+        self.blend_recomputed_tokens += counts.recomputed
+        for where, num_tokens in counts.found.items():
+            self.count_found(where, num_tokens)
+
+    def count_found(self, where: str, num_tokens: int) -> None:
+        """Count prompt tokens whose KV was found, as `RequestOutput.num_found_tokens` does."""
+        self.found_tokens[where] += num_tokens
 
     def counters(self) -> list[Metric]:
         named = {
@@ -53,6 +73,7 @@ class EngineMetrics:
             "vllm:prefix_cache_hits": self.prefix_cache_hits,
             "vllm_blend:blended_prompts": self.blended_prompts,
             "vllm_blend:blend_reused_tokens": self.blend_reused_tokens,
+            "vllm_blend:blend_encoded_tokens": self.blend_encoded_tokens,
             "vllm_blend:blend_recomputed_tokens": self.blend_recomputed_tokens,
             "vllm_blend:chat_parts_merged": self.chat_parts_merged,
             "vllm_blend:chat_parts_unfound": self.chat_parts_unfound,
@@ -60,6 +81,7 @@ class EngineMetrics:
             "vllm:spec_decode_num_draft_tokens": self.spec_draft_tokens,
             "vllm:spec_decode_num_accepted_tokens": self.spec_accepted_tokens,
         }
+        named |= {f"vllm_blend:found_tokens_{where}": count for where, count in self.found_tokens.items()}
         named |= {f"vllm:request_success_{reason}": count for reason, count in self.finished.items()}
         return [Counter(name, value) for name, value in named.items()]
 

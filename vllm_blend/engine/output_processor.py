@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.engine.detokenizer import with_decoded_tokens
+from vllm_blend.engine.reuse_counts import ReuseCounts, count_reuse
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.layers.sampling_state import check_stop
 from vllm_blend.outputs import BlendStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -77,26 +78,34 @@ class OutputProcessor:
             return entry
         return with_decoded_tokens(entry, self.tokenizer)
 
-    def record_blend(self, request: Request, result: BlendResult) -> None:
-        """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts."""
+    def record_blend(self, request: Request, result: BlendResult) -> ReuseCounts | None:
+        """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts: None.
+        What it finds then may be its own."""
+        if request.found_in is not None:
+            return None
+        counts = count_reuse(result)
+        request.num_cached_tokens, request.found_in = counts.num_found, dict(counts.found)
         group = self.groups[request]
-        if group.blend is not None:
-            return
-        plan = result.plan
-        recomputed = len(result.computed) + plan.num_prompt_tokens - plan.suffix_start
-        request.num_cached_tokens = plan.num_prompt_tokens - recomputed
-        group.blend = BlendStats(
-            selector=plan.selector.name,
-            num_reused_tokens=plan.num_prompt_tokens - recomputed - plan.num_exact,
-            num_recomputed_tokens=recomputed,
-            num_exact_tokens=plan.num_exact,
-            num_chunks=len(group.parsed.chunk_bounds),
-            recompute_ratio=plan.ratio,
-            num_merged_parts=group.parsed.num_merged_parts,
-        )
+        if group.blend is None:
+            group.blend = BlendStats(
+                selector=result.plan.selector.name,
+                num_reused_tokens=counts.reused,
+                num_recomputed_tokens=counts.recomputed,
+                num_exact_tokens=counts.exact,
+                num_chunks=len(group.parsed.chunk_bounds),
+                recompute_ratio=result.plan.ratio,
+                num_encoded_tokens=counts.encoded,
+                num_merged_parts=group.parsed.num_merged_parts,
+            )
+        return counts
 
-    def record_retained(self, group: RequestGroup, composition: CompositionKey, asked: BlendPlan) -> None:
-        """Count what a prompt reused whose blended context was found in retained pages."""
+    def record_retained(self, request: Request, composition: CompositionKey, asked: BlendPlan) -> bool:
+        """Count what a prompt reused whose blended context was found in retained pages; False where it is counted
+        already."""
+        if request.found_in is not None:
+            return False
+        request.found_in = {"retained": composition.num_tokens}
+        group = self.groups[request]
         if group.blend is None:
             group.blend = BlendStats(
                 selector=asked.selector.name,
@@ -108,6 +117,7 @@ class OutputProcessor:
                 retained=True,
                 num_merged_parts=group.parsed.num_merged_parts,
             )
+        return True
 
     def output(self, group: RequestGroup) -> RequestOutput:
         """The state of a group as its user sees it."""
@@ -121,14 +131,16 @@ class OutputProcessor:
             finished=group.finished,
             metrics=group.metrics,
             num_cached_tokens=group.requests[0].num_cached_tokens,
+            num_found_tokens=_found(group.requests[0]),
             blend=group.blend,
             error=errors[0] if errors else None,
         )
 
     def _text(self, group: RequestGroup) -> str | None:
         """Return the text of a prompt: as it was given, or of one made of pieces what its ids decode to."""
-        parsed = group.parsed
-        if parsed.text is None and parsed.is_composed and self.tokenizer is not None and group.text is None:
+        parsed, params = group.parsed, group.requests[0].params
+        wanted = parsed.text is None and parsed.is_composed and params is not None and params.detokenize
+        if wanted and self.tokenizer is not None and group.text is None:
             group.text = str(self.tokenizer.decode(parsed.token_ids))
         return group.text if parsed.text is None else parsed.text
 
@@ -146,3 +158,10 @@ class OutputProcessor:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
+
+
+def _found(request: Request) -> dict[str, int]:
+    """Return the prompt tokens that were found, by where."""
+    if request.found_in is not None:
+        return dict(request.found_in)
+    return {"prefix_cache": request.num_cached_tokens} if request.num_cached_tokens else {}

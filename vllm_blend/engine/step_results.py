@@ -89,12 +89,10 @@ class StepResults:
 
     def record_blend(self, request: Request, blend: BlendResult) -> None:
         """What a blend computed, for its user, the metrics and the hooks."""
-        self.engine.processor.record_blend(request, blend)
+        counts = self.engine.processor.record_blend(request, blend)
+        if counts is not None:
+            self.engine.metrics.count_blend(counts)
         plan = blend.plan
-        recomputed = len(blend.computed) + plan.num_prompt_tokens - plan.suffix_start
-        self.engine.metrics.blended_prompts += 1
-        self.engine.metrics.blend_recomputed_tokens += recomputed
-        self.engine.metrics.blend_reused_tokens += plan.num_prompt_tokens - recomputed
         self.engine.decoder.cache_fuse_metadata.update(
             imp_indices=blend.computed_with_suffix(),
             org_seq_len=plan.num_prompt_tokens,

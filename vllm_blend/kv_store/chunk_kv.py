@@ -56,6 +56,7 @@ class ChunkKV:
     content: ChunkId | None = None
     positions: torch.Tensor | None = None  # None: of all tokens, in order
     length: int | None = None  # given with `positions`
+    loaded_from: str | None = None  # the tier that a store has just loaded it from; what the store keeps does not say
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -184,7 +184,7 @@ class TieredChunkStore:
             chunk = self._keep(key, chunk)
             for faster in self.below[:index]:
                 faster.writer.put(key, chunk)
-            return chunk
+            return replace(chunk, loaded_from=tier.name)
         return None
 
     def put(self, key: str, chunk: ChunkKV) -> ChunkKV:

@@ -69,6 +69,7 @@ def test_ratio_1_is_full_prefill_where_there_is_hardly_room_for_a_context(name: 
 )
 def test_a_chunk_that_stands_where_it_was_encoded_is_exact(name: str, exact: list[int]) -> None:
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
+        run(llm, prompt(), PARAMS)
         [output] = run(llm, prompt(blend_selector="none"), PARAMS)
         prefix, chunks, _ = pieces_of(llm, prompt())
         assert output.blend is not None
@@ -176,3 +177,18 @@ def test_settings_that_cannot_be_are_errors_at_the_start() -> None:
         new_llm(tiny, enable_blending=True, blend_encoding_context="alone")
     with pytest.raises(ValueError, match=r"blend_ordinals=\[3, 1\] must be ascending"):
         new_llm(tiny, enable_blending=True, blend_encoding_context="ordinal", blend_ordinals=[3, 1])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_chunk_is_exact_after_the_same_tokens_not_after_as_many(same: bool) -> None:
+    ids = [(7 * i * i + 3 * i + 1) % 100 + 3 for i in range(40)]
+    prefix, first, second, suffix = ids[:5], ids[5:17], ids[17:30], ids[30:36]
+    after = first if same else first[::-1]
+    given = {"prefix": prefix, "chunks": [first, second], "suffix": suffix, "encode_after": [[], after]}
+    tiny = tiny_model("llama")
+    with engine(tiny, enable_blending=True, blend_encoding_context="given", blend_selector="none") as llm:
+        run(llm, given, PARAMS)
+        [output] = run(llm, given, PARAMS)
+        assert output.blend is not None
+        assert output.blend.num_exact_tokens == 17 + (13 if same else 0)
+        assert output.blend.num_reused_tokens == (0 if same else 13)
