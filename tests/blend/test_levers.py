@@ -197,6 +197,7 @@ def test_ratio_1_is_full_prefill(rule: str) -> None:
     for model, prompt in ((tiny_model("llama"), tiny_prompt()), (DEMO, demo_prompt(11, passages=6))):
         with engine(model, enable_blending=True) as llm:
             options: Any = {**prompt, "blend_selector": rule, "blend_recompute_ratio": 1.0}
+            run(llm, options, greedy(1))
             [output] = run(llm, options, greedy(6, logprobs=2, ignore_eos=True))
             assert_logprobs_match(output, hf_model(model))
             assert_counts_add_up(output)

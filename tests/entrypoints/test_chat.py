@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.blend.prompts import assert_counts_add_up
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.chunks.test_chat_prompt import CALL, LISTS, parts
 from tests.engine.engines import demo_prompt, engine, greedy, tiny_model, tokens_of
@@ -176,11 +177,12 @@ def test_parts_are_reused_in_any_order_and_conversation() -> None:
         assert blend is not None and blend.num_chunks == len(texts) + 1 and blend.num_merged_parts == 0
         tokenizer = llm.get_tokenizer()
         reused = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in [*texts[:3], texts[4], "Where?"])
-        assert blend.num_reused_tokens == reused  # but the first chunk is exact: it stands where it was encoded
+        assert (
+            blend.num_reused_tokens + blend.num_encoded_tokens == reused
+        )  # but the first chunk is exact: it stands where it was encoded
         llm.chat(second, greedy(1), use_tqdm=False, chat_template=CHATML_LIKE, cache_salt="another tenant")
         assert composer.num_encoded == start + 2 * (2 + len(texts))
-        counted = blend.num_reused_tokens + blend.num_recomputed_tokens + blend.num_exact_tokens
-        assert counted == len(output.prompt_token_ids)
+        assert_counts_add_up(output)
 
 
 @pytest.mark.parametrize("template", [CHATML_LIKE, LLAMA3_LIKE, LISTS], ids=["chatml", "llama3", "lists"])
