@@ -56,9 +56,12 @@ def test_an_environment_of_an_old_interpreter_is_refused_before_anything_is_inst
     assert "remove that folder" in done.stderr and "-m" not in log.read_text()
 
 
-def test_the_interpreter_that_is_named_is_used_and_else_one_is_found():
+def test_the_interpreter_that_is_named_is_used_and_else_one_is_found(tmp_path):
     assert bash("source scripts/environment.sh; base_python", PYTHON=sys.executable).stdout.strip() == sys.executable
-    assert bash("unset PYTHON; source scripts/environment.sh; base_python").stdout.startswith("python3")
+    fake_python(tmp_path / "python3", "exit 1")  # too old
+    fake_python(tmp_path / "python3.13", f'exec {sys.executable} "$@"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert bash("unset PYTHON; source scripts/environment.sh; base_python", PATH=path).stdout == "python3.13\n"
 
 
 def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path):
