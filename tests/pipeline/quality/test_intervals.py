@@ -1,11 +1,14 @@
-"""Bootstrap intervals: what they cover, what is paired, and where there is none."""
+"""Intervals: what they cover, what is paired, and where there is none."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from vllm_blend.pipeline.quality.intervals import Bootstrap
+from vllm_blend.pipeline.quality.intervals import Bootstrap, SmallSampleIntervals
 
 
 def test_the_interval_of_a_share_is_about_two_standard_errors():
@@ -52,3 +55,55 @@ def test_nothing_is_recovered_where_nothing_is_lost():
 def test_no_questions_are_an_error():
     with pytest.raises(ValueError, match="0 questions"):
         Bootstrap(0, 0)
+
+
+def share_where(probability: Callable[[float], float], level: float) -> float:
+    """Return where a probability that rises with the share reaches `level`."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < level else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 60), (60, 60), (7, 20), (59, 60)])
+def test_few_scores_of_0_and_1_have_the_exact_interval(right, count):
+    """Clopper's and Pearson's: the shares of which the tails of the binomial distribution are 2.5%."""
+    values = np.array([1.0] * right + [0.0] * (count - right))
+
+    def at_least(least: int) -> Callable[[float], float]:
+        return lambda p: sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(least, count + 1))
+
+    low = 0.0 if right == 0 else share_where(at_least(right), 0.025)
+    high = 1.0 if right == count else share_where(at_least(right + 1), 0.975)
+    estimate = SmallSampleIntervals(count, 0).score(values)
+    assert estimate.value == right / count
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.01))
+
+
+@pytest.mark.parametrize("count", [1, 10, 60])
+def test_equal_scores_of_two_settings_leave_room_either_way(count):
+    width = 1 - 0.025 ** (1 / count)
+    ours = np.full(count, 0.8)
+    intervals = SmallSampleIntervals(count, 3)
+    difference = intervals.difference(ours, ours)
+    assert difference.value == 0 and Bootstrap(count, 3).difference(ours, ours).high == 0
+    assert (difference.low, difference.high) == (pytest.approx(-width, abs=0.01), pytest.approx(width, abs=0.01))
+    kept = intervals.ratio(np.ones(count), np.ones(count))
+    assert kept.value == 1 and kept.low == pytest.approx(1 - width, abs=0.01) and kept.high > 1
+    assert intervals.ratio(ours, np.zeros(count)) is None
+
+
+@pytest.mark.parametrize(("count", "right_in_full", "lost", "won"), [(12, 0.9, 0.1, 0.0), (50, 0.8, 0.1, 0.05)])
+def test_shares_are_covered_as_often_as_they_say(count, right_in_full, lost, won):
+    """Of paired answers of two settings, over many draws of questions, where the bootstrap's cover too few."""
+    random, true = np.random.default_rng(0), (right_in_full * (1 - lost) + (1 - right_in_full) * won) / right_in_full
+    covered = {SmallSampleIntervals: 0, Bootstrap: 0}
+    for trial in range(100):
+        full = random.random(count) < right_in_full
+        ours = np.where(full, random.random(count) >= lost, random.random(count) < won)
+        for kind in covered:
+            estimate = kind(count, trial).ratio(ours.astype(float), full.astype(float))
+            covered[kind] += estimate.low - 1e-9 <= true <= estimate.high + 1e-9
+    assert covered[SmallSampleIntervals] >= 94
+    assert covered[Bootstrap] < covered[SmallSampleIntervals]

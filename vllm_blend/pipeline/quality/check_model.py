@@ -3,9 +3,10 @@
     vllm-blend check-model inputs/demo-model --dataset inputs/musique_s.json --max-loss 0.05
 
 answers a data set in full and blended at rising ratios, and names the smallest ratio from which on the score stays
-within the loss. It ends with status 0 if there is one, 1 if the model should not be blended (or cannot be judged), and
-2 for bad input, or where memory does not hold it. A model for which recomputing everything is not full prefill is
-refused, with what is known of why.
+within the loss. The interval of a loss is one for few questions (intervals.py); where it reaches beyond the loss that
+is allowed, the verdict says so, and fewer than --min-questions give none. It ends with status 0 if there is such a
+ratio, 1 if the model should not be blended (or cannot be judged), and 2 for bad input, or where memory does not hold
+it. A model for which recomputing everything is not full prefill is refused, with what is known of why.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.pipeline.quality.catalogue import RATIOS, SETTINGS
 from vllm_blend.pipeline.quality.exactness import Difference, check_exactness, explain
-from vllm_blend.pipeline.quality.intervals import check_seed
+from vllm_blend.pipeline.quality.intervals import SmallSampleIntervals, check_seed
 from vllm_blend.pipeline.quality.questions import Questions, fitting, read_all
 from vllm_blend.pipeline.quality.report import NAMES, table
 from vllm_blend.pipeline.quality.rows import ALL, FULL, make_rows
@@ -29,17 +30,20 @@ from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, ma
 from vllm_blend.pipeline.quality.sweep import Measured, Outcome, answer_in_full, answer_run
 
 DEFAULT = Setting("the default rule")  # of the engine, whatever that is
+MIN_QUESTIONS = 50  # of a data set: of fewer equal answers, 7% may still be otherwise
 LEAST_SCORE = 0.1  # of full prefill: a model that can hardly answer loses hardly anything
 FOUND, NOT_TO_BLEND, BAD_INPUT = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio` is None where the model should not be blended, or cannot be judged."""
+    """`ratio` is None where the model should not be blended, or cannot be judged. `certain` says that even the interval
+    of what is lost stays within the loss that is allowed."""
 
     dataset: str
     ratio: float | None
     text: str
+    certain: bool = False
 
 
 def decide(rows: Sequence[dict[str, Any]], setting: str, max_loss: float) -> Verdict:
@@ -71,11 +75,14 @@ def decide(rows: Sequence[dict[str, Any]], setting: str, max_loss: float) -> Ver
         f"{name}: {100 * good['ratio']:g}% is enough: it loses {_loss(good)} of full prefill's {NAMES[metric]} and "
         f"computes {100 * good['token_layers']:.1f}% of its token-layers ({good['samples']} questions)"
     )
+    certain = good["kept_low"] is not None and 1 - good["kept_low"] <= max_loss
+    if not certain:
+        text += f"\n  so few questions do not rule out that more than {100 * max_loss:g}% is lost: ask more to be sure"
     kinds = [r for r in rows if (r["kind"] != ALL, r["setting"], r["ratio"]) == (True, setting, good["ratio"])]
     worst = min((r for r in kinds if r["kept"] is not None), key=lambda r: r["kept"], default=None)
     if worst is not None and 1 - worst["kept"] > max_loss:
         text += f"\n  of the kind {worst['kind']!r} alone it loses {_loss(worst)}"
-    return Verdict(name, good["ratio"], text)
+    return Verdict(name, good["ratio"], text, certain)
 
 
 def check_model(args: argparse.Namespace, say: Any) -> int:
@@ -89,7 +96,10 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     runs = make_runs([setting], args.ratios)
     if not any(0 < run.ratio < 1 for run in runs):
         raise ValueError("--ratios must hold one between 0 and 1: those are what a blend would recompute")
+    if args.min_questions < 1:
+        raise ValueError(f"--min-questions {args.min_questions} must be at least 1")
     data = read_all(args.dataset, args.style, args.samples)
+    check_counts(data, args.min_questions)
     if args.output is not None:
         check_place(args.output, "--output")
     engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
@@ -99,6 +109,7 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
         for questions in data:
             if questions.left_out:
                 say(f"{questions.name}: {len(questions.left_out)} samples are left out as too long")
+        check_counts(data, args.min_questions)
         full, found, limit = check_exactness(session, data[0])
         if exact := all(difference.within(limit) for difference in found):
             measured = [_measure(session, questions, runs, say) for questions in data]
@@ -109,13 +120,24 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
         refused = f"refused: with everything recomputed it is not what full prefill is. {reason}"
         verdicts, rows = [Verdict(questions.name, None, refused) for questions in data], []
     else:
-        rows = make_rows(measured, runs, args.seed)
+        rows = make_rows(measured, runs, args.seed, SmallSampleIntervals)
         verdicts = _report(data, rows, setting, args.max_loss, found)
     if args.output is not None:
         about = {"model": args.model, "max_loss": args.max_loss, "setting": setting.name, "seed": args.seed}
-        results = [{"dataset": v.dataset, "ratio": v.ratio, "text": v.text} for v in verdicts]
+        results = [asdict(verdict) for verdict in verdicts]
         write_json(args.output, {"about": about, "verdicts": results, "rows": rows})
     return FOUND if all(verdict.ratio is not None for verdict in verdicts) else NOT_TO_BLEND
+
+
+def check_counts(data: Sequence[Questions], least: int) -> None:
+    """Raise ValueError for a data set of fewer questions than a verdict takes."""
+    for questions in data:
+        count = len(questions.samples)
+        if count < least:
+            raise ValueError(
+                f"{questions.name} has {count} {'question' if count == 1 else 'questions'} that can be asked, too few "
+                f"for a verdict: give at least {least} (see --samples), or allow fewer with --min-questions {count}"
+            )
 
 
 def _measure(session: Session, questions: Questions, runs: Sequence[Run], say: Any) -> Measured:
@@ -170,11 +192,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--setting", metavar="NAME", help=f"of {', '.join(s.name for s in SETTINGS)} (default: the engine's rule)")
     add("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="RATIO", help="rising, 0 among them")
     add("--samples", type=int, help="of each data set, equally many of each kind (default: all)")
+    add(
+        "--min-questions",
+        type=int,
+        default=MIN_QUESTIONS,
+        metavar="N",
+        help="of a data set: with fewer there is no verdict but an error (default: %(default)s)",
+    )
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--max-model-len", type=int, help="tokens of the longest prompt with its answer (default: the model's)")
-    add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the intervals (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="also write verdicts and rows to this JSON file")
     return parser
 

@@ -1,5 +1,9 @@
-"""Bootstrap confidence intervals over questions (Efron, 1979): percentiles of means of the same resampled questions for
-every setting, so that differences and shares are paired."""
+"""Confidence intervals over questions, paired: every setting is weighted by the same draws.
+
+The bootstrap (Efron, 1979) takes percentiles of means of resampled questions. It knows nothing but the scores it saw:
+of one question, or of scores that are all equal, its intervals have no width. Where a verdict rests on few questions,
+`SmallSampleIntervals` are the honest ones.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy as np
 
 LEVEL = 0.95
 RESAMPLES = 2000
+DRAWS, BLOCK = 20_000, 500  # of weights, and how many are held at a time
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Bootstrap:
         if count < 1 or resamples < 1:
             raise ValueError(f"{count} questions and {resamples} resamples: both must be 1 or more")
         self._rows = np.random.default_rng(seed).integers(count, size=(resamples, count))
+
+    def score(self, values: np.ndarray) -> Estimate:
+        """Return the mean of one score per question, each from 0 to 1."""
+        return self.mean(values)
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Of one number per question."""
@@ -67,6 +76,50 @@ class Bootstrap:
 
     def _means(self, values: np.ndarray) -> np.ndarray:
         return np.asarray(values, np.float64)[self._rows].mean(1)
+
+
+class SmallSampleIntervals(Bootstrap):
+    """Intervals for scores from 0 to 1 that allow for what so few questions have not shown.
+
+    To the scores seen, the worst and the best possible one are added in turn, and all are weighted by draws from a flat
+    Dirichlet distribution; the percentiles of the weighted means are the bounds (Learned-Miller and Thomas, "A New
+    Confidence Interval for the Mean of a Bounded Random Variable", 2019, arXiv:1905.06208; Gaffke, 2005). For scores of
+    0 and 1 that is Clopper's and Pearson's exact interval: of n equal scores, 1 - 0.025 ** (1 / n) may still be
+    otherwise. For others, that the interval covers as often as it says is conjectured, and no counterexample is known.
+    """
+
+    def __init__(self, count: int, seed: int, resamples: int = RESAMPLES) -> None:
+        super().__init__(count, seed, resamples)
+        self._count, self._seed = count, seed
+
+    def score(self, values: np.ndarray) -> Estimate:
+        return self._between(values, np.ones_like(values, np.float64), (0.0, 1.0), (1.0, 1.0))
+
+    def difference(self, ours: np.ndarray, theirs: np.ndarray) -> Estimate:
+        return self._between(ours - theirs, np.ones_like(ours, np.float64), (-1.0, 1.0), (1.0, 1.0))
+
+    def ratio(self, ours: np.ndarray, theirs: np.ndarray) -> Estimate | None:
+        """As in the base class. That a share is below some bound says that the mean of ours - bound * theirs is below
+        0: such means are bounded, at the worst by questions that only one of the two settings answers."""
+        if theirs.mean() <= 0:
+            return None
+        return self._between(ours, theirs, (0.0, 1.0), (1.0, 0.0))
+
+    def _between(
+        self, parts: np.ndarray, wholes: np.ndarray, worst: tuple[float, float], best: tuple[float, float]
+    ) -> Estimate:
+        """Return the means' share, between those with `worst` and with `best` as another question's part and whole."""
+        random = np.random.default_rng(self._seed)
+        low, high = [], []
+        for _ in range(DRAWS // BLOCK):
+            weights = random.standard_exponential((BLOCK, self._count + 1))  # of which shares are the Dirichlet's
+            seen, other = weights[:, :-1], weights[:, -1]
+            part, whole = seen @ parts.astype(np.float64), seen @ wholes.astype(np.float64)
+            low.append((part + other * worst[0]) / (whole + other * worst[1]))
+            high.append((part + other * best[0]) / (whole + other * best[1]))
+        value = float(parts.mean() / wholes.mean())
+        bounds = (np.quantile(np.concatenate(low), (1 - LEVEL) / 2), np.quantile(np.concatenate(high), (1 + LEVEL) / 2))
+        return Estimate(value, float(bounds[0]), float(bounds[1]))
 
 
 def _estimate(value: float, resampled: np.ndarray) -> Estimate:

@@ -33,7 +33,9 @@ class _Scope:
         return outcome.values(name)[self.where]
 
 
-def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(
+    measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0, intervals: type[Bootstrap] = Bootstrap
+) -> list[dict[str, Any]]:
     """Scores and shares are from 0 to 1, with `_low` and `_high` of their intervals.
 
     `token_layers` is a share of full prefill's on the same questions, of the whole data set in rows of a kind too.
@@ -44,7 +46,7 @@ def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int = 0) 
     measured in this one's place, as both compute the same at this ratio. Runs that were not measured are left out.
     What is not finite (`kl` of a model that computes NaN) is None, as JSON has no word for it.
     """
-    return [row for one in measured for scope in _scopes(one, seed) for row in _rows_of(scope, runs)]
+    return [row for one in measured for scope in _scopes(one, seed, intervals) for row in _rows_of(scope, runs)]
 
 
 def shortened(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,11 +54,11 @@ def shortened(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in row.items()} for row in rows]
 
 
-def _scopes(one: Measured, seed: int) -> list[_Scope]:
+def _scopes(one: Measured, seed: int, intervals: type[Bootstrap]) -> list[_Scope]:
     samples = one.questions.samples
     kinds = [ALL, *one.questions.kinds]
     wheres = [np.array([i for i, s in enumerate(samples) if kind in (ALL, s.kind)]) for kind in kinds]
-    return [_Scope(one, kind, where, Bootstrap(len(where), seed)) for kind, where in zip(kinds, wheres, strict=True)]
+    return [_Scope(one, kind, where, intervals(len(where), seed)) for kind, where in zip(kinds, wheres, strict=True)]
 
 
 def _rows_of(scope: _Scope, runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -93,8 +95,9 @@ def _row(
     row |= {"samples": len(scope.where), "metric": metric}
     row["token_layers"] = outcome.token_layers / scope.measured.full.token_layers
     row |= {"encoding": 0.0, "same_as": None}
-    for name in (*METRICS, "same_answer", "kl"):
-        row |= columns_of(name, bootstrap.mean(scope.of(outcome, name)))
+    for name in (*METRICS, "same_answer"):
+        row |= columns_of(name, bootstrap.score(scope.of(outcome, name)))
+    row |= columns_of("kl", bootstrap.mean(scope.of(outcome, "kl")))
     for end, name in (("", metric), ("_exact_match", "exact_match")):
         ours, full = scope.of(outcome, name), scope.of(scope.measured.full, name)
         row |= columns_of(f"kept{end}", bootstrap.ratio(ours, full))
