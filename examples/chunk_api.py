@@ -48,11 +48,11 @@ def main() -> None:
 
 
 def report(output: RequestOutput) -> str:
-    metrics, blend = output.metrics, output.blend
+    metrics = output.metrics
     assert metrics is not None and metrics.first_token_time is not None and metrics.first_scheduled_time is not None
     ttft = 1000 * (metrics.first_token_time - metrics.first_scheduled_time)
     cached = output.num_cached_tokens or 0
-    computed = len(output.prompt_token_ids) - cached if blend is None else blend.num_recomputed_tokens
+    computed = len(output.prompt_token_ids) - cached
     return f"{computed} of {len(output.prompt_token_ids)} tokens computed, {ttft:.0f} ms:{output.outputs[0].text}"
 
 

@@ -29,8 +29,9 @@ def main() -> None:
         assert metrics is not None and blend is not None
         assert metrics.first_token_time is not None and metrics.first_scheduled_time is not None
         ttft = 1000 * (metrics.first_token_time - metrics.first_scheduled_time)
+        computed = blend.num_encoded_tokens + blend.num_recomputed_tokens
         print(
-            f"{name:17s} {len(output.prompt_token_ids)} prompt tokens, {blend.num_recomputed_tokens} of them computed "
+            f"{name:17s} {len(output.prompt_token_ids)} prompt tokens, {computed} of them computed "
             f"({blend.selector}), first token after {ttft:.0f} ms:{output.outputs[0].text}"
         )
     print(f"{sample.question} {sample.answers[0]}")

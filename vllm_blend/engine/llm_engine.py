@@ -127,6 +127,7 @@ class LLMEngine:
         self._in_flight: _Step | None = None
         self._unreported: list[RequestGroup] = []  # which ended in a step that could not be read
         self._launch_failed = False
+        self._warned_of_chunks = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -218,6 +219,12 @@ class LLMEngine:
             raise ValueError(
                 "the prompt has blend_selector or blend_recompute_ratio, but the engine does not blend: give "
                 "enable_blending=True to the engine, or leave them out"
+            )
+        if parsed.chunk_bounds and not self.config.blend.enable_blending and not self._warned_of_chunks:
+            self._warned_of_chunks = True
+            logger.warning(
+                "a prompt has chunks, but the engine does not blend: this prompt and later ones are computed whole, "
+                "and no chunk is stored or reused; give enable_blending=True to the engine. This is said once"
             )
         if self.config.blend.enable_blending and parsed.chunk_bounds:
             asked = self.composer.check(parsed)  # its settings must hold, also where the prompt is too short to blend

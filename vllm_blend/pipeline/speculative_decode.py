@@ -258,6 +258,7 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
         "chunks_encoded": engine.composer.num_encoded,
         "prompt_tokens": prompt_tokens,
         "recomputed_tokens": sum(blend["num_recomputed_tokens"] for blend in blends),
+        "encoded_tokens": sum(blend["num_encoded_tokens"] for blend in blends),
         "reused_tokens": sum(blend["num_reused_tokens"] + blend["num_exact_tokens"] for blend in blends),
         "ttft_s_median": statistics.median(result["ttft_s"] for result in answered) if answered else None,
         "decode_step_ms_median": statistics.median(decode_ms) if decode_ms else None,
