@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.kv_compress.metrics import EvictionMetric, HeadView
+from vllm_blend.kv_compress.ties import tie_starts
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
 
@@ -43,12 +44,13 @@ class ChunkCompression:
         return ChunkKV(k, v, content=kv.content, positions=kept.to("cpu", torch.int32), length=tokens)
 
     def _kept(self, kv: ChunkKV, layer: int, layers: int) -> torch.Tensor:
-        """Positions [KVs, kv_heads] int64 within the chunk, ascending: of equal scores the earlier ones."""
+        """Return positions [KVs, kv_heads] int64 within the chunk, ascending: of a tie (`ties`) the earlier ones."""
         tokens, kv_heads, head_dim = kv.k.shape[1:]
         keys, values = kv.k[layer].transpose(0, 1), kv.v[layer].transpose(0, 1)
         positions = torch.arange(tokens, device=keys.device).expand(kv_heads, -1)
         valid = torch.ones_like(positions, dtype=torch.bool)
         scores = self.metric.score(HeadView(layer, layers, head_dim**-0.5, keys, values, positions, valid))
         scores = scores.nan_to_num(nan=float("-inf"))
-        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        order = (tie_starts(scores, self.metric.magnitude) * tokens + order).sort(dim=-1).values % tokens
         return order[:, : self.num_kept(tokens)].sort(dim=-1).values.t()

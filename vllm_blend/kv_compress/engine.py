@@ -65,7 +65,8 @@ class KVCompressEngine:
             lengths = torch.full(scores.shape[:2], n, device=self.device)
             rank = metrics.rank(scores, positions, state)
             limits = (adoption.num_pages, state.settings.num_sinks, _protected_from(state))
-            evictions = schedule_evictions(rank, positions, lengths, *limits, self.tables.block_size, self.allocation)
+            rule = (self.tables.block_size, self.allocation, metrics.metric.magnitude)
+            evictions = schedule_evictions(rank, positions, lengths, *limits, *rule)
             chosen.append((adoption, ~evictions.evicted, scores))
         every = HostCopy(torch.stack([kept.sum(-1) for _, kept, _ in chosen])).wait().numpy()
         return [Kept(*choice, lengths) for choice, lengths in zip(chosen, every, strict=True)]
@@ -112,8 +113,8 @@ class KVCompressEngine:
         rank = self._ranks(metrics, states, slots, stored, positions)
         numbers = [(one.num_pages, one.state.settings.num_sinks, _protected_from(one.state)) for one in batch]
         pages, sinks, protected_from = to_device(torch.tensor(numbers), self.device).unbind(1)
-        size = self.tables.block_size
-        evictions = schedule_evictions(rank, positions, lengths, pages, sinks, protected_from, size, self.allocation)
+        rule = (self.tables.block_size, self.allocation, metrics.metric.magnitude)
+        evictions = schedule_evictions(rank, positions, lengths, pages, sinks, protected_from, *rule)
         new_lengths = evictions.new_lengths(lengths)
         known = torch.cat([new_lengths.reshape(-1), num_moves(evictions, new_lengths)[None]])
         on_host = HostCopy(known).wait().numpy()

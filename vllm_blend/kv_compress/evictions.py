@@ -1,10 +1,11 @@
 """Which KVs are evicted so that pages become free (KV-Compress, Rehg 2024, section 3).
 
 A head page is free when a whole page's worth of its head's KVs has gone, so KVs are evicted in groups. The evictable
-KVs of a head, those with a position in [num_sinks, protected_from), are sorted by metric, then position. The first
-group is as many of the lowest as its last page holds, each further one the next `block_size`; a group is only one if
-all of it is evictable. A group is worth its largest metric, and across heads the groups worth least go first (ties: the
-lower layer, then head, then group), so that those of a head always go in its own order.
+KVs of a head, those with a position in [num_sinks, protected_from), are sorted by metric, then position; metrics that
+differ by rounding only count as equal (`ties`). The first group is as many of the lowest as its last page holds, each
+further one the next `block_size`; a group is only one if all of it is evictable. A group is worth its largest metric,
+and across heads the groups worth least go first (ties: the lower layer, then head, then group), so that those of a head
+always go in its own order.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.kv_compress.config import Allocation
+from vllm_blend.kv_compress.ties import tie_starts
 
 SORTED_TOGETHER = 1 << 22  # KVs of several requests at a time, padding counted; of one, as many as it has
-SORTED_BYTES = 100  # what sorting takes for each beside its metric and position, at most
+SORTED_BYTES = 120  # what sorting takes for each beside its metric and position, at most
 _LAST = torch.iinfo(torch.int64).max  # sorts behind everything
 
 
@@ -41,6 +43,7 @@ def schedule_evictions(
     protected_from: int | torch.Tensor,
     block_size: int,
     allocation: Allocation,
+    magnitude: float = 0.0,
 ) -> Evictions:
     """Evictions that free at most `num_blocks` head pages of one request.
 
@@ -52,8 +55,9 @@ def schedule_evictions(
     All of these may have a leading dimension of requests, and each number may be a tensor [requests] int64 then. No
     request has a say in what another evicts: the result is what each would get alone.
 
-    A metric that is NaN counts as the lowest, -0.0 as 0.0. No host is waited for on a GPU, and ties never depend on the
-    device. Raises ValueError for a negative number, an unknown allocation or tensors that do not fit together.
+    `magnitude` is the least size that rounding of the metric is relative to (`EvictionMetric.magnitude`). A metric that
+    is NaN counts as the lowest, -0.0 as 0.0. No host is waited for on a GPU, and ties never depend on the device.
+    Raises ValueError for a negative number, an unknown allocation or tensors that do not fit together.
     """
     if isinstance(num_blocks, int) and num_blocks < 0:
         raise ValueError(f"num_blocks={num_blocks} must be at least 0")
@@ -66,9 +70,11 @@ def schedule_evictions(
     evictable = (rank < lengths[..., None]) & (positions >= _each(num_sinks)) & (positions < _each(protected_from))
     order_key = torch.where(evictable, (_ordered(metric) << 32) | positions, _LAST)
     order_key, order = order_key.sort(dim=-1, stable=True)
+    order_key, again = _with_ties(order_key, metric.gather(-1, order), magnitude).sort(dim=-1, stable=True)
+    order = order.gather(-1, again)
     hanging = lengths - ((lengths - 1).clamp(min=0) // block_size) * block_size  # KVs in the last page
     worth, num_groups = _groups(order_key, evictable.sum(-1), hanging, block_size)
-    freed = _cheapest(worth, num_groups, num_blocks, allocation)
+    freed = _cheapest(worth, num_groups, num_blocks, allocation, magnitude)
     count = torch.where(freed > 0, hanging + (freed - 1) * block_size, 0)
     lowest = rank < count[..., None]
     return Evictions(torch.zeros_like(lowest).scatter_(-1, order, lowest), freed)
@@ -86,6 +92,19 @@ def _ordered(metric: torch.Tensor) -> torch.Tensor:
     return torch.where(metric.isnan(), torch.iinfo(torch.int32).min, bits)
 
 
+def _metric(ordered: torch.Tensor) -> torch.Tensor:
+    """Return the metrics that `_ordered` made `ordered` of; a NaN for `_LAST`."""
+    bits = ordered.clamp(max=torch.iinfo(torch.int32).max).int()
+    return torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits).view(torch.float32)
+
+
+def _with_ties(order_key: torch.Tensor, metric: torch.Tensor, magnitude: float) -> torch.Tensor:
+    """Return the sorted `order_key` with the metric of a whole tie, its lowest, in each of its KVs; `metric` is sorted
+    alike."""
+    lowest = order_key.gather(-1, tie_starts(metric, magnitude)) >> 32 << 32
+    return torch.where(order_key == _LAST, _LAST, lowest | (order_key & torch.iinfo(torch.uint32).max))
+
+
 def _groups(
     order_key: torch.Tensor, count: torch.Tensor, hanging: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +118,11 @@ def _groups(
 
 
 def _cheapest(
-    worth: torch.Tensor, num_groups: torch.Tensor, num_blocks: int | torch.Tensor, allocation: Allocation
+    worth: torch.Tensor,
+    num_groups: torch.Tensor,
+    num_blocks: int | torch.Tensor,
+    allocation: Allocation,
+    magnitude: float,
 ) -> torch.Tensor:
     """How many groups each head gives up, [..., L, H] int64."""
     num_layers, num_heads, _ = worth.shape[-3:]
@@ -113,7 +136,9 @@ def _cheapest(
         pools, quota = worth.flatten(-2), each[..., None, None]
     else:
         raise ValueError(f"allocation={allocation!r} is unknown: use 'global', 'layer' or 'head'")
-    order = pools.sort(dim=-1, stable=True).indices
+    ascending, order = pools.sort(dim=-1, stable=True)
+    in_ties = tie_starts(_metric(ascending), magnitude) * pools.shape[-1] + order
+    order = order.gather(-1, torch.where(ascending == _LAST, _LAST, in_ties).sort(dim=-1, stable=True).indices)
     given_up = torch.arange(pools.shape[-1], device=worth.device) < quota
     chosen = torch.zeros_like(pools, dtype=torch.bool).scatter_(-1, order, given_up.expand_as(pools))
     return chosen.view_as(worth).sum(-1)

@@ -130,6 +130,7 @@ class EvictionMetric(ABC):
     watches: ClassVar[bool] = False  # `score` needs the prompt's last queries
     accumulates: ClassVar[bool] = False  # decode steps add to what is stored
     comparable: ClassVar[bool] = False  # whether scores of different heads and layers say which KV is worth more
+    magnitude: ClassVar[float] = 0.0  # the least size that rounding of scores is relative to, see `ties.py`
     power: int = 1  # what is added is p ** power: 1 or 2
     buffer: int = 0  # a query adds nothing to the keys nearer than this
 

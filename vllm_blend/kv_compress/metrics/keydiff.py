@@ -20,6 +20,7 @@ class KeyDiff(EvictionMetric):
     """
 
     name: ClassVar[str] = "keydiff"
+    magnitude: ClassVar[float] = 1.0  # a cosine of 0 is rounded as one of 1 is
 
     def score(self, view: LayerView) -> torch.Tensor:
         directions = F.normalize(held(view.keys, view.valid), dim=-1)
