@@ -48,7 +48,7 @@ def accept_defaults(table: Mapping[str, Unsupported], kind: str) -> Callable[[ty
 
         @functools.wraps(own_init)
         def init(self: T, *args: Any, **arguments: Any) -> None:
-            for name in arguments.keys() - own_names:
+            for name in [name for name in arguments if name not in own_names]:
                 if name not in table:
                     raise TypeError(f"unknown {kind} {name!r}{_suggestion(name, own_names | table.keys())}")
                 table[name].check(name, arguments.pop(name))

@@ -52,20 +52,9 @@ def write_tasks(folder: Path) -> None:
 
 def by_command(tasks: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the command with `--model vllm`; return both tasks' scores, and the model's responses to every sample."""
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "run",
-        "--model",
-        "vllm",
-        "--tasks",
-        *TASKS,
-        "--include_path",
-        str(tasks),
-    ]
-    command += ["--model_args", f"pretrained={MODEL},dtype=float32,max_model_len=1024", "--batch_size", "4"]
-    command += ["--log_samples", "--output_path", str(out)]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "vllm", "--include_path", str(tasks)]
+    command += ["--tasks", *TASKS, "--batch_size", "4", "--log_samples", "--output_path", str(out)]
+    command += ["--model_args", f"pretrained={MODEL},dtype=float32,max_model_len=1024"]
     done = subprocess.run(command, cwd=tasks, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     [results] = out.rglob("results_*.json")

@@ -96,7 +96,7 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "tokens_only": Unsupported(False, "give detokenize=False in SamplingParams"),
     "max_logprobs": Unsupported(20, "requests may ask for any number of logprobs: leave it out", (-1,)),
     "logprobs_mode": Unsupported("raw_logprobs", "logprobs are those of the model's own distribution"),
-    "logits_processors": Unsupported(None, "the engine has none of its own: give logit_bias or bad_words per request"),
+    "logits_processors": Unsupported(None, "give logits_processors to SamplingParams"),
     "logits_processor_pattern": Unsupported(None, "requests cannot name logits processors"),
     "use_fp64_gumbel": Unsupported(False, "tokens are drawn from float32 probabilities"),
     "spec_method": Unsupported(None, _SPECULATIVE),
