@@ -76,7 +76,11 @@ def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path, name):
         package = tmp_path / f"{installed}-{other}"
         (package / (name if other else "unrelated")).mkdir(parents=True)
         (package / (name if other else "unrelated") / "__init__.py").touch()
-        done = run("import vllm_blend", package, *([compat] if installed else []))
+        # The environment of the tests may have the names installed.
+        path = (
+            f"import sys; sys.path[:] = [p for p in sys.path if {installed} or os.path.realpath(p) != {str(compat)!r}]"
+        )
+        done = run(f"import os; {path}; import vllm_blend", package, *([compat] if installed else []))
         assert done.returncode == 0
         if installed and other:
             assert f"`import {name}` gives {package / name / '__init__.py'} and not vllm-blend" in done.stderr
