@@ -92,10 +92,12 @@ def test_a_preempted_blend_gives_the_same_output(rule: str, monkeypatch: pytest.
             chosen.setdefault(request.request_id, []).append(result.computed.tolist())
             record(request, result)
 
+        counted = inner.metrics.blended_prompts
         with monkeypatch.context() as patch:
             patch.setattr(inner.results, "record_blend", recorded)
             outputs = run(tight, prompts, params)
         assert inner.scheduler.num_preemptions > 0
+        assert inner.metrics.blended_prompts == counted + 3, "what is computed again is the same prompt"
         assert max(map(len, chosen.values())) > 1, "no blended request was preempted"
         for first, *again in chosen.values():
             for each in again:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import greedy, new_llm, run, threads, tiny_model
 from vllm_blend import LLM, RequestOutput
+from vllm_blend.chunks.composition import composition_key
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.export_folder import export_folder
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
@@ -114,6 +116,30 @@ def test_prefixes_shared_within_a_batch_have_one_salt() -> None:
     assert found[:2] == [0, 0] and found[2] == (len(prompt["prompt_token_ids"]) - 1) // 8 * 8
 
 
+@pytest.mark.parametrize("salt", SALTS)
+def test_what_encoding_a_chunk_leaves_in_the_prefix_cache_has_its_salt(salt: str | None) -> None:
+    """Its prefix, which is computed like a plain prompt."""
+    llm = new_llm(TINY, enable_blending=True, block_size=8)
+    prefix, chunk = random_ids(24, 1), random_ids(9, 2)
+    llm.encode_chunks(prefix, [chunk], cache_salt=salt)
+    for other in SALTS:
+        [output] = run(llm, salted({"prompt_token_ids": [*prefix, 5]}, other), PARAMS)
+        assert output.num_found_tokens == ({"prefix_cache": 24} if other == salt else {})
+
+
+def test_a_retained_context_is_named_by_the_salt_itself() -> None:
+    """Not by those of its chunks alone."""
+    with chunked_llm() as chunked:
+        chunk = chunked.register_chunk(random_ids(20, 1))
+        parsed = chunked.compose(None, [chunk], query=[5], mode="reuse").parse()
+        engine = chunked.llm_engine
+        asked = engine.composer.check(parsed)
+        plain_key, salted_key = (
+            composition_key(engine.fingerprint, replace(parsed, salt=salt), asked) for salt in (b"", b"salt")
+        )
+        assert plain_key is not None and salted_key is not None and plain_key.key != salted_key.key
+
+
 def test_retained_contexts_and_registered_chunks() -> None:
     options: dict[str, Any] = {"mode": "reuse", "query": [5, 6, 7], "sampling_params": PARAMS}
     with chunked_llm() as chunked:
@@ -129,16 +155,13 @@ def test_retained_contexts_and_registered_chunks() -> None:
             chunked.compose(None, [ids["tenant-a"]], query=[5], cache_salt="tenant-b")
         with pytest.raises(ValueError, match="registered with another cache_salt"):
             chunked.compose(None, [ids[None]], query=[5], cache_salt="tenant-b")
-        exact = [
-            chunked.generate_from_chunks(None, [ids[salt]], **{**options, "mode": "exact"}, cache_salt=salt)
-            for salt in SALTS
-        ]
-        assert [output.num_cached_tokens for output in exact] == [0, 0, 0]
-        with_salt, without = (
-            chunked.preview_composition(None, [ids[salt]], query=[9], mode="exact", cache_salt=salt)
-            for salt in ("tenant-a", None)
-        )
-        assert with_salt.num_computed_tokens == without.num_computed_tokens < with_salt.num_tokens
+        for salt, chunk in ids.items():
+            exact: dict[str, Any] = {"query": [5, 6, 7], "mode": "exact", "cache_salt": salt}
+            before = chunked.preview_composition(None, [chunk], **exact)
+            output = chunked.generate_from_chunks(None, [chunk], sampling_params=PARAMS, **exact)
+            after = chunked.preview_composition(None, [chunk], **exact)
+            assert output.num_cached_tokens == 0 and before.num_computed_tokens == before.num_tokens
+            assert after.num_computed_tokens < after.num_tokens
 
 
 def test_chunks_encoded_ahead_exported_and_imported_keep_their_salt(tmp_path: Path) -> None:

@@ -150,6 +150,23 @@ def test_the_same_prompt_twice_and_a_third_time(llm: LLM) -> None:
     assert llm.llm_engine.composer.num_encoded == 5, "no question is stored that comes last"
 
 
+def test_what_one_tenant_has_sent_is_not_known_of_another(llm: LLM) -> None:
+    """Neither what is stored nor what is to be stored when it comes again."""
+    instruction, (a, b, _, _), question = texts()
+    text = combine_input_prompt_chunks([instruction, a, b, question])
+    encoded = []
+    for salt in ("tenant-a", "tenant-a", "tenant-b", None, "tenant-b"):
+        [output] = run(llm, {"prompt": text, "cache_salt": salt}, PARAMS)
+        assert output.prompt == text and output.error is None
+        encoded.append(llm.llm_engine.composer.num_encoded)
+    assert encoded == [0, 4, 4, 4, 8]
+    OfflineKVPreCompute(llm).precompute_kv(b, cache_salt="tenant-c")
+    [other], [own] = (run(llm, {"prompt": text, "cache_salt": salt}, PARAMS) for salt in ("tenant-d", "tenant-c"))
+    assert other.blend is None and own.blend is not None
+    with pytest.raises(ValueError, match=r"unknown key\(s\) \['cache_sallt'\].*did you mean 'cache_salt'"):
+        run(llm, {"prompt": text, "cache_sallt": "x"}, PARAMS)
+
+
 def test_everything_is_stored_twice(llm: LLM) -> None:
     """A hit of 100%, the question included, and the same prompt again."""
     instruction, (a, b, _, _), question = texts()
