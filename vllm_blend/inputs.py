@@ -144,7 +144,7 @@ def parse_prompt(
 
 def _plain(ids: list[int], text: str | None, vocab_size: int, salt: bytes = b"") -> ParsedPrompt:
     if not ids:
-        raise ValueError("the prompt is empty: it needs at least one token")
+        raise ValueError("the decoder prompt cannot be empty: give at least one token")
     return ParsedPrompt(_check_ids(ids, "prompt", vocab_size), text, salt=salt)
 
 
@@ -273,6 +273,6 @@ def _check_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
         except TypeError:
             raise TypeError(f"{name}[{position}] is {entry!r}, which is no token id: give integers") from None
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}[{position}] is {token}, outside the vocabulary of {vocab_size} tokens")
+            raise ValueError(f"{name}[{position}] is {token}, out of vocabulary: the model has {vocab_size} tokens")
         checked.append(token)
     return checked

@@ -14,6 +14,9 @@ LogitsProcessor: TypeAlias = (
 )
 
 
+_LARGEST = 1e30  # stands for +inf, of which no probability could be computed
+
+
 def check_processors(processors: Any) -> list[LogitsProcessor]:
     """Return the processors as a list. Raises TypeError for what is not callable with two or three arguments."""
     if processors is None:
@@ -38,7 +41,8 @@ def run_processors(
     """Return what the processors make, one after the other, of a row of logits [vocabulary] float32.
 
     They may change the row in place, and get copies of the token ids. Raises RuntimeError naming the processor that
-    raised, or that returned anything but logits; -inf is one, NaN and +inf are not.
+    raised, or that returned anything but logits. These may be infinite: -inf excludes a token, and +inf puts it before
+    all others.
     """
     shape = row.shape
     for index, processor in enumerate(processors):
@@ -54,12 +58,9 @@ def run_processors(
             raise RuntimeError(
                 f"logits_processors[{index}] returned {given}: it must return the logits, a tensor of {list(shape)}"
             )
-        row = result.to(row)
-        if not bool((row < torch.inf).all()):
-            raise RuntimeError(
-                f"logits_processors[{index}] returned NaN or infinite logits: use finite numbers, and -inf for tokens "
-                "that must not come"
-            )
+        row = result.to(row).clamp(max=_LARGEST)  # NaN stays
+        if bool(row.isnan().any()):
+            raise RuntimeError(f"logits_processors[{index}] returned NaN: use numbers, or -inf for what must not come")
     return row
 
 

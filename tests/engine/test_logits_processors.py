@@ -111,7 +111,7 @@ FAULTS: dict[str, Callable[[list[int], torch.Tensor], Any]] = {
     r"logits_processors\[0\] raised KeyError: 'gone'": raises,
     r"logits_processors\[0\] returned NoneType": lambda output, logits: None,
     r"logits_processors\[0\] returned \[5\]: it must return": lambda output, logits: logits[:5],
-    r"logits_processors\[0\] returned NaN or infinite": lambda output, logits: logits * torch.nan,
+    r"logits_processors\[0\] returned NaN": lambda output, logits: logits * torch.nan,
     "no token is left": lambda output, logits: torch.full_like(logits, -torch.inf),
 }
 
@@ -128,6 +128,18 @@ def test_one_that_fails_ends_its_own_request_only() -> None:
             with pytest.raises(ValueError, match=message):
                 raise ValueError(output.error)
         assert [len(output.outputs[0].token_ids) for output in outputs[1:-2]] == [2, 0, 0, 0, 0]
+
+
+def pick(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[10 + len(output)] = torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("params", [greedy(4), sampled(4, top_p=0.9, repetition_penalty=0.5)], ids=["greedy", "drawn"])
+def test_an_infinite_logit_is_chosen(params: SamplingParams) -> None:
+    with engine(TINY) as llm:
+        params.logits_processors = [pick]
+        assert tokens_of(run(llm, PLAIN, params)) == [[10, 11, 12, 13]]
 
 
 @dataclass

@@ -76,7 +76,7 @@ def test_arguments_reach_the_template(caplog: pytest.LogCaptureFixture) -> None:
         ({"chat_template": "{% for %}"}, "the chat template cannot be parsed"),
         ({"chat_template": "{{ raise_exception('roles must alternate') }}"}, "conversation 0: roles must alternate"),
         ({"chat_template": "{{ messages[0].content + [1] }}"}, "does not take conversation 0: .*concatenate"),
-        ({"chat_template": ""}, "the prompt is empty"),
+        ({"chat_template": ""}, "the decoder prompt cannot be empty"),
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )

@@ -178,6 +178,10 @@ def test_the_model_is_where_scripts_look_for_it() -> None:
         model = llm.llm_engine.model_executor.driver_worker.model_runner.model
         assert llm.apply_model(lambda each: each) == [model]
         assert llm.apply_model(lambda each: sum(p.numel() for p in each.parameters()))[0] > 0
+        assert llm.collective_rpc(lambda worker, add: worker.rank + add, args=(5,)) == [5]
+        assert llm.collective_rpc("__eq__", args=(llm.llm_engine.model_executor.driver_worker,)) == [True]
+        with pytest.raises(ValueError, match=r"timeout=1\.0: the call runs in this process"):
+            llm.collective_rpc("profile", timeout=1.0)
 
 
 def test_metrics_count_tokens() -> None:

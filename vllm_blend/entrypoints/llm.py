@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -190,6 +190,22 @@ class LLM:
         """Return `func` of the model, one result per worker."""
         with self.llm_engine.lock, current(self.llm_engine.device):
             return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Call a method of the worker, by name, or a function with the worker as its first argument; return a list with
+        the result, as there is one worker. The call runs in this process, so `timeout` must be None."""
+        if timeout is not None:
+            raise ValueError(f"timeout={timeout!r}: the call runs in this process and cannot be cut off; leave it None")
+        worker = self.llm_engine.model_executor.driver_worker
+        call = partial(method, worker) if callable(method) else getattr(worker, method)
+        with current(self.llm_engine.device):
+            return [call(*args, **(kwargs or {}))]
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()

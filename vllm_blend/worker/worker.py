@@ -44,6 +44,8 @@ class Worker:
     cannot hold one request of the greatest length.
     """
 
+    rank = 0  # the only one
+
     def __init__(
         self,
         config: EngineConfig,

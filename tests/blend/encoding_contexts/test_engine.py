@@ -163,7 +163,7 @@ def test_pages_that_cannot_be(continues: Any, error: type[Exception], message: s
     [
         ("a", "encode_after must be a list with text or token ids for each of the 4 chunks"),
         (["a"], "encode_after must be a list with text or token ids for each of the 4 chunks"),
-        ([[], [], [10**6], []], r"encode_after\[2\]\[0\] is 1000000, outside the vocabulary"),
+        ([[], [], [10**6], []], r"encode_after\[2\]\[0\] is 1000000, out of vocabulary"),
     ],
 )
 def test_what_cannot_be_encoded_after(given: Any, message: str) -> None:
