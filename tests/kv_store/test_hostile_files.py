@@ -76,7 +76,7 @@ class Evil:
         return (os.mkdir, ("ran",))
 
 
-def storage(record: str, count: int) -> bytes:
+def storage(record: str, count: int, offset: int = 0) -> bytes:
     """A pickle of a tensor of the right shape whose storage is said to have `count` numbers."""
 
     class Pickler(pickle.Pickler):
@@ -85,7 +85,7 @@ def storage(record: str, count: int) -> bytes:
 
     class Tensor:
         def __reduce__(self) -> Any:
-            return (torch._utils._rebuild_tensor_v2, (Evil, 0, (2, 3, 1, 4), (12, 4, 4, 1), False, {}))
+            return (torch._utils._rebuild_tensor_v2, (Evil, offset, (2, 3, 1, 4), (12, 4, 4, 1), False, {}))
 
     buffer = io.BytesIO()
     Pickler(buffer, 2).dump(Tensor())
@@ -124,6 +124,7 @@ TENSORS: dict[str, bytes] = {
     "code, bare": pickle.dumps(Evil()),
     "code in the pickle": with_pickle(pickle.dumps(Evil(), 2)),
     "a storage beyond its record": with_pickle(storage("0", 1 << 50)),
+    "a storage from its middle": with_pickle(storage("0", 24, 4)),
     "a storage elsewhere": with_pickle(storage("../../0", 24)),
     "a memo of four billion": with_pickle(b"\x80\x02Kdr\xff\xff\xff\xff."),
     "a pickle of 100,000 levels": with_pickle(b"\x80\x02" + b"(" * 50_000 + b"t" * 50_000 + b"."),
@@ -224,6 +225,18 @@ def test_metadata_of_any_kind_is_one_skipped_chunk(which, tmp_path, caplog):
             load_chunk(tmp_path / "pt" / "1", chunk(1)[0], MODEL)
 
 
+@pytest.mark.parametrize("kind", ["float64", "no tokens"])
+def test_kv_that_no_store_keeps_is_one_skipped_chunk(kind, tmp_path, caplog):
+    """A folder that fits what it says in all."""
+    model = replace(MODEL, dtype="float64") if kind == "float64" else MODEL
+    ids = ChunkId.of(model, [1, 2], [] if kind == "no tokens" else [7, 3, 4])
+    kv = torch.zeros(2, len(ids.token_ids), 1, 4, dtype=getattr(torch, model.dtype))
+    write_chunk(tmp_path / "pt" / "0", ids, ChunkKV(kv, kv), model)
+    write_chunk(tmp_path / "pt" / "1", *chunk(1), MODEL)
+    counts = import_folder(tmp_path / "pt", DiskStoreConfig(tmp_path / "store", 1 << 20, NO_MODEL))
+    assert counts["stored"] == 1 and sum(counts.values()) == 2 and caplog.text.count("not imported") == 1
+
+
 def fifo(path: Path) -> None:
     os.mkfifo(path)
 
@@ -305,7 +318,7 @@ def test_a_segment_that_is_no_file_is_a_miss(what, tmp_path, caplog):
         store.put(key(1), disk_chunk(key(1)))
         assert same(store.get(key(1)), disk_chunk(key(1)))
         store.clear()
-        assert len(store) == 0
+        assert len(store) == store.num_bytes == 0
 
 
 @pytest.mark.parametrize("what", [what for what in SPECIAL if what != "sparse"])
