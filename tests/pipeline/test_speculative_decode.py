@@ -256,3 +256,8 @@ def test_a_broken_summary_says_which_stage_to_run(tmp_path):
     (tmp_path / "musique_t_kv_top2.json").write_text('{"samples": [{}]}')
     with pytest.raises(ValueError, match="run that stage again"):
         stage.Placements.read(Path(tmp_path), "musique_t")
+
+
+def test_a_name_with_brackets_finds_its_summary(tmp_path):
+    (tmp_path / "mine [1]_kv_top2.json").write_text('{"samples": [{"id": "a", "chunks": []}]}')
+    assert stage.Placements.read(Path(tmp_path), "mine [1]").by_sample == {"a": {}}
