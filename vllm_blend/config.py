@@ -112,6 +112,7 @@ class ModelConfig:
 
     model: str
     tokenizer: str | None = None
+    max_logprobs: int = -1  # the most that a request may ask for per token; -1: as many as the vocabulary has
     skip_tokenizer_init: bool = False  # prompts are token ids then, and outputs have no text
     dtype: str | torch.dtype = "auto"
     device: str | torch.device = "auto"
@@ -128,6 +129,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self, "ModelConfig.")
+        require(self.max_logprobs >= -1, f"max_logprobs={self.max_logprobs} must be at least -1, which is no limit")
         require(bool(self.model), "model is empty: give a model directory or a Hugging Face model id")
         require(
             self.max_model_len is None or self.max_model_len > 0, f"max_model_len={self.max_model_len} must be positive"

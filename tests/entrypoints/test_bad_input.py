@@ -93,6 +93,7 @@ def test_a_missing_model_directory(tmp_path: Path) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
         ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_logprobs": -2}, "max_logprobs=-2 must be at least -1"),
         ({"max_model_len": 97}, "max_model_len=97 is above the 96 positions"),
         ({"dtype": "int4"}, "dtype='int4'.*bfloat16"),
         ({"device": "tpu"}, "tpu"),
@@ -203,6 +204,15 @@ def test_bad_parameters_in_a_batch_fail_alone() -> None:
             assert output.error is not None
             assert message in output.error
             assert output.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_the_engine_allows(field: str) -> None:
+    with engine(TINY, max_logprobs=7) as llm:
+        for count in (8, -1):
+            with pytest.raises(ValueError, match=f"{field}={count}, but the engine allows 7: lower it"):
+                run(llm, [GOOD], greedy(1, **{field: count}))
+        assert run(llm, [GOOD], greedy(1, **{field: 7}))[0].error is None
 
 
 def test_ids_of_any_integer_type() -> None:

@@ -35,6 +35,7 @@ from vllm_blend.unsupported import accept_defaults
 _HELP = {
     "model": "model directory or Hugging Face id",
     "tokenizer": "tokenizer directory or id, where it is not the model's",
+    "max_logprobs": "the most log-probabilities per token that a request may ask for; -1 for no limit",
     "skip_tokenizer_init": "load no tokenizer: prompts are token ids, and outputs have no text",
     "dtype": "auto, float32, bfloat16 or float16",
     "device": "auto, cpu or cuda",
@@ -112,6 +113,7 @@ class EngineArgs:
 
     model: str
     tokenizer: str | None = None
+    max_logprobs: int = -1
     skip_tokenizer_init: bool = False
     dtype: str | torch.dtype = "auto"
     device: str | torch.device = "auto"
@@ -203,6 +205,7 @@ class EngineArgs:
             model=ModelConfig(
                 model=self.model,
                 tokenizer=self.tokenizer,
+                max_logprobs=self.max_logprobs,
                 skip_tokenizer_init=self.skip_tokenizer_init,
                 dtype=self.dtype,
                 device=self.device,

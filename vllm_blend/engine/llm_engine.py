@@ -203,6 +203,7 @@ class LLMEngine:
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
         self._check_priority(priority)
+        self._check_logprobs(params)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         compression = self.config.kv_compress.settings_of(params.compression)
         self._check_length(parsed)
@@ -632,6 +633,12 @@ class LLMEngine:
             worker.head_dim,
             self.results.last_collected,
         )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most, vocab_size = self.config.model.max_logprobs, self.hf_config.vocab_size
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and 0 <= most < (vocab_size if count == -1 else count):
+                raise ValueError(f"{name}={count}, but the engine allows {most}: lower it, or raise max_logprobs")
 
     def _check_priority(self, priority: int) -> None:
         if not is_whole(priority):

@@ -94,7 +94,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "use_v2_block_manager": Unsupported(True, "there is one block manager"),
     "stream_interval": Unsupported(1, "every step reports its tokens"),
     "tokens_only": Unsupported(False, "give detokenize=False in SamplingParams"),
-    "max_logprobs": Unsupported(20, "requests may ask for any number of logprobs: leave it out", (-1,)),
     "logprobs_mode": Unsupported("raw_logprobs", "logprobs are those of the model's own distribution"),
     "logits_processors": Unsupported(None, "give logits_processors to SamplingParams"),
     "logits_processor_pattern": Unsupported(None, "requests cannot name logits processors"),
