@@ -40,9 +40,11 @@ class CompletionOutput:
 class RequestMetrics:
     """When things happened to a request, in seconds since the epoch; None until they do.
 
-    `first_token_time - first_scheduled_time` is the time to first token. With speculative decoding
-    `spec_token_acceptance_counts` says, as in vLLM, how many steps decoded the request (the first number), and in how
-    many of them the first draft token was accepted, the second, and so on.
+    `arrival_time` is taken when a call such as `LLM.generate` begins, before anything is parsed, tokenized or waits.
+    There are two times to the first token: `first_token_latency` counts from there, `time_in_prefill` from the first
+    step that works on the request or encodes its chunks. With speculative decoding `spec_token_acceptance_counts` says,
+    as in vLLM, how many steps decoded the request (the first number), and in how many of them the first draft token was
+    accepted, the second, and so on.
     """
 
     arrival_time: float
@@ -56,6 +58,18 @@ class RequestMetrics:
     def time_in_queue(self) -> float | None:
         """Seconds between arrival and the first step that worked on the request."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds between arrival and the first token: what a caller waits."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_prefill(self) -> float | None:
+        """Seconds between the first step that worked on the request and its first token."""
+        if self.first_token_time is None or self.first_scheduled_time is None:
+            return None
+        return self.first_token_time - self.first_scheduled_time
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -37,7 +38,8 @@ GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead 
 class SamplingParams:
     """Sampling settings of one request, with vLLM's names and meanings.
 
-    n: completions per prompt; drawn independently, so greedy decoding allows 1 only.
+    n: completions per prompt, at most 16384 (VLLM_MAX_N_SEQUENCES); drawn independently, so greedy decoding allows 1
+        only.
     presence_penalty, frequency_penalty: -2..2, subtracted from the logits of generated tokens, once and per occurrence.
     repetition_penalty: > 0; divides the logits of tokens of the prompt and the output (multiplies them where negative).
     temperature: >= 0; below 1e-5 is greedy.
@@ -104,6 +106,11 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         _integer("n", self.n, 1)
+        if self.n > max_n():
+            raise ValueError(
+                f"n={self.n} is more completions than one request may have: use at most {max_n()}, or raise "
+                "VLLM_MAX_N_SEQUENCES"
+            )
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
@@ -209,6 +216,14 @@ class SamplingParams:
                     raise ValueError(f"bad_words: {word!r} has no tokens in the vocabulary of {vocab_size}: remove it")
                 sequences[sequence] = None
         return list(sequences)
+
+
+def max_n() -> int:
+    """Return how many completions a request may ask for, as the environment variable of vLLM says."""
+    given = os.environ.get("VLLM_MAX_N_SEQUENCES", "16384")
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise ValueError(f"VLLM_MAX_N_SEQUENCES={given!r} must be a positive integer")
+    return int(given)
 
 
 def _number(field: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:

@@ -240,6 +240,25 @@ def test_a_ranking_places_first_and_scores_move_later():
     assert all(report.scores is not None and len(report.scores) == 6 for report in reports[1:])
 
 
+@pytest.mark.parametrize("ends", ["finished", "aborted"])
+def test_an_idle_engine_holds_no_pages(ends: str) -> None:
+    """Neither for a step that was queued ahead of the last request's end, nor for chunks that still travel."""
+    options = EXACT | {"offload_predictor": "restless", "offload_resident_chunks": 2, "async_scheduling": True}
+    llm = new_llm(DEMO, **options, offload_bytes_per_step=1 << 17)
+    inner = llm.llm_engine
+    for index in range(3):
+        inner.add_request("a", demo_prompt(index, 6), greedy(9, ignore_eos=True))
+        for _ in range(8):
+            inner.step()
+        if ends == "aborted":
+            inner.abort_request("a")
+        while inner.has_unfinished_requests():
+            inner.step()
+        assert inner.offload.scheduler.num_moving == 0
+        assert inner.blocks.num_free_blocks == inner.blocks.num_usable_blocks
+    assert inner.offload.scheduler.num_evictions > 0
+
+
 def test_mistakes_are_named():
     prompt = demo_prompt(0, 2)
     with engine() as llm, pytest.raises(ValueError, match="offload_mode"):

@@ -61,6 +61,9 @@ class _Late(Ticket):
     def done(self):
         return self.over
 
+    def wait(self):
+        raise AssertionError("nothing waits for a copy while requests run")
+
 
 class LatePlanner(MovePlanner):
     """Plans when the test says so, and keeps every plan until it is taken, however old."""

@@ -82,6 +82,7 @@ def test_a_sample_that_is_too_long_is_left_out_and_said_so(tmp_path, capsys):
 def test_rows_say_what_was_measured():
     methods = module.make_methods(0.15)[:2]
     methods[0].ttft, methods[1].ttft = [0.2, 0.1, 0.9], [0.05, 0.04, 0.06]
+    methods[0].latency, methods[1].latency = [0.3, 0.2, 1.0], [0.06, 0.05, 0.07]
     for method in methods:
         method.prompt_tokens, method.recomputed_tokens = 300, 30
         method.answers = [{"f1": 0.5, "exact_match": 0.0, "rouge_l": 1.0}] * 3

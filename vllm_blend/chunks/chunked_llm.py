@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, overload
@@ -251,9 +252,10 @@ class ChunkedLLM:
         With `stream`, an iterator with one output a token, each with everything so far; closing it early aborts the
         request. Other calls may be made meanwhile.
         """
+        arrival_time = time.time()
         with self.lock:  # no other thread deletes a chunk in between
             composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
-            outputs = self._start(composition, sampling_params, final_only=not stream)
+            outputs = self._start(composition, sampling_params, not stream, arrival_time)
         return outputs if stream else _last(outputs)
 
     def batch_generate_from_chunks(
@@ -267,8 +269,9 @@ class ChunkedLLM:
         """
         if isinstance(compositions, ChunkComposition | Mapping):
             raise TypeError(f"compositions is a {type(compositions).__name__}: give a list of them")
+        arrival_time = time.time()
         with self.lock:
-            running = self._start_all(compositions, sampling_params)
+            running = self._start_all(compositions, sampling_params, arrival_time)
         try:
             return [_last(outputs) for outputs in running]
         except BaseException:
@@ -279,6 +282,7 @@ class ChunkedLLM:
         self,
         compositions: Sequence[ChunkComposition | Mapping[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        arrival_time: float,
     ) -> list[Iterator[RequestOutput]]:
         made = [c if isinstance(c, ChunkComposition) else self.compose(**c) for c in compositions]
         each = [sampling_params] * len(made) if not isinstance(sampling_params, Sequence) else list(sampling_params)
@@ -287,7 +291,7 @@ class ChunkedLLM:
         running: list[Iterator[RequestOutput]] = []
         try:
             for composition, params in zip(made, each, strict=True):
-                running.append(self._start(composition, params, final_only=True))
+                running.append(self._start(composition, params, True, arrival_time))
         except BaseException:
             running.clear()  # as above
             raise
@@ -308,9 +312,10 @@ class ChunkedLLM:
         """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
         every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
         are left out."""
+        arrival_time = time.time()
         with self.lock:
             composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
-            outputs = self._start(composition, sampling_params, final_only=True)
+            outputs = self._start(composition, sampling_params, True, arrival_time)
         output = _last(outputs)
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:
@@ -319,13 +324,13 @@ class ChunkedLLM:
         return output, self.register_chunk(ids, ChunkType.OUTPUT, name, metadata, cache_salt=salt)
 
     def _start(
-        self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool
+        self, composition: ChunkComposition, params: SamplingParams | None, final_only: bool, arrival_time: float
     ) -> Iterator[RequestOutput]:
         params = self.llm.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is a {type(params).__name__}: give SamplingParams")
         request_id = f"composition-{next(self._ids)}"
-        return self.llm_engine.generate_from_chunks(composition, params, request_id, final_only)
+        return self.llm_engine.generate_from_chunks(composition, params, request_id, final_only, arrival_time)
 
     def _part(self, id_or_name: str | Chunk, field: str, role: Role, *types: ChunkType) -> Part:
         chunk = self.llm_engine.chunk_registry.get(id_or_name)

@@ -11,6 +11,7 @@ from vllm_blend.chunks.chat import conversation, render
 from vllm_blend.chunks.chunk import ChunkType
 from vllm_blend.chunks.composition import ChunkComposition, composition_key, matching_prefix
 from vllm_blend.core.block_manager import BlockManager, chain_digest
+from vllm_blend.inputs import begins_with
 
 if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -70,14 +71,14 @@ def preview(
         if is_retained:
             num_computed = len(ids) - asked.suffix_start
         else:
-            reused = sum(p.stop - p.start for p in parsed.pieces if p.context != tuple(ids[: p.start]))
+            reused = sum(p.stop - p.start for p in parsed.pieces if not begins_with(ids, p.start, p.context))
             stored = sum(p.stop - p.start for p in parsed.pieces)
             num_computed = len(ids) - stored + min(reused, int(asked.shares[-1] * asked.suffix_start + 1e-9))
     tokenizer = engine.tokenizer
     parts = []
     for placed in composition.placed():
         chunk = placed.part.chunk
-        exact = chunk is not None and chunk.has_kv and chunk.context_token_ids == tuple(ids[: placed.start])
+        exact = chunk is not None and chunk.has_kv and begins_with(ids, placed.start, chunk.context_token_ids)
         num_bytes = 0 if chunk is None else engine.chunk_store.bytes_of(chunk.id)
         chunk_id, kind = (None, None) if chunk is None else (chunk.id, chunk.chunk_type)
         parts.append(PreviewedPart(placed.start, placed.stop, chunk_id, kind, exact, num_bytes))

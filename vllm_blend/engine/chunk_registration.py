@@ -49,7 +49,12 @@ def delete_chunk(engine: LLMEngine, id_or_name: str | Chunk) -> Deletion:
 
 
 def generate_from_chunks(
-    engine: LLMEngine, request_id: str, composition: ChunkComposition, params: SamplingParams, final_only: bool
+    engine: LLMEngine,
+    request_id: str,
+    composition: ChunkComposition,
+    params: SamplingParams,
+    final_only: bool,
+    arrival_time: float | None,
 ) -> Iterator[RequestOutput]:
     """Queue a composition; the outputs as they come. Its chunks cannot be deleted until it has ended."""
     registry = engine.chunk_registry
@@ -62,7 +67,7 @@ def generate_from_chunks(
             )
     ids = [chunk.id for chunk in composition.chunks]
     engine.add_parsed(
-        request_id, composition.parse(), params, final_only=final_only, on_end=lambda: registry.release(ids)
+        request_id, composition.parse(), params, arrival_time, final_only, on_end=lambda: registry.release(ids)
     )
     registry.acquire(ids)
     inbox = Inbox()

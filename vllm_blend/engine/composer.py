@@ -23,16 +23,17 @@ from functools import partial
 
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.blend.encoding_contexts import ContextPieces, EncodingContext
+from vllm_blend.blend.encoding_contexts.base import Tokens
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import BlendConfig, check_ratio
 from vllm_blend.engine.composition import Composition, Piece, Turns
 from vllm_blend.engine.compressed_chunks import check_selector
-from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.inputs import ParsedPrompt, begins_with
 from vllm_blend.kv_store.arrivals import Arrivals, WantedChunk
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.cpu import MemoryChunkStore
-from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, context_id
 from vllm_blend.kv_store.prefetch import ChunkLoader
 from vllm_blend.kv_store.tiered import DISK, MEMORY, Choice, TieredChunkStore
 from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
@@ -123,19 +124,17 @@ class ChunkComposer:
             self._loading.pop(key, None)
             for composition in self._waiting.pop(key, []):
                 found_in = _memory_of(kv) if kv is None or kv.loaded_from is None else kv.loaded_from
-                composition.fill(key, self._checked(composition, key, kv), found_in)
+                piece = next((piece for piece in composition.pieces if piece.id.key == key), None)
+                composition.fill(key, None if piece is None else self._checked(piece, kv), found_in)
                 started += self._advance(composition)
         return started + self._take_turns()
 
-    def _checked(self, composition: Composition, key: str, kv: ChunkKV | None) -> ChunkKV | None:
+    def _checked(self, piece: Piece, kv: ChunkKV | None) -> ChunkKV | None:
         """Return a chunk that a store gave; None, with a warning, where it is not what the prompt wants.
 
         Tiers check what they read; this is where all KV that a prompt reuses comes by, wherever it was.
         """
-        piece = next((piece for piece in composition.pieces if piece.id.key == key), None)
-        if kv is None or piece is None:
-            return None
-        return None if _mismatches(self._expected(piece), kv) else kv
+        return None if kv is None or _mismatches(self._expected(piece), kv) else kv
 
     def find_stored(self, chunk: ChunkId) -> ChunkKV | None:
         """Return a whole chunk from the first tier that has it; None where none has, or it is something else."""
@@ -258,27 +257,35 @@ class ChunkComposer:
         """Take what is in memory, and see to the rest."""
         get = self.store.get_now if isinstance(self.store, TieredChunkStore) else self.store.get
         for piece in composition.pieces:
-            kv = self._checked(composition, piece.id.key, get(piece.id.key))
-            composition.fill(piece.id.key, kv, _memory_of(kv))
+            kv = self._checked(piece, get(piece.id.key))
+            composition.take(piece, kv, _memory_of(kv))
         return self._advance(composition)
 
     def pieces(self, parsed: ParsedPrompt) -> list[Piece]:
         ids = parsed.token_ids
         if parsed.pieces:
-            return [Piece(p.start, p.id, p.context == tuple(ids[: p.start]), context=p.context) for p in parsed.pieces]
+            return [
+                Piece(p.start, p.id, begins_with(ids, p.start, p.context), context=p.context) for p in parsed.pieces
+            ]
         first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
         prefix = ids[:first]
         salt = parsed.salt
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix, salt=salt), True)] if prefix else []
-        chunks = tuple(tuple(ids[start:stop]) for start, stop in parsed.chunk_bounds)
+        whole = tuple(ids)
+        chunks = tuple(whole[start:stop] for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         how = "" if self.compression is None else self.compression.name
+        all_in_place = frozenset(parsed.in_place_chunks)
+        context: Tokens | None = None
+        identity = ""
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
-            context = self.encoding.before(given, index, self.max_model_len - (stop - start))
-            chunk = ChunkId.of(self.model, context, ids[start:stop], how, salt)
-            own = None if list(context) == prefix else context
-            is_exact = list(context) == ids[:start]
-            in_place = index in parsed.in_place_chunks
+            earlier, context = context, self.encoding.before(given, index, self.max_model_len - (stop - start))
+            if earlier is None or (context is not earlier and context != earlier):  # mostly it is the prefix itself
+                identity = context_id(context, salt)
+            chunk = ChunkId.after(identity, self.model, chunks[index], how)
+            own = None if context is given.prefix or context == given.prefix else context
+            is_exact = begins_with(ids, start, context)
+            in_place = index in all_in_place
             pieces.append(Piece(start, chunk, is_exact, in_place=in_place, context=own, compressed=bool(how)))
         return pieces
 
@@ -351,7 +358,7 @@ class ChunkComposer:
         for piece in composition.missing:
             key = piece.id.key
             arriving = self._loading[key].kv(key, self.loader.deadline(key)) if key in self._loading else None
-            kv = self._checked(composition, key, arriving)
+            kv = self._checked(piece, arriving)
             if kv is None:
                 return None
             chunks[key] = kv
@@ -402,7 +409,9 @@ class ChunkComposer:
         for request in composition.requests:
             request.blend, request.blocked = plan, False
             if composition.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request
-                request.metrics.first_scheduled_time = composition.first_scheduled_time
+                # from its arrival on, where the encoding had begun for another request
+                began = max(composition.first_scheduled_time, request.metrics.arrival_time)
+                request.metrics.first_scheduled_time = began
 
     def _plan(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)

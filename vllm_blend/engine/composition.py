@@ -65,8 +65,12 @@ class Composition:
         """Take the KV of a chunk that has arrived from somewhere; None: it has not, and will not."""
         for piece in self.pieces:
             if piece.id.key == key:
-                piece.kv = kv
-                piece.found_in = None if key in self.own else found_in
+                self.take(piece, kv, found_in)
+
+    def take(self, piece: Piece, kv: ChunkKV | None, found_in: str) -> None:
+        """As `fill`, for one piece."""
+        piece.kv = kv
+        piece.found_in = None if piece.id.key in self.own else found_in
 
 
 class Turns:

@@ -168,7 +168,6 @@ class LLMEngine:
         eos = tokenizer.eos_token_id
         self.eos_token_ids |= set() if eos is None else {eos}
 
-    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -183,8 +182,10 @@ class LLMEngine:
         With `final_only`, `step` reports the request once, when it is finished. With `scheduling_policy="priority"`,
         requests of a lower `priority` go first.
         """
-        parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
-        self.add_parsed(request_id, parsed, params, arrival_time, final_only, priority=priority)
+        arrival_time = time.time() if arrival_time is None else arrival_time  # before it waits for a step to end
+        with self.lock:
+            parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
+            self.add_parsed(request_id, parsed, params, arrival_time, final_only, priority=priority)
 
     @exclusive
     @on_own_device
@@ -247,13 +248,13 @@ class LLMEngine:
                 "compute the K and V of every prompt token: set collect to False first"
             )
         metrics = RequestMetrics(arrival_time=time.time() if arrival_time is None else arrival_time)
-        requests = []
+        requests, token_ids = [], list(parsed.token_ids)  # which all completions share
         for index in range(params.n):
             own = params.for_completion(index)
             longest = min(self.max_model_len, len(parsed.token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(
                 request_id,
-                list(parsed.token_ids),
+                token_ids,
                 own,
                 metrics,
                 index,
@@ -291,14 +292,19 @@ class LLMEngine:
 
     @exclusive
     def generate_from_chunks(
-        self, composition: ChunkComposition, params: SamplingParams, request_id: str, final_only: bool = False
+        self,
+        composition: ChunkComposition,
+        params: SamplingParams,
+        request_id: str,
+        final_only: bool = False,
+        arrival_time: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Queue a prompt made of registered chunks; an iterator of its outputs, which runs the engine's steps as far as
         it needs. Its chunks cannot be deleted until it has finished.
 
         Raises ValueError as `add_request` does, and for chunks that are not registered.
         """
-        return chunk_registration.generate_from_chunks(self, request_id, composition, params, final_only)
+        return chunk_registration.generate_from_chunks(self, request_id, composition, params, final_only, arrival_time)
 
     @exclusive
     @on_own_device
@@ -377,6 +383,7 @@ class LLMEngine:
                 self._forget(group)
                 for encoding in self.composer.forget(group.requests):
                     self.scheduler.finish(encoding)
+        self._settle_if_idle()
 
     @exclusive
     def identify_chunks(
@@ -465,6 +472,7 @@ class LLMEngine:
         done, self._in_flight = self._in_flight, following
         try:
             touched = self._read(done)
+            self._settle_if_idle()
         except BaseException:
             self._undo([done] if following is None else [done, following])
             raise
@@ -523,6 +531,15 @@ class LLMEngine:
         if self.kv_compression is not None and not self.kv_compression.may_run_ahead(step.result.sampled):
             return False
         return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
+
+    def _settle_if_idle(self) -> None:
+        """When nothing is left to run, drop a step that was queued ahead for requests that have ended, and end the
+        moves of chunks, so that an idle engine holds no pages."""
+        if self.scheduler.has_requests:
+            return
+        self.drop_finished()
+        if self.offload is not None:
+            self.offload.end_moves()
 
     def _undo(self, steps: Sequence[_Step]) -> None:
         """A step could not be read: what it and the one after it were to give is computed again, and requests that had

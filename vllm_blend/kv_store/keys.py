@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-
-import numpy as np
 
 _READ_WHOLE = 1 << 30  # bytes
 _STRIDE, _SAMPLE = 1 << 20, 1 << 12  # of larger files: this much of every so much
@@ -35,7 +34,7 @@ class ModelFingerprint:
     num_kv_heads: int
     head_dim: int
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
@@ -79,7 +78,7 @@ def context_id(context_token_ids: Sequence[int], salt: bytes = b"") -> str:
     """
     if not salt:
         return _ids_digest(context_token_ids)
-    return hmac.digest(salt, np.asarray(context_token_ids, np.int64).tobytes(), "sha256").hex()[:32]
+    return hmac.digest(salt, _as_bytes(context_token_ids), "sha256").hex()[:32]
 
 
 def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int], compression: str = "") -> str:
@@ -108,9 +107,17 @@ class ChunkId:
         salt: bytes = b"",
     ) -> ChunkId:
         """Return the chunk `token_ids`, encoded after the tokens `context` for prompts with this `salt_digest`."""
-        identity = context_id(context, salt)
-        return cls(chunk_key(model, identity, token_ids, compression), identity, tuple(token_ids))
+        return cls.after(context_id(context, salt), model, token_ids, compression)
+
+    @classmethod
+    def after(cls, context: str, model: ModelFingerprint, token_ids: Sequence[int], compression: str = "") -> ChunkId:
+        """Return the chunk `token_ids`, encoded after what has the `context_id` `context`."""
+        return cls(chunk_key(model, context, token_ids, compression), context, tuple(token_ids))
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(token_ids, np.int64).tobytes()).hexdigest()[:32]
+    return hashlib.sha256(_as_bytes(token_ids)).hexdigest()[:32]
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()  # as NumPy's int64, and twice as fast for the length of a chunk

@@ -45,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, stop=options.stop)
     [output] = llm.generate(prompt, params, use_tqdm=False)
     metrics = output.metrics
-    assert metrics is not None and metrics.first_token_time is not None and metrics.first_scheduled_time is not None
+    assert metrics is not None
     reused = output.num_cached_tokens or 0
     print(f"Newly generated text: {output.outputs[0].text!r}")
-    print(f"Time to first token: {metrics.first_token_time - metrics.first_scheduled_time:.3f} seconds")
+    print(
+        f"Time to first token: {metrics.time_in_prefill:.3f} seconds ({metrics.first_token_latency:.3f} from arrival)"
+    )
     print(f"Tokens reused: {reused} of {len(output.prompt_token_ids)}")
     close_lmcache_engine()

@@ -101,6 +101,10 @@ class OffloadController:
             self._placed_by_rank.discard(request.residency)
             request.residency = None
 
+    def end_moves(self) -> None:
+        """No request is left: wait for the copies under way, and give the pages back that they own."""
+        self.scheduler.end_moves()
+
     def _track(self, request: Request) -> None:
         residency = Residency.of(request.block_table, request.chunk_bounds, request.chunk_ranking, self.block_size)
         request.residency = residency

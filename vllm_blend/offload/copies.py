@@ -1,6 +1,6 @@
 """Copies of blocks between the device's pages and the host pool: at once, in a thread, or on a GPU's own stream.
 
-Whoever submits a copy leaves both sides alone until its ticket is done. Nothing here waits.
+Whoever submits a copy leaves both sides alone until its ticket is done. Nothing here waits but `Ticket.wait`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ class Ticket(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether both sides may be used again. Raises what the copy raised."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when `done` has an answer other than "not yet"."""
 
 
 class BlockCopies(ABC):
@@ -47,6 +51,9 @@ class BlockCopies(ABC):
 class _Done(Ticket):
     def done(self) -> bool:
         return True
+
+    def wait(self) -> None:
+        return
 
 
 class PlainCopies(BlockCopies):
@@ -74,6 +81,9 @@ class _ThreadTicket(Ticket):
         if self._over.is_set() and self._error is not None:
             raise self._error
         return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()
 
 
 class ThreadCopies(BlockCopies):
@@ -106,6 +116,9 @@ class _StreamTicket(Ticket):
 
     def done(self) -> bool:
         return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class StreamCopies(BlockCopies):

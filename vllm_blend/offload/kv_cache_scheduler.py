@@ -130,6 +130,13 @@ class KVCacheScheduler:
             if not self._begin(self.planner.take(), reserve):
                 return
 
+    def end_moves(self) -> None:
+        """Wait for the copies of moves that are stale, as their requests are gone, and return what these own."""
+        for move in self._moves:
+            for ticket in move.tickets:
+                ticket.wait()
+        self._settle()
+
     @property
     def num_moving(self) -> int:
         return len(self._moves)

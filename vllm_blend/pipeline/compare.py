@@ -46,7 +46,8 @@ class Method:
     name: str
     selector: str | None
     ratio: float | None = None
-    ttft: list[float] = field(default_factory=list)  # seconds
+    ttft: list[float] = field(default_factory=list)  # seconds from the first step on
+    latency: list[float] = field(default_factory=list)  # seconds from the arrival on
     prompt_tokens: int = 0
     recomputed_tokens: int = 0
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -62,8 +63,9 @@ class Method:
 
     def record(self, output: RequestOutput) -> None:
         metrics = output.metrics
-        assert metrics is not None and metrics.first_token_time is not None and metrics.first_scheduled_time is not None
-        self.ttft.append(metrics.first_token_time - metrics.first_scheduled_time)
+        assert metrics is not None and metrics.time_in_prefill is not None and metrics.first_token_latency is not None
+        self.ttft.append(metrics.time_in_prefill)
+        self.latency.append(metrics.first_token_latency)
         self.prompt_tokens += len(output.prompt_token_ids)
         blend = output.blend
         self.recomputed_tokens += len(output.prompt_token_ids) if blend is None else blend.num_recomputed_tokens
@@ -196,6 +198,7 @@ def rows_of(methods: Sequence[Method]) -> list[dict[str, Any]]:
         for name in ("f1", "exact_match", "rouge_l") if method.answers else ():
             row[name] = statistics.fmean(answer[name] for answer in method.answers)
         row |= {"ttft_median_s": median, "ttft_speedup": full / median}
+        row |= {"arrival_to_first_token_median_s": statistics.median(method.latency)}
         row |= {"prompt_tokens": method.prompt_tokens, "recomputed_tokens": method.recomputed_tokens}
         rows.append(row | {"recomputed_share": method.recomputed_tokens / method.prompt_tokens})
     return rows
@@ -208,7 +211,8 @@ def table_of(rows: Sequence[dict[str, Any]], metric: str) -> str:
     for row in rows:
         scores = {names[metric]: row[metric], "exact match": row["exact_match"]} if metric in row else {}
         ttft = f"{1000 * row['ttft_median_s']:.1f} ms ({row['ttft_speedup']:.1f}x)"
-        cells.append({"method": row["method"], **scores, "TTFT": ttft, "tokens computed, %": row["recomputed_share"]})
+        times = {"TTFT": ttft, "from arrival": f"{1000 * row['arrival_to_first_token_median_s']:.1f} ms"}
+        cells.append({"method": row["method"], **scores, **times, "tokens computed, %": row["recomputed_share"]})
     return format_table(cells)
 
 
@@ -248,8 +252,10 @@ def report(output: dict[str, Any], metric: str) -> str:
         text += f"\n\nLonger prompts, timing only: {long[0]['prompts']} prompts, {mean:.0f} tokens on average\n\n"
         text += table_of(long, metric)
     return text + (
-        "\n\nTTFT: median time to first token, one request at a time, after a warm-up, with the passages' KV already\n"
-        "in memory; in brackets, full prefill's time divided by it. Full prefill: no prefix caching, no blending.\n"
+        "\n\nTTFT: median time from the first step that works on a request to its first token, one request at a time,\n"
+        "after a warm-up, with the passages' KV already in memory; in brackets, full prefill's time divided by it.\n"
+        "From arrival: the same with the time before that step, in which the prompt is tokenized and planned.\n"
+        "Full prefill: no prefix caching, no blending.\n"
         "Tokens computed: share of the prompt that went through the model, the question included.\n"
         f"{output['threads']} threads, torch {output['torch']}, {output['model']['dtype']}."
     )

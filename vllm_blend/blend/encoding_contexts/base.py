@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 Tokens = tuple[int, ...]
@@ -25,9 +26,9 @@ class ContextPieces:
         before: list[int] = []
         previous = self.continues[index] if self.continues else None
         while previous is not None:
-            before.insert(0, previous)
+            before.append(previous)
             previous = self.continues[previous]
-        return before
+        return before[::-1]
 
 
 class EncodingContext(ABC):
@@ -48,9 +49,10 @@ class EncodingContext(ABC):
         that do not fit are left out, those far from the chunk first."""
         head = self.head(pieces)
         room -= len(head)
-        tail: Tokens = ()
+        kept: list[Tokens] = []
         for passage in reversed(self.passages(pieces, index)):
-            if len(passage) + len(tail) > room:
+            room -= len(passage)
+            if room < 0:
                 break
-            tail = passage + tail
-        return head + tail
+            kept.append(passage)
+        return head + tuple(chain.from_iterable(reversed(kept)))

@@ -19,6 +19,8 @@ from vllm_blend.blend.selectors.base import Evidence, Look, Selector
 from vllm_blend.blend.selectors.levers import LEVERS, Lever
 
 AUTO = "auto"  # alone, without levers: it has its own
+MAX_CHARACTERS = 1024  # in a selector's text; all rules and levers with all of their settings take less than half
+_MARKS = re.compile(r"([+()])")
 _PART = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*")
 
 
@@ -66,6 +68,11 @@ class Composed(Selector):
 
 def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
     """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"blend_selector={text[:40] + '...'!r} has {len(text)} characters: give a rule and levers, each once, in "
+            f"at most {MAX_CHARACTERS}"
+        )
     rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
     if not levers:
         return rule
@@ -88,8 +95,15 @@ def _names(selectors: Mapping[str, type[Selector]]) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """Of a sum, not within parentheses."""
-    return re.split(r"\+(?![^()]*\))", text)
+    """Return the terms of a sum: a plus sign within parentheses belongs to its term."""
+    parts, depth = [""], 0
+    for piece in _MARKS.split(text):
+        if piece == "+" and depth == 0:
+            parts.append("")
+        else:
+            depth = {"(": 1, ")": 0}.get(piece, depth)
+            parts[-1] += piece
+    return parts
 
 
 def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:

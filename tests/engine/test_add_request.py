@@ -1,0 +1,110 @@
+"""What adding a request costs, and when it counts as arrived."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.engine.engines import assert_empty, engine, greedy, run, tiny_model
+from vllm_blend import SamplingParams
+from vllm_blend.blend.selectors import make_selector, spec
+from vllm_blend.engine import llm_engine
+from vllm_blend.inputs import parse_prompt
+from vllm_blend.kv_store import keys
+
+TINY = tiny_model("llama")
+LONG = tiny_model("llama", max_position_embeddings=4096)
+PREFIX = 400
+
+
+def test_work_grows_with_the_tokens_and_not_with_tokens_times_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the chunks of the same prompt: no more tokens are hashed, and the model is not described again."""
+    digest, dumps, hashed, described = keys._ids_digest, json.dumps, [0], [0]
+
+    def counting(token_ids: Any) -> str:
+        hashed[0] += len(token_ids)
+        return digest(token_ids)
+
+    def describing(*args: Any, **kwargs: Any) -> str:
+        described[0] += 1
+        return dumps(*args, **kwargs)
+
+    monkeypatch.setattr(keys, "_ids_digest", counting)
+    monkeypatch.setattr(keys.json, "dumps", describing)
+    with engine(LONG, enable_blending=True, blend_min_tokens=1) as llm:
+        inner, counts = llm.llm_engine, []
+        for num_chunks in (50, 100):
+            chunks = [[index % 200 + 5] * (1000 // num_chunks) for index in range(num_chunks)]
+            hashed[0] = described[0] = 0
+            inner.add_request("x", {"prefix": [3] * PREFIX, "chunks": chunks, "suffix": [7]}, greedy())
+            inner.abort_request("x")
+            counts.append(hashed[0])
+            assert described[0] <= 2
+        assert counts == [2 * PREFIX + 1000] * 2
+        assert_empty(llm)
+
+
+@pytest.mark.parametrize("ids", [[True, 3], [2**70], [-1], [1.5], ["a"], [[1]], [10]])
+def test_token_ids_are_checked_one_by_one_where_they_are_not_all_plain(ids: list[Any]) -> None:
+    if ids == [True, 3]:
+        assert parse_prompt({"prompt_token_ids": ids}, None, 10).token_ids == [1, 3]
+        return
+    with pytest.raises((ValueError, TypeError), match=r"prompt_token_ids\[0\] is"):
+        parse_prompt({"prompt_token_ids": ids}, None, 10)
+
+
+def test_a_selector_of_absurd_length_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("a+" * 16_000 + "a", "(" * 20_000, "none" + " " * 20_000 + "!"):
+        with monkeypatch.context() as patch:
+            patch.setattr(spec, "_parts", lambda text: pytest.fail("parsed"))
+            with pytest.raises(
+                ValueError, match=r"blend_selector='.{40}\.\.\.' has 20\d+|32\d+ characters: .* at most 1024"
+            ):
+                make_selector(text)
+    assert spec._parts("a(b=1+2)+c + d(e)") == ["a(b=1+2)", "c ", " d(e)"]
+
+
+def test_n_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SamplingParams(n=16384).n == 16384
+    with pytest.raises(ValueError, match=r"n=16385 .* at most 16384, or raise VLLM_MAX_N_SEQUENCES"):
+        SamplingParams(n=16385)
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "3")
+    with pytest.raises(ValueError, match="at most 3"):
+        SamplingParams(n=4)
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "-3")
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        SamplingParams(n=1)
+
+
+def test_a_request_that_joins_an_encoding_was_not_scheduled_before_it_came() -> None:
+    prompt: Any = {"prefix": [3, 4], "chunks": [[5] * 20, [6] * 20], "suffix": [7]}
+    with engine(TINY, enable_blending=True, blend_min_tokens=1, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        inner, done = llm.llm_engine, {}
+        inner.add_request("first", prompt, greedy(2), final_only=True)
+        for _ in range(2):
+            inner.step()
+        inner.add_request("second", prompt, greedy(2), final_only=True)
+        while inner.has_unfinished_requests():
+            done |= {output.request_id: output.metrics for output in inner.step()}
+        for metrics in done.values():
+            assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
+        assert done["second"].first_scheduled_time == done["second"].arrival_time  # as it was being worked on
+
+
+def test_a_request_arrives_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_at = []
+
+    def parse(*args: Any) -> Any:
+        parsed_at.append(time.time())
+        return parse_prompt(*args)
+
+    monkeypatch.setattr(llm_engine, "parse_prompt", parse)
+    with engine(TINY) as llm:
+        for output in run(llm, ["a", "b"], greedy(2)):
+            metrics = output.metrics
+            assert metrics is not None and metrics.arrival_time <= parsed_at[0]
+            assert metrics.first_token_latency == metrics.first_token_time - metrics.arrival_time
+            assert metrics.first_token_latency >= metrics.time_in_prefill > 0
