@@ -90,7 +90,7 @@ def test_rows_say_what_was_measured():
     assert (rows[1]["ttft_median_s"], rows[1]["ttft_speedup"], rows[1]["recomputed_share"]) == (0.05, 4.0, 0.1)
     lines = module.table_of(rows, "f1").splitlines()
     assert lines[0].split("|")[2:4] == ["   F1 ", " exact match "]
-    assert " ".join(lines[3].split()) == "| plain reuse | 50.0 | 0.0 | 50.0 ms (4.0x) | 10.0 |"
+    assert " ".join(lines[3].split()) == "| plain reuse | 50.0 | 0.0 | 50.0 ms (4.0x) | 60.0 ms | 10.0 |"
     assert "Rouge-L" in module.table_of(rows, "rouge_l")
 
 
