@@ -183,10 +183,17 @@ def test_no_matrix_is_allocated_in_full_precision() -> None:
     assert linears + scales + others <= size <= linears + scales + others + 2 * 16 * 64 * 4  # the RoPE tables
 
 
-@pytest.mark.parametrize("arguments", [{"quantization": "int4"}, {"quantization": ""}, {"quantization": 8}])
-def test_an_unknown_quantization_says_what_there_is(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"quantization={arguments['quantization']!r} is unknown: use 'fp8', or None"):
-        EngineArgs("some/model", **arguments).create_engine_config()
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("int4", "quantization='int4' is unknown: use 'fp8', or None"),
+        ("", "quantization='' is unknown: use 'fp8', or None"),
+        (8, "quantization=8 must be a string or None, not int"),
+    ],
+)
+def test_an_unknown_quantization_says_what_there_is(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs("some/model", quantization=value).create_engine_config()
 
 
 def test_a_device_without_fp8_products_is_an_error_at_start(tmp_path: Path) -> None:
