@@ -219,9 +219,11 @@ class TestOverAnArena:
         for value, key in enumerate("abcda"):
             kv = store.load(key)
             assert same(kv, chunk(10, value % 4))
-            assert kv is not None and store.memory.holds(kv) and store.get_now(key) is kv
+            kept = store.get_now(key)
+            assert kv is not None and store.memory.holds(kv) and kept is not None and kept.k is kv.k
+            assert (kv.loaded_from, kept.loaded_from) == ("disk", None)
             assert store.num_bytes <= store.budget_bytes
-            del kv
+            del kv, kept
         assert len(store) == 2 and store.num_bytes == 2 * ALIGNMENT
 
     def test_where_requests_hold_everything_chunks_come_in_other_memory(self) -> None:
