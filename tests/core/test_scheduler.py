@@ -262,6 +262,17 @@ def test_a_lower_priority_number_goes_first_and_takes_no_running_requests_place(
     assert [request.request_id for request in scheduler.waiting] == ["5", "3", "2", "0"]
 
 
+def test_who_was_preempted_waits_before_all_others_of_its_priority() -> None:
+    scheduler = Scheduler(BlockManager(40, SIZE), max_num_seqs=1, max_num_batched_tokens=8)
+    for index, priority in enumerate([1, 0, 1, 2]):
+        scheduler.add(request_of(index, Arrival(0, [index] * 4, 3, "plain", priority=priority)))
+    scheduler.schedule()
+    scheduler.preempt_last()
+    assert [request.request_id for request in scheduler.waiting] == ["1", "0", "2", "3"]
+    scheduler.add_first(request_of(4, Arrival(0, [4] * 4, 3, "plain", priority=1)))
+    assert [request.request_id for request in scheduler.waiting] == ["1", "4", "0", "2", "3"]
+
+
 def test_long_prompts_are_computed_in_pieces_beside_decodes() -> None:
     scheduler = Scheduler(BlockManager(40, SIZE), 4, 6)
     simulation = Simulation(scheduler)

@@ -11,9 +11,10 @@ import torch
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, run, tiny_model
 from tests.kv_compress.worlds import ALLOCATIONS
+from vllm_blend.kv_compress import engine as engine_module
 from vllm_blend.kv_compress.chunks import ChunkCompression
-from vllm_blend.kv_compress.evictions import schedule_evictions
-from vllm_blend.kv_compress.metrics import METRICS, KNorm
+from vllm_blend.kv_compress.evictions import Evictions, schedule_evictions
+from vllm_blend.kv_compress.metrics import METRICS, KeyDiff, KNorm
 from vllm_blend.kv_compress.ties import TOLERANCE, tie_starts
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
@@ -68,6 +69,34 @@ def test_stored_chunks_keep_the_same_of_equal_tokens() -> None:
     exact = kept(torch.ones(40, 1, 8))
     assert (exact.flatten() % 5).unique().numel() == 2 and (exact[:8, 0] < 40).all()
     assert all(torch.equal(kept(noise((40, 1, 8), seed)), exact) for seed in range(20))
+
+
+def test_cosines_around_0_are_rounded_as_those_around_1_are() -> None:
+    """Keys at right angles to the mean: 20 of a direction, and 10 each of two opposite ones that tie."""
+    directions = torch.eye(8)[[0, 1, 0, 1]] * torch.tensor([1.0, 1.0, 1.0, -1.0])[:, None]
+    turned, _ = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(2)))
+    keys = (directions @ turned).repeat(10, 1)[:, None]
+    compression = ChunkCompression(KeyDiff(), 0.3)
+    for seed in range(5):
+        kept = compression.compress(ChunkKV((keys * noise(keys.shape, seed))[None], torch.zeros(1, 40, 1, 8))).positions
+        assert kept is not None and kept.flatten().tolist() == list(range(1, 24, 2))
+
+
+@pytest.mark.parametrize("metric", ["keydiff", "knorm"])
+def test_prompts_and_head_pages_are_compared_by_the_magnitude_of_the_metric(
+    metric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, float]] = set()
+
+    def noting(rank: torch.Tensor, *others: Any) -> Evictions:
+        seen.add((rank.dim(), others[7]))
+        return schedule_evictions(rank, *others)
+
+    monkeypatch.setattr(engine_module, "schedule_evictions", noting)
+    settings = {"enable_kvc": True, "kvc_metric": metric, "protected_window_size": 6, "num_sinks": 1, "kvc_interval": 4}
+    with engine(tiny_model("qwen2"), **settings, max_cache_tokens=16, block_size=BLOCK_SIZE) as llm:
+        run(llm, {"prompt_token_ids": list(range(40))}, greedy(12, ignore_eos=True))
+    assert seen == {(dim, {"keydiff": 1.0, "knorm": 0.0}[metric]) for dim in (3, 4)}
 
 
 @pytest.mark.parametrize("metric", sorted(METRICS))

@@ -26,6 +26,9 @@ def base() -> LlamaConfig:
         ({"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 5.0}, {
             "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0}
         }),
+        ({"rope_scaling": {"factor": 8.0}, "rope_theta": 6.0, "rope_parameters": {"factor": 3.0}}, {
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 6.0}  # its own name comes first
+        }),
         ({"rope_theta": 9.0}, {"rope_parameters": {**base().rope_parameters, "rope_theta": 9.0}}),
     ],
 )  # fmt: skip
