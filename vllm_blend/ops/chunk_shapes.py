@@ -14,9 +14,9 @@ def check_chunks_fit(
     tables: Sequence[torch.Tensor],
 ) -> None:
     """Raise ValueError unless K and V of each chunk are [layers, tokens, *heads], heads being [kv_heads, head_dim], and
-    each of `tables` (cos, sin, slots) has a row for every token of all chunks."""
+    each of `tables` (cos, sin, slots) has a row for every token of all chunks. K and V of no layers fit any cache."""
     for k, v in chunks:
-        if k.dim() != 4 or k.shape != v.shape or k.shape[0] != layers or tuple(k.shape[2:]) != tuple(heads):
+        if k.dim() != 4 or k.shape != v.shape or k.shape[0] not in (0, layers) or tuple(k.shape[2:]) != tuple(heads):
             raise ValueError(
                 f"chunk K {list(k.shape)} and V {list(v.shape)} do not fit a cache of {layers} layers with {heads[0]} "
                 f"KV heads of {heads[1]}: both must be [layers, tokens, kv_heads, head_dim] of that"
