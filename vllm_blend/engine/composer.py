@@ -177,8 +177,8 @@ class ChunkComposer:
 
     @property
     def is_loading(self) -> bool:
-        """Whether chunks are being loaded that somebody waits for."""
-        return bool(self._loading)
+        """Whether prompts wait for chunks that are being loaded. A prompt that started early does not."""
+        return not self._waiting.keys().isdisjoint(self._loading)
 
     def wait(self, timeout: float) -> None:
         """Return when `poll` has something to do, after `timeout` seconds at the latest."""
