@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.compare import blend_of
 from tests.tolerances import TOLERANCES
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
@@ -75,7 +76,7 @@ def test_a_partial_blend_agrees_with_the_cpu(selector: str, blending: LLM, dtype
     pairs = list(
         zip(blending.generate(asked, GREEDY, use_tqdm=False), cpu.generate(asked, GREEDY, use_tqdm=False), strict=True)
     )
-    assert [a.blend for a, _ in pairs] == [b.blend for _, b in pairs]
+    assert [blend_of(a) for a, _ in pairs] == [blend_of(b) for _, b in pairs]
     if dtype == "float32":
         assert [a.outputs[0].text for a, _ in pairs] == [b.outputs[0].text for _, b in pairs]
 

@@ -31,7 +31,7 @@ def count_reuse(result: BlendResult) -> ReuseCounts:
     """Count what a blend has kept of stored KV, and what it has computed."""
     plan = result.plan
     kept = np.ones(plan.suffix_start, bool)
-    kept[result.computed.cpu().numpy()] = False
+    kept[result.computed_on_host.wait().numpy()] = False
     found = Counter[str]()
     exact = encoded = 0
     for segment in plan.segments:

@@ -18,7 +18,7 @@ from vllm_blend.layers.logprobs import MAX_ELEMENTS_AT_ONCE, prompt_logprobs
 from vllm_blend.layers.sampler import PendingSample, Sampler, SamplingState
 from vllm_blend.offload.attention import ExactBackend, QueryTap
 from vllm_blend.offload.block_pool import HostBlockPool
-from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn, Span, build_batch
@@ -44,6 +44,11 @@ class BlendResult:
     computed: torch.Tensor  # [n] int64, ascending, holes included
     all_slots: torch.Tensor  # [tokens] int64, of the rows active in the first layer; none of a blend in head pages
     computed_slots: torch.Tensor  # [m] int64, of the rows whose K and V the last layer computed; likewise
+    # `computed` on its way to the host, queued with the step: counting it must not wait for a later one.
+    computed_on_host: HostCopy = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.computed_on_host = HostCopy(self.computed)
 
     def computed_with_suffix(self) -> torch.Tensor:
         """Return the ascending positions of the prompt that were computed in the last layer, int64."""
