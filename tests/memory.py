@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 LIMIT_GIB = 4.0
 COLLECT_AFTER = 128 << 20  # bytes that the process may grow by until dropped engines are looked for
 
+_libc = ctypes.CDLL(None)
 _at_last_collection = 0
 
 
@@ -23,6 +25,8 @@ def free_dropped() -> None:
     global _at_last_collection
     if resident_bytes() - _at_last_collection > COLLECT_AFTER:
         gc.collect()
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)  # glibc keeps hundreds of MiB of freed weights between small allocations
         _at_last_collection = resident_bytes()
 
 
