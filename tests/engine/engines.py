@@ -122,9 +122,12 @@ def engine(model: str = DEMO, **arguments: Any) -> Iterator[LLM]:
 
 
 def assert_empty(llm: LLM) -> None:
-    inner = llm.llm_engine
-    assert not inner.has_unfinished_requests()
+    """Check that no request and no page is left. Chunks may still be arriving that no request waits for any more."""
+    inner, deadline = llm.llm_engine, time.monotonic() + PATIENCE
     assert inner.get_num_unfinished_requests() == 0
+    while inner.has_unfinished_requests() and time.monotonic() < deadline:
+        assert inner.step() == []
+    assert not inner.has_unfinished_requests()
     end_moves(llm)
     assert inner.blocks.num_free_blocks == inner.blocks.num_usable_blocks
     assert not inner.processor.groups
