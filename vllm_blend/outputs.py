@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token, its rank in the vocabulary (1 is best, ties share the better one) and its text."""
+    """Log-probability of a token, its rank in the vocabulary (1 is best) and its text."""
 
     logprob: float
     rank: int | None = None

@@ -31,10 +31,14 @@ def test_entries_are_the_token_and_the_most_likely_ones(device: str):
             assert logprob.decoded_token is None
 
 
-def test_ties_share_the_better_rank():
-    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0]])
-    (entry,) = start_logprobs(logits, torch.tensor([1]), [-1]).result()
-    assert {token: logprob.rank for token, logprob in entry.items()} == {0: 1, 2: 1, 1: 3, 3: 4}
+@pytest.mark.parametrize("token", range(5))
+def test_ties_have_ranks_of_their_own_and_the_rows_token_the_first(token: int):
+    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0, 2.0]])
+    (entry,) = start_logprobs(logits, torch.tensor([token]), [-1]).result()
+    ranks = {each: logprob.rank for each, logprob in entry.items()}
+    assert sorted(ranks.values()) == [1, 2, 3, 4, 5]
+    assert (ranks[1], ranks[3]) == (4, 5)
+    assert ranks[token] == {1: 4, 3: 5}.get(token, 1)
 
 
 def test_prompt_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,8 @@ class PendingLogprobs:
 def start_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
     """Per row of logits [rows, vocabulary]: its token of `token_ids` [rows] int64, then its `counts` most likely ones.
 
-    A count of -1 is the whole vocabulary. A rank is 1 + the number of strictly likelier tokens. Texts are left out.
+    A count of -1 is the whole vocabulary. The rank of a row's own token is 1 + the number of strictly likelier
+    ones. Texts are left out.
     """
     vocab_size = logits.shape[-1]
     counts = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
@@ -61,11 +62,13 @@ def _pack(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Te
 
 
 def _entry(row: list[float], width: int, count: int) -> dict[int, Logprob]:
-    entry = {int(row[0]): Logprob(row[2], int(row[1]))}
-    rank, previous = 0, float("inf")
-    for position in range(count):
-        value = row[3 + width + position]
-        if value < previous:
-            rank, previous = position + 1, value
-        entry.setdefault(int(row[3 + position]), Logprob(value, rank))
+    """The most likely tokens have ranks 1, 2, ... as in vLLM, also where some tie: `row`'s own token is then the first
+    of its equals."""
+    own, own_rank = int(row[0]), int(row[1])
+    entry = {own: Logprob(row[2], own_rank)}
+    top = [int(token) for token in row[3 : 3 + count]]
+    place = top.index(own) if own in top else -1
+    for position, token in enumerate(top):
+        overtaken = own_rank - 1 <= position < place
+        entry.setdefault(token, Logprob(row[3 + width + position], position + 1 + overtaken))
     return entry
