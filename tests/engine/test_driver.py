@@ -28,6 +28,14 @@ PATIENCE = 120.0
 Job = Callable[[], Any]
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt also in a run that a shell started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def quick_switches() -> Iterator[None]:
     """Have the interpreter change threads often."""
