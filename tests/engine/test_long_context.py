@@ -12,6 +12,7 @@ from tests.blend.reference import BlendReference
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, check_entries
 from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, new_llm, run, tiny_model
 from tests.models.tiny import HEAD_DIM
+from tests.tolerances import tolerance
 from vllm_blend.config import ModelConfig
 from vllm_blend.engine.setup import resolve_max_model_len
 
@@ -91,7 +92,7 @@ def test_dynamic_beyond_the_original_context_has_the_base_of_max_model_len() -> 
             logits = hf_model(directory)(input_ids=torch.tensor([[*IDS[:47], 0]])).logits
         whole = logits[0, 46].log_softmax(-1)
         for token, logprob in entry.items():
-            assert logprob.logprob == pytest.approx(float(whole[token]), abs=1e-4)
+            assert logprob.logprob == pytest.approx(float(whole[token]), abs=tolerance().logprobs.largest)
 
 
 @pytest.mark.parametrize(

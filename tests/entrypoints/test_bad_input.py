@@ -211,8 +211,8 @@ def test_more_logprobs_than_the_engine_allows(field: str) -> None:
     with engine(TINY, max_logprobs=7) as llm:
         for count in (8, -1):
             with pytest.raises(ValueError, match=f"{field}={count}, but the engine allows 7: lower it"):
-                run(llm, [GOOD], greedy(1, **{field: count}))
-        assert run(llm, [GOOD], greedy(1, **{field: 7}))[0].error is None
+                run(llm, [GOOD], SamplingParams(temperature=0, max_tokens=1, **{field: count}))
+        assert run(llm, [GOOD], SamplingParams(temperature=0, max_tokens=1, **{field: 7}))[0].error is None
 
 
 def test_ids_of_any_integer_type() -> None:
