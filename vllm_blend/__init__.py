@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm_blend.config import BlendConfig
     from vllm_blend.engine.arg_utils import EngineArgs
     from vllm_blend.engine.llm_engine import LLMEngine
+    from vllm_blend.entrypoints.beam_search import BeamSearchParams
     from vllm_blend.entrypoints.llm import LLM
     from vllm_blend.inputs import ChunkedPrompt, TextPrompt, TokensPrompt
     from vllm_blend.offload.kv_cache_manager import KVCacheManager
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 # Imported on first use: reading a data set must not load the engine.
 _HOMES = {
+    "BeamSearchParams": "entrypoints.beam_search",
     "BlendConfig": "config",
     "BlendStats": "outputs",
     "ChunkedLLM": "chunks.chunked_llm",
@@ -44,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "BlendConfig",
     "BlendStats",
     "ChunkedLLM",

@@ -94,6 +94,7 @@ def test_modules_that_callers_import_work_or_refuse_what_is_asked_of_them(site):
         """
 import logging, torch
 from vllm import LLM, SamplingParams, config, distributed, tokenizers, utils
+from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 from vllm.entrypoints.chat_utils import resolve_hf_chat_template
 from vllm.logprobs import Logprob
@@ -118,6 +119,8 @@ assert resolve_hf_chat_template(tokenizer, None, None, model_config=known) == "o
 assert resolve_hf_chat_template(tokenizer, "given", None, model_config=known) == "given"
 [output] = llm.generate("Who", SamplingParams(max_tokens=1, logprobs=1))
 assert all(isinstance(entry, Logprob) for entry in output.outputs[0].logprobs[0].values())
+[found] = llm.beam_search("Who", BeamSearchParams(beam_width=2, max_tokens=1))
+assert isinstance(found, BeamSearchOutput) and all(isinstance(one, BeamSearchSequence) for one in found.sequences)
 
 destroy_model_parallel()
 cleanup_dist_env_and_memory()
@@ -131,7 +134,6 @@ refused = [
     ("LoRARequest is not supported: merge the LoRA adapter", lambda: LoRARequest("name", 1, "path")),
     ("StructuredOutputsParams is not supported: structured outputs come", lambda: StructuredOutputsParams(regex="a")),
     ("GuidedDecodingParams is not supported", lambda: GuidedDecodingParams(json={{}})),
-    ("BeamSearchParams is not supported", lambda: BeamSearchParams(beam_width=2, max_tokens=1)),
     ("CompilationConfig is not supported", lambda: config.CompilationConfig(level=3)),
     ("tokenizer_mode='slow' is not supported", lambda: get_tokenizer(model, tokenizer_mode="slow")),
     ("initialize_model_parallel is not supported", lambda: distributed.initialize_model_parallel(2)),

@@ -16,6 +16,7 @@ from tests import settings
 from tests.engine.compare import assert_same_logprobs, blend_of, record_chosen
 from tests.engine.engines import DEMO, assert_empty, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend import RequestOutput
+from vllm_blend.entrypoints.beam_search import BeamSearchParams
 from vllm_blend.lmcache import precompute
 from vllm_blend.lmcache.llm import LLM, close_lmcache_engine
 from vllm_blend.lmcache.precompute import OfflineKVPreCompute
@@ -368,6 +369,10 @@ def test_bad_input(llm: LLM) -> None:
         llm.generate(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a message is made of several pieces, which chat\(\) cannot blend"):
         llm.chat([{"role": "user", "content": combine_input_prompt_chunks([a, question])}])
+    beams = BeamSearchParams(2, 2)
+    with pytest.raises(ValueError, match=r"prompts\[1\] is made of several pieces, and a beam search cannot blend"):
+        llm.beam_search([question, combine_input_prompt_chunks([a, question])], beams)
+    assert len(llm.beam_search(question, beams)[0].sequences) == 2
 
 
 def test_the_parts_of_a_chat_are_pieces(llm: LLM) -> None:

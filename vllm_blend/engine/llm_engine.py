@@ -207,7 +207,7 @@ class LLMEngine:
         self._check_logprobs(params)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         compression = self.config.kv_compress.settings_of(params.compression)
-        self._check_length(parsed)
+        self.check_length(parsed)
         if parsed.chunk_ranking and self.offload is None:
             raise ValueError(
                 "the prompt has chunk_ranking, but the engine's chunks do not move while decoding: give offload_mode "
@@ -666,7 +666,8 @@ class LLMEngine:
                 'scheduling_policy="priority" to the engine, or leave the priority out'
             )
 
-    def _check_length(self, parsed: ParsedPrompt) -> None:
+    def check_length(self, parsed: ParsedPrompt) -> None:
+        """Raise ValueError for a prompt that leaves no room for a token of an answer."""
         n = len(parsed.token_ids)
         if n >= self.max_model_len:
             raise ValueError(

@@ -23,6 +23,7 @@ from vllm_blend.engine.driver import Inbox
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
 from vllm_blend.engine.own_device import current
+from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
@@ -70,8 +71,7 @@ class LLM:
         set and no text; if every prompt is bad, the first error is raised.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
-        if lora_request is not None:
-            raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; leave it None")
+        _check_no_lora(lora_request)
         batch = as_batch(prompts, prompt_token_ids)
         if priority is not None and len(priority) != len(batch):
             raise ValueError(f"{len(priority)} priorities for {len(batch)} prompts: give one per prompt, or None")
@@ -156,6 +156,25 @@ class LLM:
                 for prompt in chat_prompts(template, parse_conversations(messages), blends)
             ]
         return self.generate(prompts, sampling_params, use_tqdm, arrival_time=arrival_time)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the most likely continuations of every prompt that a beam search finds; outputs in the order of the
+        prompts.
+
+        At most `concurrency_limit` prompts are searched at a time; None: all. Each token of a sequence is a request of
+        its own, so leave prefix caching on. Raises ValueError or TypeError before any work if a prompt or a setting is
+        wrong, and for chunked prompts that would be blended.
+        """
+        _check_no_lora(lora_request)
+        run = partial(self.generate, use_tqdm=False)
+        return beam_search(self.llm_engine, run, as_batch(prompts, None), params, use_tqdm, concurrency_limit)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` use without sampling_params: vLLM's defaults, changed by the model's
@@ -275,6 +294,11 @@ def as_batch(prompts: PromptType | Sequence[PromptType] | None, prompt_token_ids
         raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
     batch: list[Any] = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
     return batch
+
+
+def _check_no_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; leave it None")
 
 
 def _is_token_ids(prompts: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_blend.chunks.messages import parse_conversations
+from vllm_blend.entrypoints.beam_search import BeamSearchOutput
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
 from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
@@ -91,6 +92,18 @@ class LLM(BlendLLM):
                 "combine_input_prompt_chunks, and use generate()"
             )
         return super().chat(messages, *arguments, **options)
+
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], *arguments: Any, **options: Any
+    ) -> list[BeamSearchOutput]:
+        """As in the base class, for prompts of one piece. Raises ValueError where a prompt has several."""
+        for index, prompt in enumerate(as_batch(prompts, None)):
+            if len(self._pieces(prompt) or ()) > 1:
+                raise ValueError(
+                    f"prompts[{index}] is made of several pieces, and a beam search cannot blend: join their text "
+                    "without separators, or use generate()"
+                )
+        return super().beam_search(prompts, *arguments, **options)
 
     def shutdown(self) -> None:
         """As in the base class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_blend.entrypoints.beam_search import BeamSearchParams
 from vllm_blend.sampling_params import SamplingParams
 from vllm_blend.unsupported import unsupported_class
 
@@ -9,6 +10,5 @@ _NO_STRUCTURE = "structured outputs come with a later release; generate plain te
 
 StructuredOutputsParams = unsupported_class("StructuredOutputsParams", _NO_STRUCTURE)
 GuidedDecodingParams = unsupported_class("GuidedDecodingParams", _NO_STRUCTURE)
-BeamSearchParams = unsupported_class("BeamSearchParams", "there is no beam search; give n to SamplingParams")
 
 __all__ = ["BeamSearchParams", "GuidedDecodingParams", "SamplingParams", "StructuredOutputsParams"]
