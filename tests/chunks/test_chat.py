@@ -9,6 +9,7 @@ import pytest
 from tests.chunks.llms import TINY, chunked_llm
 from tests.engine.engines import greedy
 from vllm_blend import ChunkedLLM
+from vllm_blend.chunks.preview import preview as preview_of
 
 LLAMA3_LIKE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -147,3 +148,12 @@ def test_previews_tell_what_runs() -> None:
             assert exact.num_computed_tokens == exact.num_tokens - (output.num_cached_tokens or 0)
         assert exact.num_computed_tokens < exact.num_tokens  # the prefix cache serves what was asked before
         assert not chunked.preview_composition(None, [chunk.id] * 9, query=QUESTION).fits
+
+
+def test_a_preview_with_a_template_needs_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with chunked_llm() as chunked:
+        composition = chunked.compose(None, [chunked.register_chunk([5, 6, 7]).id], query=[8, 9])
+        monkeypatch.setattr(chunked.llm_engine, "tokenizer", None)
+        assert preview_of(chunked.llm_engine, composition, False, None).text is None
+        with pytest.raises(ValueError, match="the engine has no tokenizer"):
+            preview_of(chunked.llm_engine, composition, True, CHATML_LIKE)

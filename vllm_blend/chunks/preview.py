@@ -103,8 +103,7 @@ def _cached_prefix(blocks: BlockManager, ids: Sequence[int], salt: bytes) -> int
 
 def _seam(engine: LLMEngine, composition: ChunkComposition, chat_template: str | None) -> int | None:
     """Where the ids first differ from those of the conversation as one text."""
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
+    tokenizer = engine.get_tokenizer()
     contents: dict[str, list[int]] = {}
     for part in composition.parts:
         message = "system" if part.role == "system" else "user"
