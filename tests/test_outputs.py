@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from vllm_blend.outputs import BlendStats, CompletionOutput, RequestMetrics, RequestOutput
+from vllm_blend.outputs import BlendStats, CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 
 
 def test_time_in_queue_is_from_arrival_to_first_step():
@@ -37,3 +37,16 @@ def test_blend_stats_cannot_be_changed():
     stats = BlendStats("none", 5, 3, 2, num_chunks=1, recompute_ratio=0.15)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.num_reused_tokens = 0  # type: ignore[misc]
+
+
+def test_flat_logprobs_read_like_a_list_of_dicts():
+    entries = [None, {7: Logprob(-0.5, 1, "a"), 9: Logprob(-1.5, 2, "b")}, {}, {3: Logprob(-2.0)}]
+    flat, listed = FlatLogprobs.from_positions(entries), [entry or {} for entry in entries]
+    assert list(flat) == listed and len(flat) == 4 and flat[-1] == listed[-1] and flat != FlatLogprobs()
+    assert flat.start_indices == [0, 0, 2, 2] and flat.end_indices == [0, 2, 2, 3]
+    assert (flat.token_ids, flat.ranks) == ([7, 9, 3], [1, 2, None])
+    assert (flat.logprobs, flat.decoded_tokens) == ([-0.5, -1.5, -2.0], ["a", "b", None])
+    for part in (slice(1, None), slice(None, None, -1), slice(-2, None), slice(3, 1), slice(0, 9, 2)):
+        assert isinstance(flat[part], FlatLogprobs) and list(flat[part]) == listed[part]
+    with pytest.raises(IndexError):
+        flat[4]

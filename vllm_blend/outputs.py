@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 
 @dataclass(frozen=True)
@@ -15,20 +17,69 @@ class Logprob:
 
 
 @dataclass
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
+    """Log-probabilities of many positions in a few lists, which costs Python's garbage collector less than dicts do.
+
+    It reads like a list of dicts. The fields are vLLM's: position i has the entries `start_indices[i]` up to, but not
+    including, `end_indices[i]` of the four lists below. A position without log-probabilities (the first one of a
+    prompt) reads as an empty dict.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def from_positions(cls, positions: Iterable[dict[int, Logprob] | None]) -> FlatLogprobs:
+        """Return the log-probabilities of a list of dicts."""
+        flat = cls()
+        for entry in positions:
+            flat.start_indices.append(len(flat.token_ids))
+            for token, logprob in (entry or {}).items():
+                flat.token_ids.append(token)
+                flat.logprobs.append(logprob.logprob)
+                flat.ranks.append(logprob.rank)
+                flat.decoded_tokens.append(logprob.decoded_token)
+            flat.end_indices.append(len(flat.token_ids))
+        return flat
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs:
+        if isinstance(index, slice):
+            return self.from_positions(self[position] for position in range(*index.indices(len(self))))
+        return {
+            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            for i in range(self.start_indices[index], self.end_indices[index])
+        }
+
+
+@dataclass
 class CompletionOutput:
     """One completion of a prompt.
 
     `finish_reason` is None while it runs; "stop" for end-of-sequence, a stop token or a stop string; "length" for
     max_tokens or a full context; "abort" on request; "error" when it failed alone. `stop_reason` is the stop token id
     or the stop string. `logprobs` holds a dict token id -> Logprob per output token, and `cumulative_logprob` their
-    sum over the chosen tokens; both are None unless asked for.
+    sum over the chosen tokens; both are None unless asked for. With `flat_logprobs`, log-probabilities are a
+    `FlatLogprobs` in place of a list.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -114,7 +165,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

@@ -29,6 +29,7 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
 )
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
@@ -53,6 +54,7 @@ class SamplingParams:
     logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each output position (0: of
         the chosen one only, -1: of the whole vocabulary), in the model's own distribution, before every other setting.
     prompt_logprobs: the same for each prompt position.
+    flat_logprobs: report both as `FlatLogprobs` in place of lists of dicts; None: as VLLM_FLAT_LOGPROBS (0 or 1) says.
     detokenize: whether to produce text. Without it nothing is decoded: texts are "", and `decoded_token` of a
         log-probability is None. An engine without a tokenizer never produces text.
     skip_special_tokens: leave special tokens out of the text.
@@ -100,8 +102,11 @@ class SamplingParams:
     protected_window_size: int | None = None
     num_sinks: int | None = None
     compress_once: bool | None = None
+    flat_logprobs: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.flat_logprobs is None:
+            self.flat_logprobs = flat_logprobs_by_default()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -224,6 +229,14 @@ def max_n() -> int:
     if not (given.isascii() and given.isdigit() and int(given) > 0):
         raise ValueError(f"VLLM_MAX_N_SEQUENCES={given!r} must be a positive integer")
     return int(given)
+
+
+def flat_logprobs_by_default() -> bool:
+    """Return what the environment variable of vLLM says."""
+    given = os.environ.get("VLLM_FLAT_LOGPROBS", "0")
+    if given not in ("0", "1"):
+        raise ValueError(f"VLLM_FLAT_LOGPROBS={given!r} must be 0 or 1")
+    return given == "1"
 
 
 def _number(field: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:

@@ -14,7 +14,6 @@ UNSUPPORTED_SAMPLING_PARAMS: dict[str, Unsupported] = {
     "truncate_prompt_tokens": Unsupported(None, "cut the prompt's token ids before you give them"),
     "output_kind": Unsupported(None, _KIND),
     "extra_args": Unsupported(None, "there are no plugins that could read it", ({},)),
-    "flat_logprobs": Unsupported(False, "logprobs are lists of dicts"),
     "logprob_token_ids": Unsupported(None, "give logprobs=-1 and take what you need"),
     "skip_clone": Unsupported(False, "the engine decides when it copies parameters", (True,)),
     "skip_reading_prefix_cache": Unsupported(None, "give enable_prefix_caching=False to the engine", (False,)),

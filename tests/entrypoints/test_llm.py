@@ -14,7 +14,7 @@ from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
 from vllm_blend import RequestOutput, SamplingParams
 from vllm_blend.engine import detokenizer
-from vllm_blend.outputs import Logprob
+from vllm_blend.outputs import FlatLogprobs, Logprob
 
 TINY = tiny_model("llama")
 TEMPLATE = (
@@ -195,3 +195,23 @@ def test_metrics_count_tokens() -> None:
     assert values["vllm:request_success_length"] == 2
     assert values["vllm_blend:num_steps"] == 10
     assert values["vllm:kv_cache_usage_perc"] == pytest.approx(0.0)
+
+
+def test_flat_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 1}
+    with engine(TINY) as llm:
+        [listed] = run(llm, [[5, 6, 7]], greedy(4, **options))
+        [flat] = run(llm, [[5, 6, 7]], greedy(4, flat_logprobs=True, **options))
+        monkeypatch.setenv("VLLM_FLAT_LOGPROBS", "1")
+        [by_default] = run(llm, [[5, 6, 7]], greedy(4, **options))
+        [without] = run(llm, [[5, 6, 7]], SamplingParams(max_tokens=1))
+    assert isinstance(listed.outputs[0].logprobs, list) and isinstance(listed.prompt_logprobs, list)
+    for output in (flat, by_default):
+        assert output.outputs[0].logprobs == FlatLogprobs.from_positions(listed.outputs[0].logprobs)
+        assert output.prompt_logprobs == FlatLogprobs.from_positions(listed.prompt_logprobs)
+        assert output.outputs[0].cumulative_logprob == listed.outputs[0].cumulative_logprob
+    assert without.outputs[0].logprobs is None and without.prompt_logprobs is None
+    assert SamplingParams().flat_logprobs and not SamplingParams(flat_logprobs=False).flat_logprobs
+    monkeypatch.setenv("VLLM_FLAT_LOGPROBS", "yes")
+    with pytest.raises(ValueError, match="VLLM_FLAT_LOGPROBS='yes' must be 0 or 1"):
+        SamplingParams()

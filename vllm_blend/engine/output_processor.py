@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,9 +15,11 @@ from vllm_blend.engine.detokenizer import with_decoded_tokens
 from vllm_blend.engine.reuse_counts import ReuseCounts, count_reuse
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.layers.sampling_state import check_stop
-from vllm_blend.outputs import BlendStats, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from vllm_blend.outputs import BlendStats, CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from vllm_blend.request import CompositionKey, Request
 from vllm_blend.worker.model_runner import BlendResult
+
+Entry = TypeVar("Entry", bound="dict[int, Logprob] | None")
 
 
 @dataclass(eq=False)
@@ -122,11 +125,12 @@ class OutputProcessor:
     def output(self, group: RequestGroup) -> RequestOutput:
         """The state of a group as its user sees it."""
         errors = [request.error for request in group.requests if request.error]
+        prompt_logprobs = group.prompt_logprobs
         return RequestOutput(
             request_id=group.request_id,
             prompt=self._text(group),
             prompt_token_ids=group.parsed.token_ids,
-            prompt_logprobs=group.prompt_logprobs,
+            prompt_logprobs=None if prompt_logprobs is None else _listed(group.requests[0], prompt_logprobs),
             outputs=[self._completion(request) for request in group.requests],
             finished=group.finished,
             metrics=group.metrics,
@@ -154,10 +158,16 @@ class OutputProcessor:
             text=request.detokenizer.text if request.detokenizer is not None else "",
             token_ids=list(request.output_token_ids),
             cumulative_logprob=sum(chosen) if asked else None,
-            logprobs=list(request.logprobs) if asked else None,
+            logprobs=_listed(request, request.logprobs) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
+
+
+def _listed(request: Request, entries: list[Entry]) -> list[Entry] | FlatLogprobs:
+    """Return log-probabilities in the form that the request wants."""
+    flat = request.params is not None and request.params.flat_logprobs
+    return FlatLogprobs.from_positions(entries) if flat else list(entries)
 
 
 def _found(request: Request) -> dict[str, int]:

@@ -7,17 +7,23 @@ module from which two of them take the names of pictures. Every model they name 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import BeamSearchParams
 
 MODEL = os.environ["VLLM_OWN_TESTS_MODEL"]
 POSITIONS = 1024  # that it has
+NO_AUDIO = ModuleType("vllm.assets.audio")  # which the file about beam search imports for a test that cannot run
+NO_AUDIO.AudioAsset = None  # type: ignore[attr-defined]
+sys.modules["vllm.assets"], sys.modules["vllm.assets.audio"] = ModuleType("vllm.assets"), NO_AUDIO
 TEST_IMAGE_ASSETS = ["first.png", "second.png"]  # no test that opens them can run: there are no multimodal models
 
 
@@ -92,6 +98,15 @@ class VllmRunner:
             for output in outputs
         ]
 
+    def generate_beam_search(
+        self, prompts: list[str], beam_width: int, max_tokens: int, concurrency_limit: int | None = None
+    ) -> list[tuple[list[list[int]], list[str | None]]]:
+        """Return the token ids and the texts of the sequences that are found for each prompt."""
+        params = BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens)
+        outputs = self.llm.beam_search([{"prompt": each} for each in prompts], params, None, False, concurrency_limit)
+        found = [output.sequences for output in outputs]
+        return [([each.tokens for each in sequences], [each.text for each in sequences]) for sequences in found]
+
     def generate_w_logprobs(self, prompts: list[str], sampling_params: SamplingParams) -> list[tuple[Any, ...]]:
         """Return tokens, text, log-probabilities and those of the prompt, prompt by prompt."""
         outputs = self.llm.generate([{"prompt": prompt} for prompt in prompts], sampling_params)
@@ -102,3 +117,43 @@ class VllmRunner:
 @pytest.fixture(scope="session")
 def vllm_runner() -> type[VllmRunner]:
     return VllmRunner
+
+
+class HfRunner:
+    """A model of transformers in a `with` statement, as vLLM's tests use it."""
+
+    def __init__(self, model: str, dtype: str, **_: Any) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_pretrained(stand_in(model), dtype=getattr(torch, dtype)).eval()
+
+    def __enter__(self) -> HfRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self.model
+
+    @torch.inference_mode()
+    def generate_beam_search(
+        self, prompts: list[str], beam_width: int, max_tokens: int
+    ) -> list[tuple[list[list[int]], list[str]]]:
+        """Return the token ids and the texts of the sequences that are found for each prompt."""
+        found = []
+        for prompt in prompts:
+            rows = self.model.generate(
+                **self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                num_beams=beam_width,
+                num_return_sequences=beam_width,
+            ).tolist()
+            found.append((rows, self.tokenizer.batch_decode(rows)))
+        return [([_without_padding(row, self.tokenizer) for row in rows], texts) for rows, texts in found]
+
+
+def _without_padding(row: list[int], tokenizer: Any) -> list[int]:
+    return [token for token in row if token != tokenizer.pad_token_id]
+
+
+@pytest.fixture(scope="session")
+def hf_runner() -> type[HfRunner]:
+    return HfRunner
