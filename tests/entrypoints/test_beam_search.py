@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.blend.prompts import plain, tiny_prompt
-from tests.engine.engines import DEMO, demo_prompt, engine, hf_model, ids_of, tiny_model
+from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, hf_model, ids_of, run, tiny_model
 from vllm_blend.entrypoints import beam_search
-from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
+from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from vllm_blend.inputs import ParsedPrompt
 
 TINY = tiny_model("llama")
 EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention_backend": "auto"}  # wherever the tests run
@@ -107,6 +109,15 @@ def test_a_search_ends_when_its_result_is_certain(length_penalty: float, monkeyp
                 assert each.text == llm.get_tokenizer().decode(each.tokens)
 
 
+def test_a_length_penalty_counts_the_prompt_but_not_the_end_and_may_favour_a_beam_later() -> None:
+    ended = [BeamSearchSequence([7] * 10 + [1], cum_logprob=-1.0, finish_reason="stop") for _ in range(2)]
+    beam = BeamSearchSequence([7] * 10, cum_logprob=-1.5)
+    assert [each.score(2.0) for each in (*ended, beam)] == [-0.01, -0.01, -0.015]
+    search = beam_search._Search(ParsedPrompt([7]), max_length=20, beams=[beam], ended=ended)
+    for penalty, decided in ((-1.0, True), (0.0, True), (2.0, False)):
+        assert beam_search._is_decided(search, BeamSearchParams(2, 19, length_penalty=penalty)) == decided
+
+
 def test_beams_end_where_the_context_does_and_need_no_tokenizer() -> None:
     params = BeamSearchParams(2, 50, ignore_eos=True)
     with engine(TINY, skip_tokenizer_init=True, max_num_seqs=3) as llm:
@@ -150,6 +161,19 @@ def test_what_cannot_be_searched_is_refused_before_any_work(monkeypatch: pytest.
                 llm.beam_search(good, params)
             llm.llm_engine.decoder.cache_fuse_metadata["check"] = False
         assert len(llm.beam_search(good, params)[0].sequences) == 2
+
+
+def test_requests_of_a_search_have_its_salt_and_a_failed_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, ids = BeamSearchParams(2, 2), list(range(5, 25))
+    salted: Any = {"prompt_token_ids": ids, "cache_salt": "one tenant's"}
+    with engine(TINY, block_size=BLOCK_SIZE) as llm:
+        llm.beam_search(salted, params)
+        cached = [run(llm, prompt, greedy(1))[0].num_cached_tokens for prompt in (ids, salted)]
+        assert cached[0] == 0 and cached[1]
+        failed = [replace(output, error="out of order") for output in run(llm, ids, greedy(1))]
+        monkeypatch.setattr(llm, "generate", lambda *_, **__: failed)
+        with pytest.raises(RuntimeError, match=r"one of its requests failed: out of order"):
+            llm.beam_search(ids, params)
 
 
 @pytest.mark.parametrize(
