@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from tests import settings, tolerances
-from tests.engine.engines import new_llm
+from tests.engine.engines import PATIENCE, new_llm
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.engine import driver
+from vllm_blend.engine.driver import Inbox
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
 PREFIX, CHUNKS = "Answer the question.\n\n", ["Yiamdond is a city.\n\n", "It stands on the river Waindkais.\n\n"]
@@ -126,6 +130,32 @@ def test_running_requests_are_not_swallowed(llm):
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].finished and outputs[-1].outputs == expected.outputs
+
+
+def test_it_ends_with_the_step_of_another_thread_that_encodes_the_last_chunk(llm, monkeypatch):
+    """The other thread goes on driving until the call has returned: only a ring can end its wait before."""
+    monkeypatch.setattr(driver, "LOOK_AGAIN_SECONDS", 10 * PATIENCE)
+    engine, ended, found = llm.llm_engine, threading.Event(), []
+    engine.add_request("r", "Where?", SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+
+    def encode() -> None:
+        found.extend(llm.encode_chunks(PREFIX, CHUNKS))
+        ended.set()
+
+    thread = threading.Thread(target=encode, daemon=True)
+
+    def drive_until_encoded() -> bool:
+        if engine.lock.held or not engine.scheduler.running:  # this thread does not drive yet
+            return False
+        if thread.ident is None:
+            thread.start()
+            while thread.is_alive() and len(engine.driver._waiting) < 2:
+                time.sleep(0)
+        return len(engine.chunk_store) == 3 and (ended.wait(PATIENCE) or pytest.fail("the call hangs"))
+
+    engine.driver.wait(Inbox(), drive_until_encoded)
+    assert len(found) == 2 and engine.has_request("r")
+    engine.abort_request("r")
 
 
 def test_an_interruption_leaves_the_engine_idle_and_usable(llm, monkeypatch):

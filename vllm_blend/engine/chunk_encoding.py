@@ -27,13 +27,14 @@ def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
             )
     if not parsed.chunk_bounds:
         return []
-    composition = Composition(parsed)
+    inbox = Inbox()
+    composition = Composition(parsed, on_complete=inbox.ring)  # another thread's step may encode the last chunk
     try:
         with engine.lock:
             composition.pieces = engine.composer.pieces(parsed)
             for request in engine.composer.encode(composition):
                 engine.scheduler.add(request)
-        engine.driver.wait(Inbox(), lambda: not composition.missing)
+        engine.driver.wait(inbox, lambda: not composition.missing)
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
         with engine.lock:
             for request in engine.composer.withdraw(composition):

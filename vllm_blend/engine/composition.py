@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from vllm_blend.inputs import ParsedPrompt
@@ -39,6 +39,7 @@ class Composition:
     asked: set[str] = field(default_factory=set)  # keys that were looked for below the memory
     patient: bool = False  # it waits until its chunks are whole
     own: set[str] = field(default_factory=set)  # keys of what is, or was, encoded for it
+    on_complete: Callable[[], None] | None = None  # called when chunks encoded ahead of any question are all there
 
     @property
     def missing(self) -> list[Piece]:
