@@ -273,6 +273,21 @@ def test_who_was_preempted_waits_before_all_others_of_its_priority() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["1", "4", "0", "2", "3"]
 
 
+def test_a_priority_may_change_while_a_request_waits_or_runs() -> None:
+    scheduler = Scheduler(BlockManager(60, SIZE), 3, 64)
+    requests = [request_of(i, Arrival(0, [i] * 4, 3, "plain", priority=p)) for i, p in enumerate([1, 2, 3, 4, 5, 6])]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    scheduler.prioritize(requests[2], 1)
+    assert scheduler.running == [requests[0], requests[2], requests[1]]
+    scheduler.prioritize(requests[5], 4)
+    assert list(scheduler.waiting) == [requests[5], requests[3], requests[4]]
+    queued_by_no_one = request_of(6, Arrival(0, [6], 1, "plain"))
+    scheduler.prioritize(queued_by_no_one, -1)
+    assert queued_by_no_one.priority == -1 and queued_by_no_one not in [*scheduler.running, *scheduler.waiting]
+
+
 def test_long_prompts_are_computed_in_pieces_beside_decodes() -> None:
     scheduler = Scheduler(BlockManager(40, SIZE), 4, 6)
     simulation = Simulation(scheduler)

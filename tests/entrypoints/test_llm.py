@@ -173,6 +173,24 @@ def test_an_engine_without_a_tokenizer() -> None:
                 call()
 
 
+def test_chunks_are_encoded_with_the_priority_of_the_most_urgent_prompt_that_waits_for_them() -> None:
+    """A lazy prompt's encodings come after a usual prompt, unless an urgent one has come to wait for them too."""
+    blended: Any = {"prefix": [3] * 30, "chunks": [[5] * 12], "suffix": [7]}
+    prompts: dict[str, tuple[Any, int]] = {"lazy": (blended, 5), "usual": ([6] * 30, 1), "urgent": (blended, 0)}
+    for names, expected in (
+        (["lazy", "usual"], [("usual", 0), ("lazy", 2)]),
+        (["lazy", "usual", "urgent"], [("urgent", 2), ("usual", 2), ("lazy", 2)]),
+    ):
+        with engine(TINY, enable_blending=True, scheduling_policy="priority", max_num_seqs=1) as llm:
+            inner, ended = llm.llm_engine, []
+            before = inner.composer.num_encoded
+            for name in names:
+                inner.add_request(name, prompts[name][0], greedy(2), final_only=True, priority=prompts[name][1])
+            while inner.has_unfinished_requests():
+                ended += [(output.request_id, inner.composer.num_encoded - before) for output in inner.step()]
+            assert ended == expected
+
+
 def test_the_model_is_where_scripts_look_for_it() -> None:
     with engine(TINY) as llm:
         model = llm.llm_engine.model_executor.driver_worker.model_runner.model

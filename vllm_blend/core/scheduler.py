@@ -101,6 +101,18 @@ class Scheduler:
         """Queue a request before all others of its priority."""
         insort_left(self.waiting, request, key=_priority_of)
 
+    def prioritize(self, request: Request, priority: int) -> None:
+        """Change the priority of a request. If it waits, it waits before all others of that priority; if it runs, it
+        runs behind them."""
+        is_waiting, is_running = request in self.waiting, request in self.running
+        request.priority = priority
+        if is_waiting:
+            self.waiting.remove(request)
+            self.add_first(request)
+        elif is_running:
+            self.running.remove(request)
+            insort_right(self.running, request, key=_priority_of)
+
     def schedule(self, ahead: bool = False) -> SchedulerOutput:
         """The next step's tokens. `ahead`: while the step before it still runs, so that some requests will turn out to
         have ended. Nothing is preempted then, as they may be about to give pages back: the output is empty instead.

@@ -61,11 +61,13 @@ class ChunkComposer:
         *,
         encoding: EncodingContext,
         max_model_len: int,
+        prioritize: Callable[[Request, int], None],
     ) -> None:
-        """`rounds`: whether chunks of the store may come back with fewer bits than they were computed with."""
+        """`rounds`: whether chunks of the store may come back with fewer bits than they were computed with.
+        `prioritize` changes the priority of a request that may be queued already."""
         self.model, self.store, self.config, self.num_layers = model, store, config, num_layers
         self.rounds = rounds
-        self.encoding, self.max_model_len = encoding, max_model_len
+        self.encoding, self.max_model_len, self._prioritize = encoding, max_model_len, prioritize
         self.compression = config.chunk_compression()  # of chunks; a prefix is stored whole, and registered chunks are
         self.bytes_per_token, self.controller = bytes_per_token, controller
         self.loader = ChunkLoader() if isinstance(store, TieredChunkStore) else None
@@ -309,13 +311,17 @@ class ChunkComposer:
         if prefix is not None and prefix.kv is None:
             absent = [piece for piece in absent if piece is prefix]
         started = []
+        priority = min((each.priority for each in composition.requests), default=0)
         for piece in absent:
-            self._wait_for(piece.id.key, composition)
-            if piece.id.key not in self._encoding:
-                request = self._encoding[piece.id.key] = self._encode_request(piece, prefix, composition.parsed.salt)
-                request.priority = min((each.priority for each in composition.requests), default=0)
-                composition.own.add(piece.id.key)
+            key = piece.id.key
+            self._wait_for(key, composition)
+            if key not in self._encoding:
+                request = self._encoding[key] = self._encode_request(piece, prefix, composition.parsed.salt)
+                request.priority = priority
+                composition.own.add(key)
                 started.append(request)
+            elif priority < self._encoding[key].priority:  # it is as urgent as the most urgent prompt that waits for it
+                self._prioritize(self._encoding[key], priority)
         return started
 
     def _is_idle(self, piece: Piece) -> bool:
@@ -397,6 +403,8 @@ class ChunkComposer:
 
     def _finish(self, composition: Composition) -> None:
         if not composition.requests:
+            if composition.on_complete is not None:
+                composition.on_complete()
             return
         # What heads have dropped of a chunk that stands where it was encoded is missing all the same.
         stored = [(piece, piece.kv) for piece in composition.pieces if piece.kv is not None]

@@ -112,6 +112,7 @@ class LLMEngine:
             rounds,
             encoding=make_encoding_context(config.blend.encoding_context, self.tokenizer, config.blend.ordinals),
             max_model_len=self.max_model_len,
+            prioritize=self.scheduler.prioritize,
         )
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
