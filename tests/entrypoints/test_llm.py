@@ -200,6 +200,8 @@ def test_the_model_is_where_scripts_look_for_it() -> None:
         assert llm.collective_rpc("__eq__", args=(llm.llm_engine.model_executor.driver_worker,)) == [True]
         with pytest.raises(ValueError, match=r"timeout=1\.0: the call runs in this process"):
             llm.collective_rpc("profile", timeout=1.0)
+        lock = llm.llm_engine.lock  # no step runs meanwhile in another thread
+        assert llm.apply_model(lambda each: lock.held) == [True] == llm.collective_rpc(lambda worker: lock.held)
 
 
 def test_metrics_count_tokens() -> None:

@@ -221,9 +221,9 @@ class LLM:
         the result, as there is one worker. The call runs in this process, so `timeout` must be None."""
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r}: the call runs in this process and cannot be cut off; leave it None")
-        worker = self.llm_engine.model_executor.driver_worker
-        call = partial(method, worker) if callable(method) else getattr(worker, method)
-        with current(self.llm_engine.device):
+        with self.llm_engine.lock, current(self.llm_engine.device):
+            worker = self.llm_engine.model_executor.driver_worker
+            call = partial(method, worker) if callable(method) else getattr(worker, method)
             return [call(*args, **(kwargs or {}))]
 
     def get_metrics(self) -> list[Metric]:
