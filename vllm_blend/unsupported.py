@@ -1,4 +1,4 @@
-"""Arguments of vLLM that do not exist here: accepted when they ask for nothing, otherwise refused by name."""
+"""Arguments, classes and methods of vLLM that do not exist here: refused by name, unless they ask for nothing."""
 
 from __future__ import annotations
 
@@ -67,8 +67,24 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 def unsupported_class(name: str, reason: str) -> type:
     """Return a class that can be imported and tested for, but not constructed: NotImplementedError gives the reason."""
+    doc = f"`{name}` of vLLM, which cannot be constructed here."
+    return type(name, (), {"__init__": _refusal(name, reason), "__doc__": doc})
 
+
+def refuse_methods(table: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that adds the methods in `table`, each of which raises NotImplementedError with its
+    reason when it is called."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name, reason in table.items():
+            setattr(cls, name, _refusal(f"{cls.__name__}.{name}", reason))
+        return cls
+
+    return decorate
+
+
+def _refusal(name: str, reason: str) -> Callable[..., None]:
     def refuse(self: object, *args: Any, **arguments: Any) -> None:
         raise NotImplementedError(f"{name} is not supported: {reason}")
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"`{name}` of vLLM, which cannot be constructed here."})
+    return refuse

@@ -14,6 +14,7 @@ from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
 from vllm_blend import RequestOutput, SamplingParams
 from vllm_blend.engine import detokenizer
+from vllm_blend.entrypoints.unsupported_methods import UNSUPPORTED_LLM_METHODS
 from vllm_blend.outputs import FlatLogprobs, Logprob
 
 TINY = tiny_model("llama")
@@ -72,6 +73,17 @@ def test_arguments_of_vllms_generate() -> None:
         for error, message, arguments in refused:
             with pytest.raises(error, match=message):
                 llm.generate([[5, 6], [7]], greedy(4), use_tqdm=False, **arguments)
+
+
+def test_methods_that_vllm_has_beyond_these_are_refused_by_name() -> None:
+    vllm = "encode embed classify reward score sleep wake_up start_profile stop_profile preprocess_chat reset_mm_cache"
+    vllm += " enqueue enqueue_chat wait_for_completion get_world_size init_weight_transfer_engine update_weights"
+    assert sorted(vllm.split()) == sorted(UNSUPPORTED_LLM_METHODS)
+    with engine(TINY) as llm:
+        for name, reason in UNSUPPORTED_LLM_METHODS.items():
+            with pytest.raises(NotImplementedError) as refusal:
+                getattr(llm, name)(["a prompt"], use_tqdm=False)
+            assert str(refusal.value) == f"LLM.{name} is not supported: {reason}"
 
 
 def test_prompts_run_in_order_of_priority() -> None:

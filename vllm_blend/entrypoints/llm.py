@@ -24,12 +24,14 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.metrics import Metric
 from vllm_blend.engine.own_device import current
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from vllm_blend.entrypoints.unsupported_methods import UNSUPPORTED_LLM_METHODS
 from vllm_blend.inputs import PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.unsupported import refuse_methods
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +39,7 @@ Own = TypeVar("Own", bound="LLM")
 ChatMessages = list[dict[str, Any]]
 
 
+@refuse_methods(UNSUPPORTED_LLM_METHODS)
 class LLM:
     """A model that answers batches of prompts, with vLLM's arguments (see `EngineArgs`).
 

@@ -1,0 +1,30 @@
+"""The methods of vLLM's `LLM` (0.11 to 0.22) that this engine does not have."""
+
+from __future__ import annotations
+
+_NO_POOLING = "only text generation is supported: there are no pooling models"
+_NO_SLEEP = "the engine cannot sleep: shutdown() frees its memory"
+_NO_PROFILER = "the engine has no profiler: run torch.profiler around the calls"
+_NO_QUEUE = "call generate() or chat() from a thread of its own, or LLMEngine.add_request and step"
+_NO_TRANSFER = "weights are loaded once, when the engine starts: make another LLM"
+
+UNSUPPORTED_LLM_METHODS: dict[str, str] = {
+    "encode": _NO_POOLING,
+    "embed": _NO_POOLING,
+    "classify": _NO_POOLING,
+    "reward": _NO_POOLING,
+    "score": _NO_POOLING,
+    "sleep": _NO_SLEEP,
+    "wake_up": _NO_SLEEP,
+    "start_profile": _NO_PROFILER,
+    "stop_profile": _NO_PROFILER,
+    "enqueue": _NO_QUEUE,
+    "enqueue_chat": _NO_QUEUE,
+    "wait_for_completion": _NO_QUEUE,
+    "preprocess_chat": "use get_tokenizer().apply_chat_template, or chat(), which renders and generates",
+    "reset_mm_cache": "the supported models take text only",
+    "get_world_size": "the engine runs in one process on one device",
+    "init_weight_transfer_engine": _NO_TRANSFER,
+    "update_weights": _NO_TRANSFER,
+}
+"""vLLM's name -> why a call is refused, or what to do instead."""
