@@ -31,6 +31,7 @@ def test_vllms_defaults_and_none_are_accepted() -> None:
         for value in defaults if name in OWN else [None, *defaults]:
             config = EngineArgs("m", **{name: value}).create_engine_config()
             assert name in OWN or config == plain, name
+    assert EngineArgs("m", logits_processors=[]).create_engine_config() == plain
     assert EngineArgs("m", max_num_seqs=None, block_size=None, enable_prefix_caching=None, seed=None) == EngineArgs("m")
 
 

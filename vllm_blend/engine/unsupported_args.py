@@ -95,7 +95,7 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "stream_interval": Unsupported(1, "every step reports its tokens"),
     "tokens_only": Unsupported(False, "give detokenize=False in SamplingParams"),
     "logprobs_mode": Unsupported("raw_logprobs", "logprobs are those of the model's own distribution"),
-    "logits_processors": Unsupported(None, "give logits_processors to SamplingParams"),
+    "logits_processors": Unsupported(None, "give logits_processors to SamplingParams", ([],)),
     "logits_processor_pattern": Unsupported(None, "requests cannot name logits processors"),
     "use_fp64_gumbel": Unsupported(False, "tokens are drawn from float32 probabilities"),
     "spec_method": Unsupported(None, _SPECULATIVE),
