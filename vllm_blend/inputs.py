@@ -87,10 +87,11 @@ class StoredPiece:
 class ParsedPrompt:
     """A prompt as token ids. `chunk_bounds` are the (start, stop) positions of its chunks; empty for a plain prompt.
 
-    Everything before the first chunk is the prefix, everything after the last one the suffix. Where `pieces` are given
-    they say what is stored, and whatever lies between them is computed; otherwise prefix and chunks are, the chunks
-    encoded after the prefix. With `retain` the pages of the blended context are kept for other prompts that have it
-    too. `salt` is what stands for the prompt's `cache_salt` (keys.salt_digest), b"" without one.
+    Everything before the first chunk is the prefix, unless `prefix_length` ends it earlier; everything after the last
+    chunk is the suffix. What lies between prefix, chunks and suffix is always computed. Prefix and chunks are stored,
+    the chunks encoded after the prefix; where `pieces` are given, they say what is stored instead. With `retain` the
+    pages of the blended context are kept for other prompts that have it too. `salt` is what stands for the prompt's
+    `cache_salt` (keys.salt_digest), b"" without one.
     """
 
     token_ids: list[int]
@@ -103,11 +104,19 @@ class ParsedPrompt:
     continues: tuple[int | None, ...] = ()  # for every chunk, or empty
     encode_after: tuple[tuple[int, ...], ...] = ()  # likewise
     pieces: tuple[StoredPiece, ...] = ()
+    prefix_length: int | None = None  # where a question stands between the prefix and the first chunk
     num_merged_parts: int = 0  # text parts of a chat that share a token with the text beside them
     num_unfound_parts: int = 0  # those of a chat that is a plain prompt as its template changes them
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
     salt: bytes = field(default=b"", repr=False)
     is_composed: bool = False  # of pieces: outputs show what the ids decode to where there is no text
+
+    @property
+    def prefix(self) -> list[int]:
+        """The tokens that come before what changes from prompt to prompt; all tokens where there are no chunks."""
+        if not self.chunk_bounds:
+            return self.token_ids
+        return self.token_ids[: self.chunk_bounds[0][0] if self.prefix_length is None else self.prefix_length]
 
 
 def parse_prompt(

@@ -123,6 +123,20 @@ def test_a_token_over_a_seam_belongs_to_neither_part() -> None:
     assert chunk_texts(clean) == ["The quick brown", " fox", " jumps"] and clean.num_merged_parts == 0
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize(("question", "cut"), [("Where is it?", 0), ("The dog", 0), (" fox", 0), ("\nWho?", 1)])
+def test_a_prefix_ends_before_the_first_part(question: str, cut: int, role: str) -> None:
+    """Whether that is the question (a tool's parts follow) or a chunk, and whatever word it begins with. Only a token
+    that it shares with the text before it is left out."""
+    tokenizer, bare = full_stops_with_line_ends(), "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    greeting = {"role": "assistant", "content": "The fox."}
+    messages = [greeting, {"role": "user", "content": question}, parts("Over the dog", role=role), parts("When?")]
+    prompt = prompt_of(messages[: 3 if role == "tool" else 4], bare, tokenizer)
+    ids = tokenizer.encode("The fox.")
+    assert prompt.prefix == ids[: len(ids) - cut] and prompt.chunk_bounds[0][0] >= len(prompt.prefix)
+    assert chunk_texts(prompt, tokenizer)[-1] == "Over the dog"
+
+
 def test_white_space_belongs_to_its_token() -> None:
     """Also where the tokenizer leaves it out of offsets: " fox" begins in the part before."""
     for tokenizer in (byte_level(), trimmed_offsets()):
@@ -182,10 +196,14 @@ def test_strings_blank_parts_and_repetitions() -> None:
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}:", byte_level),
         ("{{ messages[-1].content }}{{ messages[-1].content }}:", byte_level),
         ("{{ raise_exception('marks') if '0x' in messages[0].content }}{{ messages[0].content }}:", byte_level),
+        (
+            "{% set c = messages[0].content %}{{ raise_exception('one mark') if c.count('0x') == 1 }}{{ c }}:",
+            byte_level,
+        ),
         (CHATML_LIKE, slow),
         (CHATML_LIKE, with_ids_of_its_own),
     ],
-    ids=["changed", "twice", "refuses marks", "slow tokenizer", "own ids"],
+    ids=["changed", "twice", "refuses marks", "refuses one mark", "slow tokenizer", "own ids"],
 )
 def test_parts_that_cannot_be_found(template: str, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     prompt = prompt_of([parts(*PASSAGES, QUESTION)], template, tokenizer())

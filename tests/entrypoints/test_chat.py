@@ -15,6 +15,7 @@ from vllm_blend import LLM, RequestOutput
 
 TINY = tiny_model("llama")
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 USER = {"role": "user", "content": "Go"}
 
 
@@ -185,7 +186,36 @@ def test_parts_are_reused_in_any_order_and_conversation() -> None:
         assert_counts_add_up(output)
 
 
-@pytest.mark.parametrize("template", [CHATML_LIKE, LLAMA3_LIKE, LISTS], ids=["chatml", "llama3", "lists"])
+@pytest.mark.parametrize("template", [BARE, CHATML_LIKE], ids=["no prefix", "a prefix"])
+def test_what_a_tool_found_is_reused_for_the_next_question(template: str) -> None:
+    """The question stands before the tool's parts. A second one finds the prefix and the parts, and is computed itself,
+    as is the call."""
+    texts = passages(count=2)
+    asked = ["Who lives there?", "And when was it built, and by whom?"]
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    conversations = [[{"role": "user", "content": each}, call, parts(*texts, role="tool")] for each in asked]
+    with engine(enable_blending=True, blend_selector="none") as llm:
+        composer = llm.llm_engine.composer
+        start = composer.num_encoded
+        first, second = (chat(llm, conversation, template)[0] for conversation in conversations)
+        assert composer.num_encoded == start + (2 if template is BARE else 3)
+        tokenizer = llm.get_tokenizer()
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        in_parts = sum(map(len, ids))
+        assert first.blend is not None and second.blend is not None and first.prompt is not None
+        prefix = tokenizer.encode(first.prompt[: first.prompt.index(asked[0])], add_special_tokens=False)
+        assert (first.blend.num_encoded_tokens, first.blend.num_reused_tokens) == (len(prefix) + in_parts, 0)
+        assert (second.blend.num_encoded_tokens, second.blend.num_exact_tokens) == (0, len(prefix))
+        assert second.blend.num_reused_tokens == in_parts
+        assert_counts_add_up(second)
+        llm.llm_engine.chunk_store.clear()
+        for part in ids:  # each by itself
+            llm.encode_chunks(prefix, [part])
+        [again] = chat(llm, conversations[1], template)
+        assert again.blend == second.blend and tokens_of([again]) == tokens_of([second])
+
+
+@pytest.mark.parametrize("template", [BARE, CHATML_LIKE, LLAMA3_LIKE, LISTS], ids=["bare", "chatml", "llama3", "lists"])
 def test_recomputing_everything_is_no_blending(template: str) -> None:
     """Several conversations in a batch, and each alone; parts with seams in tokens, white space and tool results."""
     texts = passages(1)
@@ -194,7 +224,7 @@ def test_recomputing_everything_is_no_blending(template: str) -> None:
     conversations: list[Any] = [
         [system, parts(*texts, "Who?")],
         [system, parts(texts[0][:half], texts[0][half:], f"\n\n{texts[2]}\n\n", texts[1], "Where?")],
-        [system, {"role": "user", "content": "Who?"}, parts(*texts[:3], role="tool")],
+        [{"role": "user", "content": "Who?"}, parts(*texts[:3], role="tool")],
         [{"role": "user", "content": texts[3]}, {"role": "assistant", "content": "Yes."}, parts(texts[4], "When?")],
         [{"role": "user", "content": "Who are you?"}],
     ]

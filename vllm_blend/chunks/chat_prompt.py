@@ -1,9 +1,11 @@
 """From a conversation to a prompt: the chat template's text, tokenized once, in which text parts are chunks.
 
 With blending on, every text part of a user's or a tool's message is a chunk, except the last part that a user wrote: it
-is the question, which is always computed, as are the template's own text and the assistant's messages. Token ids are
-those of the whole conversation. A token that reaches over the edge of a part belongs to the text between the parts; a
-part without a token of its own is merged with that text altogether.
+is the question, which is always computed, as are the assistant's messages and the template's own text. Only what stands
+before the first part of a user or a tool is the prefix: chunks are encoded after it, so they are found again whatever
+the question is and wherever it stands. Token ids are those of the whole conversation. A token that reaches over the
+edge of a part belongs to the text between the parts; a part without a token of its own is merged with that text
+altogether.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.chunks.chat import TEMPLATE_ERRORS, between_marks, render
+from vllm_blend.chunks.composition import matching_prefix
 from vllm_blend.chunks.content_format import detect_content_format, template_variables
 from vllm_blend.chunks.messages import ContentFormat, Message
 from vllm_blend.inputs import ParsedPrompt
@@ -132,9 +135,12 @@ def chat_prompts(
 
 
 def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str, blends: bool) -> ParsedPrompt:
-    places = _chunk_places(messages) if blends else []
+    parts = _part_places(messages) if blends else []
+    question = max((place for place in parts if messages[place[0]].role == "user"), default=None)
+    places = [place for place in parts if place != question]
     spans = _find_parts(template, messages, places, text) if places else None
-    if spans is None:
+    begin = None if spans is None else _find_beginning(template, messages, parts[0], text)
+    if spans is None or begin is None:
         return ParsedPrompt(_encode(template.tokenizer, text), text, num_unfound_parts=len(places))
     ids, offsets = _encode_with_offsets(template.tokenizer, text)
     if not offsets:
@@ -146,20 +152,35 @@ def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str,
         num_merged += (first > 0 and stops[first - 1] > start) or (last < len(ids) and starts[last] < stop)
         if first < last < len(ids):  # the last token of a prompt is computed: the answer follows it
             bounds.append((first, last))
-    return ParsedPrompt(ids, text, tuple(bounds), num_merged_parts=num_merged)
+    prefix_length = bisect_right(stops, begin, hi=bounds[0][0]) if bounds else None
+    return ParsedPrompt(ids, text, tuple(bounds), prefix_length=prefix_length, num_merged_parts=num_merged)
 
 
-def _chunk_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Return where the texts are that are chunks: (message, part)."""
-    places = [
+def _part_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Return where the parts of users and tools are: (message, part)."""
+    return [
         (index, part)
         for index, message in enumerate(messages)
         if message.role in CHUNK_ROLES
         for part, text in enumerate(message.texts)
         if text.strip()
     ]
-    question = max((place for place in places if messages[place[0]].role == "user"), default=None)
-    return [place for place in places if place != question]
+
+
+def _find_beginning(
+    template: ChatTemplate, messages: Sequence[Message], first: tuple[int, int], text: str
+) -> int | None:
+    """Return the character up to which the text of the conversation does not depend on the first part: where its
+    text and that of the same conversation with a mark in the part's place differ. None if the template refuses it."""
+    index, part = first
+    texts = [list(message.texts) for message in messages]
+    mark = _PART.format(0)
+    is_alike = texts[index][part].lstrip()[0] == mark[0]
+    texts[index][part] = "-" + mark if is_alike else mark  # it must not begin as the part does
+    try:
+        return matching_prefix(text, template.render(messages, texts))
+    except (*TEMPLATE_ERRORS, ValueError):
+        return None
 
 
 def _find_parts(

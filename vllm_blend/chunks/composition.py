@@ -151,6 +151,6 @@ def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendP
     return CompositionKey(digest.digest(), len(context), spans)
 
 
-def matching_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
+def matching_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return how many leading tokens, or characters, two sequences share."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

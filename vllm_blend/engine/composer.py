@@ -269,8 +269,7 @@ class ChunkComposer:
             return [
                 Piece(p.start, p.id, begins_with(ids, p.start, p.context), context=p.context) for p in parsed.pieces
             ]
-        first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else len(ids)
-        prefix = ids[:first]
+        prefix = parsed.prefix
         salt = parsed.salt
         pieces = [Piece(0, ChunkId.of(self.model, [], prefix, salt=salt), True)] if prefix else []
         whole = tuple(ids)

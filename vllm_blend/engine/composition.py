@@ -48,7 +48,7 @@ class Composition:
     @property
     def prefix(self) -> Piece | None:
         """What pieces without a context of their own are encoded after; None where each has one."""
-        return self.pieces[0] if self.parsed.chunk_bounds[0][0] and not self.parsed.pieces else None
+        return self.pieces[0] if self.parsed.prefix and not self.parsed.pieces else None
 
     @property
     def chunks(self) -> list[Piece]:
