@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ from tests.engine.engines import TINY_VOCABULARY, assert_empty, engine, new_llm,
 from tests.engine.test_persistent_store import PARAMS, SECONDS, TINY, metrics, store_of
 from tests.kv_store.test_remote_redis import Server
 from vllm_blend import LLM, RequestOutput
+from vllm_blend.chunks.chunk import Chunk
+from vllm_blend.kv_store import pending
+from vllm_blend.kv_store.arrivals import Arrivals
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import StoredFormat
+from vllm_blend.kv_store.tiered import TieredChunkStore
 
 Shape = tuple[int, int, int, int]  # layers, tokens, kv_heads, head_dim
 LAYOUTS: dict[str, Callable[[Shape], Shape]] = {
@@ -148,18 +154,68 @@ def test_memory_is_no_way_around(expected: Any, caplog: pytest.LogCaptureFixture
             assert caplog.text.count(f"stored chunk {chunks[2].key} not used") == 1, how
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_tier_lets_through_is_not_used(
+    tmp_path: Path, expected: Any, early: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The composer checks by itself what has arrived; `early`: while it is asked whether a prompt may start early."""
+    monkeypatch.setattr(pending, "READ_BYTES", 1)
+    monkeypatch.setattr(TieredChunkStore, "_checked", lambda self, tier, chunk, expected: chunk)
+    with threads(1):
+        llm = new_llm(TINY, enable_blending=True, chunk_store_path=str(tmp_path))
+        [tier] = store_of(llm).below
+        disk: Any = tier.storage
+        tier.read = lambda key, allocate, expected: disk.get(key, allocate)
+        tier.begin = (lambda keys, allocate, expected: disk.read_many(keys, allocate)) if early else None
+        asked, offered = threading.Event(), []
+        read, kv, start_early = disk.space.files.read, Arrivals.kv, llm.llm_engine.composer.start_early
+
+        def held(extent: Extent, start: int, into: torch.Tensor) -> None:
+            assert not (early and start) or asked.wait(SECONDS)
+            read(extent, start, into)
+
+        def note(arrivals: Arrivals, key: str, deadline: float) -> ChunkKV | None:
+            found = kv(arrivals, key, deadline)
+            offered.extend([] if found is None else [key])
+            return found
+
+        def ask() -> bool:
+            starts = start_early()
+            if offered:
+                asked.set()
+            return starts
+
+        monkeypatch.setattr(disk.space.files, "read", held)
+        monkeypatch.setattr(Arrivals, "kv", note)
+        monkeypatch.setattr(llm.llm_engine.composer, "start_early", ask)
+        forger = Forger(llm, str(tmp_path), "auto")
+        count = forger.forge(llm, tiny_prompt(), "the same bytes")
+        [output] = run(llm, tiny_prompt(), PARAMS)
+        assert_same_logprobs(output, expected[1])
+        assert bool(offered) == early and caplog.text.count("not used, it will be computed again") >= count
+        forger.close()
+        store_of(llm).close(SECONDS)
+
+
 @pytest.mark.parametrize("how", ["more tokens", "dtype", "tokens"])
-def test_a_registered_chunk_is_not_taken_from_a_forged_store(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_registered_chunk_is_not_taken_from_a_forged_store(tmp_path: Path, where: str, how: str) -> None:
     ids = random_ids(20, 1)
-    computed = []
+    computed: list[torch.Tensor] = []
+    chunk: Chunk | None = None
     for _ in range(2):
-        chunked = new_chunked_llm(chunk_store_path=str(tmp_path))
+        chunked = new_chunked_llm(**({"chunk_store_path": str(tmp_path)} if where == "disk" else {}))
+        if where == "memory" and chunk is not None:
+            forgery = forged(chunked.llm_engine.fingerprint, chunk.stored, how)
+            chunked.llm_engine.chunk_store.put(chunk.id, forgery)
         with threads(1):
             chunk = chunked.register_chunk(ids)
         assert chunked.llm_engine.composer.num_encoded == 1
         kv = chunked.llm_engine.chunk_store.get(chunk.id)
         assert kv is not None
         computed.append(kv.k.clone())
+        if where == "memory":
+            continue
         store_of(chunked.llm).close(SECONDS)
         forger = Forger(chunked.llm, str(tmp_path), "auto")
         forger.store.put(chunk.id, forged(forger.model, chunk.stored, how))
