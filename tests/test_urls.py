@@ -65,6 +65,15 @@ def test_the_rest_is(url: str, shown: str) -> None:
     assert redact_secrets(f"{url} is away", url) == f"{shown} is away"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Password", "username", "client_secret", "token", "api_key", "sig", "credential", "auth", "pwd"],
+)
+def test_a_short_value_is_hidden_where_its_name_says_that_it_is_secret(name: str) -> None:
+    assert redact_secrets("no 7x3 here", f"redis://host/0?{name}=7x3") == "no *** here"
+    assert redact_secrets("no 7x3 here", "redis://host/0?db=7x3") == "no 7x3 here"
+
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=8, max_size=20)
 
 

@@ -12,6 +12,7 @@ import socket
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from tests.kv_store.stored_chunks import chunk as disk_chunk
 from tests.kv_store.stored_chunks import key, same
+from vllm_blend.kv_store import regular_file
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
@@ -274,6 +276,22 @@ def test_a_chunk_file_that_holds_no_bytes_is_one_skipped_chunk(what, name, tmp_p
     assert counts["stored"] == 2 and caplog.text.count("not imported") == 1
     with pytest.raises(ChunkMiss, match=f"{name} cannot be read"):
         load_chunk(tmp_path / "pt" / "1", chunk(1)[0], MODEL)
+
+
+def test_a_file_that_turns_into_a_fifo_before_it_is_opened_is_refused_at_once(tmp_path, monkeypatch):
+    def turn(path: Path) -> None:
+        path.unlink()
+        os.mkfifo(path)
+
+    (tmp_path / "file").write_bytes(b"a regular file")
+    monkeypatch.setattr(regular_file, "require_regular", turn)
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(regular_file.open_regular, tmp_path / "file", os.O_RDONLY)
+        try:
+            with pytest.raises(NotRegular, match="is not a regular file: move it away"):
+                opening.result(timeout=30)
+        finally:
+            os.close(os.open(tmp_path / "file", os.O_RDWR))  # a writer, so that an open that waits for one ends
 
 
 def test_folders_of_many_models_need_one_store_at_a_time(tmp_path, monkeypatch):
