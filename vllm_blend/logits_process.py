@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -46,13 +48,15 @@ def run_processors(
     """
     shape = row.shape
     for index, processor in enumerate(processors):
-        tokens = [list(output_token_ids)]
-        if _num_arguments(processor) == 3:
-            tokens.insert(0, list(prompt_token_ids))
         try:
+            tokens = [list(output_token_ids)]
+            if _num_arguments(processor) == 3:
+                tokens.insert(0, list(prompt_token_ids))
             result = processor(*tokens, row)
-        except Exception as error:
-            raise RuntimeError(f"logits_processors[{index}] raised {type(error).__name__}: {error}") from error
+        except BaseException as error:  # which is no other request's, whatever it is
+            if _may_come_from_signal(error):
+                raise
+            raise RuntimeError(f"logits_processors[{index}] raised {_described(error)}") from error
         if not isinstance(result, torch.Tensor) or result.shape != shape:
             given = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise RuntimeError(
@@ -62,6 +66,23 @@ def run_processors(
         if bool(row.isnan().any()):
             raise RuntimeError(f"logits_processors[{index}] returned NaN: use numbers, or -inf for what must not come")
     return row
+
+
+def _described(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except BaseException as other:
+        if _may_come_from_signal(other):
+            raise
+        return f"{name}, whose text raises {type(other).__name__}"
+
+
+def _may_come_from_signal(error: BaseException) -> bool:
+    """Return whether the handler of a signal, such as that of Ctrl-C, may have raised this: it runs in the main thread,
+    between any two lines, and what it raises is to end what that thread does."""
+    ordinary = isinstance(error, (Exception, CancelledError, GeneratorExit))
+    return not ordinary and threading.current_thread() is threading.main_thread()
 
 
 def _num_arguments(processor: Callable[..., Any]) -> int:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,12 @@ import pytest
 import torch
 
 from tests.engine.engines import assert_empty, engine, greedy, new_llm, run, sampled, tiny_model, tokens_of
+from tests.engine.threads import PATIENCE, Job, at_once
 from tests.engine.tiny_tokenizers import byte_level
 from vllm_blend import LLM, ChunkedLLM, SamplingParams
 from vllm_blend.engine.driver import TurnLock, interrupts_held_back
 
 TINY = tiny_model("llama")
-PATIENCE = 120.0
-Job = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -34,39 +31,6 @@ def ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def quick_switches() -> Iterator[None]:
-    """Have the interpreter change threads often."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def at_once(*jobs: Job) -> list[Any]:
-    """Run every job in a thread of its own: results, or the error with which one ended."""
-    results: list[Any] = [None] * len(jobs)
-    start = threading.Barrier(len(jobs))
-
-    def work(index: int) -> None:
-        try:
-            start.wait()
-            results[index] = jobs[index]()
-        except BaseException as error:
-            results[index] = error
-
-    with quick_switches():
-        threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(jobs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    return results
 
 
 def random_case(seed: int) -> tuple[list[Any], list[SamplingParams]]:

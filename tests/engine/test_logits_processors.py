@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,8 +108,23 @@ def raises(output: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def is_cancelled(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise CancelledError("elsewhere")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def raises_unprintable(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise Unprintable
+
+
 FAULTS: dict[str, Callable[[list[int], torch.Tensor], Any]] = {
     r"logits_processors\[0\] raised KeyError: 'gone'": raises,
+    r"logits_processors\[0\] raised CancelledError: elsewhere": is_cancelled,
+    r"logits_processors\[0\] raised Unprintable, whose text raises ZeroDivisionError": raises_unprintable,
     r"logits_processors\[0\] returned NoneType": lambda output, logits: None,
     r"logits_processors\[0\] returned \[5\]: it must return": lambda output, logits: logits[:5],
     r"logits_processors\[0\] returned NaN": lambda output, logits: logits * torch.nan,
@@ -127,7 +143,7 @@ def test_one_that_fails_ends_its_own_request_only() -> None:
             assert output.outputs[0].finish_reason == "error"
             with pytest.raises(ValueError, match=message):
                 raise ValueError(output.error)
-        assert [len(output.outputs[0].token_ids) for output in outputs[1:-2]] == [2, 0, 0, 0, 0]
+        assert [len(output.outputs[0].token_ids) for output in outputs[1:-2]] == [2, *[0] * (len(bad) - 1)]
 
 
 def pick(output: list[int], logits: torch.Tensor) -> torch.Tensor:

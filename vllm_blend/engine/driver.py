@@ -40,21 +40,49 @@ class TurnLock:
         self._queue, self._lock = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
+        self._stepping = False
 
     @property
     def held(self) -> bool:
         """Whether the calling thread has it."""
         return self._owner == threading.get_ident()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the calling thread has it and is in the middle of a step: the step has called a user's function."""
+        return self.held and self._stepping
+
     def __enter__(self) -> None:
-        if not self.held:
-            with self._queue:
-                self._lock.acquire()
-            self._enter()
-        self._depth += 1
+        self._take()
         if self.closed is not None:
             self.__exit__()
             raise RuntimeError(self.closed)
+
+    @contextmanager
+    def unless_closed(self) -> Iterator[bool]:
+        """Hold the lock even if nothing may be done under it any more; gives whether something may."""
+        self._take()
+        try:
+            yield self.closed is None
+        finally:
+            self.__exit__()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Mark the thread that holds the lock as being in a step."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError in the middle of a step, whose requests and pages must stay as it found them."""
+        if self.in_step:
+            raise RuntimeError(
+                "a function that a step calls, such as a logits processor, cannot change the engine or run requests: "
+                "do it when the step has ended, outside the function"
+            )
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -74,8 +102,16 @@ class TurnLock:
         self._depth = 1
         return True
 
+    def _take(self) -> None:
+        if not self.held:
+            with self._queue:
+                self._lock.acquire()
+            self._enter()
+        self._depth += 1
+
     def _enter(self) -> None:
         self._owner = threading.get_ident()
+        self._stepping = False  # also where a second Ctrl-C has cut off the end of the last step
 
 
 class _Locked(Protocol):
@@ -87,11 +123,12 @@ S = TypeVar("S", bound=_Locked)
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a method hold the lock of its object."""
+    """Have a method hold the lock of its object, and refuse to run in the middle of a step."""
 
     @wraps(method)
     def locked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.lock:
+            self.lock.check_between_steps()
             return method(self, *args, **kwargs)
 
     return locked
@@ -120,7 +157,8 @@ class Driver:
         self._inboxes: dict[str, Inbox] = {}
         self._waiting: dict[Inbox, None] = {}
         self._driving: Inbox | None = None
-        self._seat = threading.Lock()  # of the driver: held while one sits down
+        self._driving_thread: int | None = None
+        self._seat = threading.RLock()  # of the driver: held while one sits down, also by a signal's handler meanwhile
         self._kept: dict[str, RequestOutput] = {}  # the newest outputs of requests without an inbox
         self._dropped: deque[Inbox] = deque()  # closed where the lock could not be waited for
 
@@ -140,9 +178,12 @@ class Driver:
         del self._inboxes[request_id]
 
     def close(self, inbox: Inbox) -> None:
-        """Keep nothing more for a caller, and abort those of its requests that still run."""
-        if self.lock.closed is None:
-            with self.lock:
+        """Keep nothing more for a caller, and abort those of its requests that still run, when a step that calls this
+        has ended."""
+        with self.lock.unless_closed() as is_open:
+            if self.lock.in_step:
+                self._dropped.append(inbox)
+            elif is_open:
                 self._abort(inbox)
 
     def drop(self, inbox: Inbox) -> None:
@@ -152,7 +193,10 @@ class Driver:
             self.lock.__exit__()  # which aborts what was dropped
 
     def wait(self, inbox: Inbox, arrived: Callable[[], bool]) -> None:
-        """Return when `arrived()`, which is asked in this thread only; drive the engine unless another thread does."""
+        """Return when `arrived()`, which is asked in this thread only; drive the engine unless another thread does.
+
+        Without outputs to look at, `arrived` calls nothing of the user's. With some it may, and that may wait in turn.
+        """
         if self.lock.held:
             raise RuntimeError("a callback of the engine cannot wait for other requests: its step has to end first")
         self._waiting[inbox] = None
@@ -214,13 +258,14 @@ class Driver:
 
     def _drives(self, inbox: Inbox) -> bool:
         with self._seat:
-            if self._driving is None:
-                self._driving = inbox
+            # The driver waits here again if what it does with its outputs, such as a progress bar, runs requests.
+            if self._driving is None or self._driving_thread == threading.get_ident():
+                self._driving, self._driving_thread = inbox, threading.get_ident()
         return self._driving is inbox
 
     def _step(self, inbox: Inbox, arrived: Callable[[], bool]) -> None:
         with self.lock:
-            if arrived():  # a thread that calls the engine's own step() was quicker
+            if inbox.outputs or arrived():  # a thread that calls the engine's own step() was quicker
                 return
             if self._engine.is_idle:
                 raise RuntimeError(

@@ -322,8 +322,9 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Abort all requests, write what the chunk stores still have to write, and free everything. Whatever is asked
         of the engine afterwards is a RuntimeError; threads that wait for answers get it too."""
-        if self.driver.lock.closed is None:
-            self._shut_down()
+        with self.driver.lock.unless_closed() as is_open:
+            if is_open:
+                self._shut_down()
 
     @exclusive
     @on_own_device
@@ -338,8 +339,9 @@ class LLMEngine:
             store.close()
         store.clear()
         device, driver = self.model_executor.driver_worker.device, self.driver
-        self.__dict__.clear()  # the parts know one another, so that none may stay reachable from here
-        self.driver, driver.lock.closed = driver, "the engine has been shut down: make another LLM"
+        driver.lock.closed = "the engine has been shut down: make another LLM"
+        for name in self.__dict__.keys() - {"driver"}:  # the parts know one another: none may stay reachable from here
+            del self.__dict__[name]
         driver.ring_all()
         del store, loader
         gc.collect()
@@ -360,9 +362,17 @@ class LLMEngine:
         return request_id in self._groups
 
     @exclusive
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        self.blocks.reset_prefix_cache()
+
+    @exclusive
     @on_own_device
     def drop_finished(self) -> None:
         """Let go of requests that have finished: a step in flight that nobody waits for may hold their chunks' KV."""
+        self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
         if self._in_flight is not None and self._in_flight.abandoned:
             self._in_flight = None
 
@@ -386,7 +396,6 @@ class LLMEngine:
                     self.scheduler.finish(encoding)
         self._settle_if_idle()
 
-    @exclusive
     def identify_chunks(
         self,
         prefix: str | Sequence[int],
@@ -397,8 +406,9 @@ class LLMEngine:
     ) -> tuple[ChunkId | None, list[ChunkId]]:
         """Return how the store names a prompt's prefix (None where there is none) and its chunks. Computes nothing.
         `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
-        sizes = (self.tokenizer, self.hf_config.vocab_size)
-        return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt))
+        with self.lock:
+            sizes = (self.tokenizer, self.hf_config.vocab_size)
+            return self.composer.identify(parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt))
 
     @on_own_device
     def encode_chunks(
@@ -416,6 +426,7 @@ class LLMEngine:
         ValueError or TypeError for bad pieces.
         """
         with self.lock:
+            self.lock.check_between_steps()
             sizes = (self.tokenizer, self.hf_config.vocab_size)
             parsed = parse_context(prefix, chunks, *sizes, continues, encode_after, cache_salt)
         return run_encodings(self, parsed)
@@ -427,10 +438,10 @@ class LLMEngine:
         check_chunk(self.fingerprint, chunk, kv)
         self.chunk_store.put(chunk.key, kv.copy().of(chunk))  # the caller may go on to change his
 
-    @exclusive
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do, or to hand over."""
-        return not self.is_idle or self.driver.keeps_outputs
+        with self.lock:
+            return not self.is_idle or self.driver.keeps_outputs
 
     @property
     def is_idle(self) -> bool:
@@ -449,7 +460,7 @@ class LLMEngine:
         Outputs that another caller waits for, such as `LLM.generate` in another thread, go there. In return the newest
         outputs of requests that advanced in steps of such callers are among those of the next call.
         """
-        with interrupts_held_back():
+        with self.lock.step(), interrupts_held_back():
             self.driver.distribute(self._run_step())
         return self.driver.take_kept()
 
@@ -538,7 +549,7 @@ class LLMEngine:
         moves of chunks, so that an idle engine holds no pages."""
         if self.scheduler.has_requests:
             return
-        self.drop_finished()
+        self._drop_abandoned()
         if self.offload is not None:
             self.offload.end_moves()
 
@@ -588,23 +599,23 @@ class LLMEngine:
         """The share of the KV cache's blocks that requests hold, 0..1."""
         return 1 - self.blocks.num_free_blocks / self.blocks.num_usable_blocks
 
-    @exclusive
     def get_metrics(self) -> list[Metric]:
-        return [
-            *self.metrics.counters(),
-            Gauge("vllm:num_requests_running", len(self.scheduler.running)),
-            Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
-            Gauge("vllm:kv_cache_usage_perc", self.cache_usage),
-            Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
-            Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
-            Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
-            Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
-            Gauge("vllm_blend:chunks_registered", len(self.chunk_registry)),
-            Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),
-            *store_gauges(self.chunk_store, self.composer, self.controller),
-            *offload_gauges(self.offload),
-            *([] if self.kv_compression is None else self.kv_compression.gauges()),
-        ]
+        with self.lock:
+            return [
+                *self.metrics.counters(),
+                Gauge("vllm:num_requests_running", len(self.scheduler.running)),
+                Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
+                Gauge("vllm:kv_cache_usage_perc", self.cache_usage),
+                Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
+                Gauge("vllm_blend:chunk_cache_chunks", len(self.chunk_store)),
+                Gauge("vllm_blend:chunk_cache_bytes", self.chunk_store.num_bytes),
+                Gauge("vllm_blend:chunks_encoded", self.composer.num_encoded),
+                Gauge("vllm_blend:chunks_registered", len(self.chunk_registry)),
+                Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),
+                *store_gauges(self.chunk_store, self.composer, self.controller),
+                *offload_gauges(self.offload),
+                *([] if self.kv_compression is None else self.kv_compression.gauges()),
+            ]
 
     def finish_encoding(self, request: Request) -> None:
         """The prompt of a chunk that is being encoded has been computed."""

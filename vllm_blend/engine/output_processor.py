@@ -129,7 +129,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=group.request_id,
             prompt=self._text(group),
-            prompt_token_ids=group.parsed.token_ids,
+            prompt_token_ids=list(group.parsed.token_ids),  # the caller may change his
             prompt_logprobs=None if prompt_logprobs is None else _listed(group.requests[0], prompt_logprobs),
             outputs=[self._completion(request) for request in group.requests],
             finished=group.finished,

@@ -234,8 +234,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, for example between measurements. Stored chunks stay."""
-        with self.llm_engine.lock:
-            self.llm_engine.blocks.reset_prefix_cache()
+        self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Free the model and the KV cache, write what the chunk stores still have to write, and close them. Any later
