@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,23 @@ def test_without_the_names(environment: Environment, checkout: Path) -> None:
     assert environment.look() == (None, None, False, False)
     done = environment("install", checkout, "--force-reinstall", VLLM_BLEND_ALIAS="no")
     assert done.returncode != 0 and "VLLM_BLEND_ALIAS=no is unknown: use 0" in done.stdout + done.stderr
+
+
+def test_the_users_own_site_packages_are_looked_at_where_python_uses_them(checkout: Path, tmp_path: Path) -> None:
+    """Outside of virtual environments, that is."""
+    environment = Environment(tmp_path / "environment", "pip")
+    variables = os.environ | {"PYTHONPATH": str(environment.build_tools), "PYTHONUSERBASE": str(tmp_path / "user")}
+    variables.pop("VLLM_BLEND_ALIAS", None)
+
+    def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([python, *arguments], cwd=checkout, env=variables, capture_output=True, text=True)
+
+    base = sys._base_executable  # what virtual environments are made from
+    assert run(base, "setup.py", "egg_info").returncode == 0
+    site = Path(run(base, "-c", "import site; print(site.getusersitepackages())").stdout.strip())
+    assert tmp_path in site.parents
+    with zipfile.ZipFile(write_wheel(tmp_path, "vllm", THEIRS)) as wheel:
+        wheel.extractall(site)
+    refused = run(base, "setup.py", "egg_info")
+    assert refused.returncode != 0 and f"vllm {THEIRS} is installed in this environment" in refused.stderr
+    assert run(environment.python, "setup.py", "egg_info").returncode == 0
