@@ -1,4 +1,4 @@
-"""No secret of a URL is in what is shown of it, nor in what others say about it."""
+"""No secret of a URL is in what is shown of it, nor in messages about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Showing URLs, and what others say about them, without the passwords and keys that they hold."""
+"""Showing URLs, and messages that mention them, without the passwords and keys that they hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def redact_url(url: str) -> str:
     if not separator:
         return url if _HOST.fullmatch(url) or not re.search(r"[@?=:]", url) else HIDDEN
     base, mark, query = _split(rest)
-    if "@" in query:  # of a password with a question mark, or of a value with an at sign: which one cannot be known
+    if "@" in query:  # either a password has a question mark or a value has an at sign: which one cannot be known
         return f"{scheme}://{HIDDEN}"
     _, at, place = base.rpartition("@")
     host, slash, path = place.partition("/")
@@ -29,7 +29,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_secrets(text: str, url: str) -> str:
-    """Return what somebody says about a URL without the URL's secrets, however they are written there."""
+    """Return a message about a URL without the URL's secrets, however they are written in it."""
     text = text.replace(url, redact_url(url))
     for secret in sorted(_secrets(url), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -37,7 +37,7 @@ def redact_secrets(text: str, url: str) -> str:
 
 
 def redact_repr(value: object) -> str:
-    """Return repr(value), of a URL in text or bytes without its secrets."""
+    """Return repr(value); if it is a URL, as text or bytes, its secrets are hidden."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else value
     return repr(redact_url(text)) if isinstance(text, str) and "://" in text else repr(value)
 

@@ -30,7 +30,7 @@ TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "disk, on second use": lambda path: {"chunk_store_path": str(path), "chunk_store_admit_on_second_use": True},
     "remote": lambda path: {"chunk_store_url": f"file://{path}"},
 }
-# Of time and of what lies there, whosever it is.
+# Counters of time, and of all that is stored, whichever salt it has.
 NOT_COMPARED = ("seconds", "_bytes", "_chunks", "step")
 
 
@@ -50,7 +50,7 @@ def counters(llm: LLM) -> dict[str, float]:
 
 
 def counted(llm: LLM, prompts: Any) -> tuple[list[RequestOutput], dict[str, float]]:
-    """Outputs, and what these prompts have added to the engine's counters."""
+    """Return the outputs, and what these prompts have added to the engine's counters."""
     before = counters(llm)
     outputs = run(llm, prompts, PARAMS)
     store = llm.llm_engine.chunk_store
@@ -60,7 +60,7 @@ def counted(llm: LLM, prompts: Any) -> tuple[list[RequestOutput], dict[str, floa
 
 
 def assert_unseen(outputs: list[RequestOutput], counts: dict[str, float], fresh: Any) -> None:
-    """`fresh` is what an engine gives that nobody has used before."""
+    """Check outputs and counts against `fresh`, those of an engine that has served no other request."""
     for output, expected in zip(outputs, fresh[0], strict=True):
         assert_same_logprobs(output, expected)
         assert (output.num_cached_tokens, output.num_found_tokens) == (0, {})
@@ -73,7 +73,7 @@ def assert_unseen(outputs: list[RequestOutput], counts: dict[str, float], fresh:
 def test_a_chunk_in_any_tier_serves_its_own_salt_alone(
     tier: str, first: str | None, second: str | None, tmp_path: Path
 ) -> None:
-    """Tiers below the memory are asked by an engine that has nothing in its own."""
+    """The engine that asks a tier below the memory has nothing in its own memory."""
     options = {"enable_blending": True, **TIERS[tier](tmp_path / "shared")}
     prompts = [tiny_prompt(), plain(tiny_prompt())]
     alone = new_llm(TINY, enable_blending=True, **TIERS[tier](tmp_path / "alone"))
@@ -81,7 +81,7 @@ def test_a_chunk_in_any_tier_serves_its_own_salt_alone(
     llm = new_llm(TINY, **options)
     for _ in range(2):
         own = run(llm, [salted(prompt, first) for prompt in prompts], PARAMS)
-    assert all(output.num_cached_tokens for output in own), "of one salt, everything is found"
+    assert all(output.num_cached_tokens for output in own), "with the same salt, everything is found"
     counted(llm, [])
     reader = llm if tier == "memory" else new_llm(TINY, **options)
     outputs, counts = counted(reader, [salted(prompt, second) for prompt in prompts])
@@ -92,8 +92,8 @@ def test_a_chunk_in_any_tier_serves_its_own_salt_alone(
 
 
 @pytest.mark.parametrize("salt", SALTS)
-def test_who_joins_an_encoding_has_the_same_salt(salt: str | None) -> None:
-    """Of prompts that come together, the first has its chunks encoded, and the others of its salt wait for them."""
+def test_an_encoding_is_joined_only_by_requests_of_its_salt(salt: str | None) -> None:
+    """When prompts come together, the first has its chunks encoded, and the others with its salt wait for them."""
     llm = new_llm(TINY, enable_blending=True)
     other = "tenant-c"
     first, stranger, joined = run(llm, [salted(tiny_prompt(), each) for each in (salt, other, salt)], PARAMS)
@@ -118,7 +118,7 @@ def test_prefixes_shared_within_a_batch_have_one_salt() -> None:
 
 @pytest.mark.parametrize("salt", SALTS)
 def test_what_encoding_a_chunk_leaves_in_the_prefix_cache_has_its_salt(salt: str | None) -> None:
-    """Its prefix, which is computed like a plain prompt."""
+    """The chunk's prefix is computed like a plain prompt, so it goes there."""
     llm = new_llm(TINY, enable_blending=True, block_size=16)
     prefix, chunk = random_ids(32, 1), random_ids(9, 2)
     llm.encode_chunks(prefix, [chunk], cache_salt=salt)
@@ -128,7 +128,7 @@ def test_what_encoding_a_chunk_leaves_in_the_prefix_cache_has_its_salt(salt: str
 
 
 def test_a_retained_context_is_named_by_the_salt_itself() -> None:
-    """Not by those of its chunks alone."""
+    """The salts of its chunks alone would not do."""
     with chunked_llm() as chunked:
         chunk = chunked.register_chunk(random_ids(20, 1))
         parsed = chunked.compose(None, [chunk], query=[5], mode="reuse").parse()

@@ -9,7 +9,7 @@ import pytest
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key, context_id, salt_digest, weights_digest
 
 MODEL = ModelFingerprint("m", "r", "w", "float32", "rope", "tok", 2, 1, 16)
-# Of [0, 7], and of [5, 6] after it, before there were salts.
+# The context [0, 7] and the chunk [5, 6] after it had these names before there were salts.
 OLD_CONTEXT, OLD_KEY = "8a3d6da75668c0ceb5f754d095efaaba", "972cf2d659686d2d529cb01d59bec23b"
 
 
@@ -31,7 +31,7 @@ def test_the_key_is_context_and_content() -> None:
 
 
 def test_a_salt_makes_other_keys_and_changes_none_without() -> None:
-    """Also where salt and content together are the same bytes, and where one salt begins with another."""
+    """This holds even where salt and content together are the same bytes, and where one salt begins with another."""
     salts = ["", "a", "a\0", "b", "aa", "\0", "a" * 64, "a" * 65, "\ud800"]
     contents: list[tuple[list[int], list[int]]] = [([], [1, 2]), ([0], [1, 2]), ([0], [1]), ([ord("a")], [1, 2])]
     digests = [salt_digest(salt) if salt else b"" for salt in salts]
@@ -39,7 +39,7 @@ def test_a_salt_makes_other_keys_and_changes_none_without() -> None:
     assert len({chunk.key for chunk in ids}) == len({(chunk.context, chunk.token_ids) for chunk in ids}) == len(ids)
     assert len(ids) == len(salts) * len(contents)
     for chunk in ids:
-        assert chunk_key(MODEL, chunk.context, chunk.token_ids) == chunk.key, "as whoever reads an export finds it"
+        assert chunk_key(MODEL, chunk.context, chunk.token_ids) == chunk.key, "an export has all that the key needs"
     # what stores of earlier versions hold
     assert context_id([0, 7]) == OLD_CONTEXT
     assert ChunkId.of(MODEL, [0, 7], [5, 6]).key == OLD_KEY

@@ -31,7 +31,7 @@ class FuseMetadata(dict[str, Any]):
         return self
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of a dict."""
+        """Update the values as a dict does, and note the thread where a hook is switched on."""
         new = dict(*args, **kwargs)
         super().update(new)
         if new.get("collect") or new.get("check"):

@@ -1,4 +1,4 @@
-"""Reading one plain tensor from the bytes of a `.pt` file that anybody may have written.
+"""Reading one plain tensor from the bytes of a `.pt` file, which is not trusted.
 
 `torch.load(weights_only=True)` runs no code, but it believes the file: a storage may be said to be larger than its
 bytes, a record may unpack to any size, and what comes out may be sparse, quantized or without any data. So the file is

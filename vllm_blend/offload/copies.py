@@ -1,6 +1,6 @@
 """Copies of blocks between the device's pages and the host pool: at once, in a thread, or on a GPU's own stream.
 
-Whoever submits a copy leaves both sides alone until its ticket is done. Nothing here waits but `Ticket.wait`.
+Both sides of a submitted copy must be left alone until its ticket is done. Nothing here waits but `Ticket.wait`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _ThreadTicket(Ticket):
 
 class ThreadCopies(BlockCopies):
     """Copies in a thread of its own, in the order of submission, while the engine goes on. The thread ends
-    when nobody holds this object any more."""
+    when the last reference to this object is gone."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, host: HostBlockPool) -> None:
         super().__init__(key, value, host)
@@ -123,7 +123,7 @@ class _StreamTicket(Ticket):
 
 class StreamCopies(BlockCopies):
     """Copies on a stream of their own. They wait for what the current stream has queued so far, so a block that just
-    changed owner is not touched before its last reader; nobody waits for them but by asking their ticket.
+    changed owner is not touched before its last reader is done; only `Ticket.wait` waits for them.
 
     Blocks are gathered on the device first: a block then crosses the link as one piece.
     """

@@ -96,7 +96,7 @@ def test_equal_scores_of_two_settings_leave_room_either_way(count):
 
 @pytest.mark.parametrize(("count", "right_in_full", "lost", "won"), [(12, 0.9, 0.1, 0.0), (50, 0.8, 0.1, 0.05)])
 def test_shares_are_covered_as_often_as_they_say(count, right_in_full, lost, won):
-    """Of paired answers of two settings, over many draws of questions, where the bootstrap's cover too few."""
+    """The questions are drawn many times and answered by two settings; the bootstrap's intervals cover too few."""
     random, true = np.random.default_rng(0), (right_in_full * (1 - lost) + (1 - right_in_full) * won) / right_in_full
     covered = {SmallSampleIntervals: 0, Bootstrap: 0}
     for trial in range(100):
