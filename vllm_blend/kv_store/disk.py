@@ -173,8 +173,9 @@ class DiskChunkStore:
             return [None] * len(keys)
         try:
             for key in dict.fromkeys(keys):
-                pending[key] = self._prepare(key, held.pop(key, None), allocate, expected.get(key))
-        except BaseException:  # of `allocate`: nobody will read the others
+                pending[key] = self._prepare(key, held.get(key), allocate, expected.get(key))
+                held.pop(key, None)  # not earlier: the lock of a chunk that fails must end, too
+        except BaseException:  # for example of `allocate`: none of the chunks will be read
             for entry in held.values():
                 self.space.let_go(entry)
             for prepared in pending.values():
@@ -258,7 +259,8 @@ class DiskChunkStore:
     def _prepare(
         self, key: str, entry: Entry | None, allocate: Allocate | None, expected: ExpectedChunk | None
     ) -> PendingChunk | None:
-        """Return what is to be read of a chunk that is held; None where it is a miss."""
+        """Return what is to be read of a chunk that is held, or None where it is a miss, which ends the lock. Where
+        something is raised, the caller ends it."""
         if entry is None or entry.id in self._faulty:
             if entry is not None:
                 self.space.let_go(entry)
@@ -274,11 +276,7 @@ class DiskChunkStore:
             self._report(entry, fault)
             return None
         layout = header.layout
-        try:
-            memory = (allocate or aligned_empty)(layout.kv_bytes)
-        except BaseException:
-            self.space.let_go(entry)
-            raise
+        memory = (allocate or aligned_empty)(layout.kv_bytes)
         if memory is None:
             self.space.let_go(entry)
             self.tally.miss("no_memory")

@@ -14,6 +14,7 @@ it, what was once popular would never leave.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
@@ -30,6 +31,8 @@ from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import is_key
+
+logger = logging.getLogger(__name__)
 
 WRITING, LIVE, DEAD = 0, 1, 2
 MAX_REMEMBERED = 100_000  # keys that were put once, with admission on second use
@@ -135,8 +138,7 @@ class Index:
 
     def find(self, key: str) -> Entry | None:
         """The chunk that `key` stands for now."""
-        row = self._one(f"SELECT {_COLUMNS} FROM chunks WHERE key = ? AND state = 1", key)
-        return None if row is None else _entry(row)
+        return next(iter(self._entries("WHERE key = ? AND state = 1", key)), None)
 
     def find_many(self, keys: Sequence[str]) -> dict[str, Entry]:
         """Return the chunks that these keys stand for now, by key, with their token ids."""
@@ -145,8 +147,8 @@ class Index:
             marks = ", ".join("?" * len(some))
             columns = f"{_COLUMNS}, tokens FROM chunks LEFT JOIN names USING (id)"
             for *row, tokens in self._all(f"SELECT {columns} WHERE state = 1 AND key IN ({marks})", *some):
-                entry = replace(_entry(tuple(row)), tokens=tokens)
-                found[entry.key] = entry
+                for entry in self._sound([tuple(row)]):
+                    found[entry.key] = replace(entry, tokens=tokens)
         return found
 
     def are_live(self, entries: Sequence[Entry]) -> set[int]:
@@ -159,19 +161,18 @@ class Index:
         return live
 
     def live(self) -> list[Entry]:
-        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1")]
+        return self._entries("WHERE state = 1")
 
     def segments(self) -> list[str]:
         return [name for (name,) in self._all("SELECT name FROM segments")]
 
     def unfinished(self) -> list[Entry]:
         """Chunks that are not live: being written or given up, here or elsewhere, or left by a process that died."""
-        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE state != 1 ORDER BY id")]
+        return self._entries("WHERE state != 1 ORDER BY id")
 
     def by_worth(self) -> Iterator[Entry]:
         """Live chunks, the least worth first; for use inside of a transaction."""
-        query = f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"
-        return map(_entry, self._db.execute(query))
+        return self._sound(self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"))
 
     def by_worth_of_segments(self) -> list[list[Entry]]:
         """The chunks of each segment, whatever their state, the segment that is worth least for its bytes first."""
@@ -197,7 +198,7 @@ class Index:
 
     def in_segment(self, segment: str) -> list[Entry]:
         """The chunks of a segment, whatever their state."""
-        return [_entry(row) for row in self._all(f"SELECT {_COLUMNS} FROM chunks WHERE segment = ?", segment)]
+        return self._entries("WHERE segment = ?", segment)
 
     # Changes, inside of a transaction.
 
@@ -268,6 +269,30 @@ class Index:
 
     # Within.
 
+    def _entries(self, condition: str, *values: object) -> list[Entry]:
+        return list(self._sound(self._all(f"SELECT {_COLUMNS} FROM chunks {condition}", *values)))
+
+    def _sound(self, rows: Iterable[tuple]) -> Iterator[Entry]:
+        """Yield the chunks of rows, and delete the rows that are none: they must not cost the others. Where their bytes
+        lie is not known; the space comes back with the segment."""
+        for row in rows:
+            try:
+                entry = _entry(row)
+            except DamagedIndex as error:
+                logger.warning("a chunk is dropped from the index of the chunk store: %s", error)
+                self._delete_damaged(row[0])
+            else:
+                yield entry
+
+    def _delete_damaged(self, number: int) -> None:
+        """Delete a row that the sum of all bytes may not fit."""
+        with self._lock:
+            if not self._db.in_transaction:
+                with self.transaction():
+                    return self._delete_damaged(number)
+            self._db.execute("DELETE FROM chunks WHERE id = ?", (number,))
+            self._db.execute("UPDATE totals SET bytes = (SELECT coalesce(sum(bytes), 0) FROM chunks)")
+
     @property
     def _clock(self) -> float:
         return float(self._value("SELECT clock FROM totals"))
@@ -314,11 +339,12 @@ def _in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _entry(row: tuple) -> Entry:
     number, key, state, segment, offset, num_bytes, header = row
-    for value, kind in zip(row, (int, str, int, str, int, int, bytes), strict=True):
+    for value, kind in zip(row, (int, str, int, str, int, int, object), strict=True):
         if not isinstance(value, kind):
             raise DamagedIndex(f"{value!r} in a chunk's row is not {kind.__name__}")
     if state not in (WRITING, LIVE, DEAD):
         raise DamagedIndex(f"{state} is no state of a chunk")
     if not is_key(segment) or offset % PAGE or num_bytes % PAGE or offset < 0 or num_bytes <= 0:
         raise DamagedIndex(f"bytes {offset} to {offset + num_bytes} of {segment!r} are no place for a chunk")
+    header = header if isinstance(header, bytes) else b""  # the chunk is dropped in good order when it is read
     return Entry(number, key, state, Extent(segment, offset, num_bytes), header)

@@ -229,10 +229,11 @@ class ChunkHeader:
             raise ChunkFault("foreign", "it was computed by another model")
         if found_key.hex() != key:
             raise ChunkFault("foreign", "it is another chunk")
-        checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
-        fits = len(checksums) == layers and (length == 0 or length >= tokens) and tokens * kv_heads * head_dim > 0
+        fits = len(body) == _HEAD.size + layers * _CHECKSUM.size
+        fits = fits and (length == 0 or length >= tokens) and tokens * kv_heads * head_dim > 0
         if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or not fits:
             raise ChunkFault("damaged", "its header contradicts itself")
+        checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
         layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored], length)
         if exact and layout.format != "auto":
             raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
