@@ -349,6 +349,35 @@ def test_an_index_or_a_lock_that_is_no_file_is_an_error_that_names_it(what, name
     assert name in str(raised.value)
 
 
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("name", ["segment", "index.sqlite3", "index.sqlite3-wal", "locks", "open.lock"])
+def test_nothing_is_written_through_a_link(name, exists, tmp_path):
+    """The store's folder itself may be a link."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "store").symlink_to("there")
+    config = DiskStoreConfig(tmp_path / "store", 1 << 22, MODEL.digest, timeout=60)
+    with DiskChunkStore(config) as store:
+        for number in range(2):
+            store.put(key(number), disk_chunk(key(number)))
+        path = next((tmp_path / "store" / "v1").glob("*.segment"))
+    path = path if name == "segment" else path.with_name(name)
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "elsewhere")
+    content = bytes(2 << 20) if exists else None  # where exactly the segment would be written
+    if content is not None:
+        (tmp_path / "elsewhere").write_bytes(content)
+    if name == "segment":
+        with DiskChunkStore(config) as store:
+            store.put(key(2), disk_chunk(key(2)))  # which follows the others in their segment
+            assert same(store.get(key(2)), disk_chunk(key(2)))
+            assert store.get(key(0)) is None and store.get(key(1)) is None and not path.is_symlink()
+    else:
+        with pytest.raises(NotRegular, match=f"{name} is a symbolic link, not a regular file"):
+            DiskChunkStore(config)
+    elsewhere = tmp_path / "elsewhere"
+    assert (elsewhere.read_bytes() if elsewhere.exists() else None) == content
+
+
 def test_a_segment_of_the_index_does_not_name_another_folder(tmp_path):
     with DiskChunkStore(DiskStoreConfig(tmp_path / "store", 1 << 22, MODEL.digest)) as store:
         store.space.index._db.execute("INSERT INTO segments VALUES ('../../outside', 0)")

@@ -1,4 +1,8 @@
-"""Opening files that others may have put where ours are expected: only regular ones, and without ever waiting."""
+"""Opening files that others may have put where ours are expected: only regular ones, and without ever waiting.
+
+A file that is written must be the file itself: a symbolic link at its place would have some other file overwritten.
+Folders on the way to it may be links.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ _NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class NotRegular(OSError):
-    """There is something else than a file that holds bytes: a folder, a FIFO, a socket, a device, a link to itself."""
+    """There is something else than a file that holds bytes: a folder, a FIFO, a socket, a device, a link to itself, or
+    any link where a file is to be written."""
 
 
-def require_regular(path: Path) -> None:
+def require_regular(path: Path, follow_link: bool = True) -> None:
     """Raise NotRegular where there is something else than a regular file. A path with nothing there is fine."""
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(path, follow_symlinks=follow_link).st_mode
     except FileNotFoundError:
         return
     except OSError as error:  # a symbolic link that leads to itself, a folder that is none
@@ -26,9 +31,11 @@ def require_regular(path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Return a descriptor of a regular file. Raises FileNotFoundError, NotRegular or another OSError."""
-    require_regular(path)  # before it is opened: devices may act on that
-    fd = os.open(path, flags | _NEVER_WAIT, 0o666)
+    """Return a descriptor of a regular file. A symbolic link is followed only to read. Raises FileNotFoundError,
+    NotRegular or another OSError."""
+    reads = flags & os.O_ACCMODE == os.O_RDONLY
+    require_regular(path, follow_link=reads)  # before it is opened: devices may act on that
+    fd = os.open(path, flags | _NEVER_WAIT | (0 if reads else os.O_NOFOLLOW), 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):  # it has changed in between
         os.close(fd)
         raise NotRegular(None, f"{path} is not a regular file: move it away")
@@ -47,4 +54,5 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 def _name(mode: int) -> str:
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    kinds[stat.S_IFLNK] = "a symbolic link"
     return kinds.get(stat.S_IFMT(mode), "a device")

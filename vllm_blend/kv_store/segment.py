@@ -140,9 +140,10 @@ class SegmentFiles:
             flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
             try:
                 file = _Open(self._path(segment), flags)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotRegular):
                 if not create:
                     raise
+                _unlink(self._path(segment))  # what has taken the place of a segment: its chunks are lost either way
                 file = _Open(self._path(segment), flags | os.O_CREAT)
                 sync_folder(self.folder)
             self._files[segment] = file

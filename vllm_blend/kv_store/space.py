@@ -248,7 +248,7 @@ def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
     it, in files that have no name any more."""
     path = folder / INDEX
     for name in _index_files(path):
-        require_regular(name)
+        require_regular(name, follow_link=False)
     try:
         return Index(path, timeout)
     except sqlite3.DatabaseError as error:
