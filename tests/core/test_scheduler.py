@@ -75,7 +75,11 @@ class Simulation:
         output = scheduler.schedule()
         assert bool(output) == bool(output.scheduled)
         self.check_tables()
-        self.check_admission(queue, was_running, [item.request for item in output.scheduled])
+        scheduled = [item.request for item in output.scheduled]
+        self.check_admission(queue, was_running, scheduled)
+        assert not output.preempted or set(scheduled).isdisjoint([*queue, *output.preempted]), (
+            "a step that preempts admits nothing"
+        )
         for request in output.preempted:
             kept = [other.priority for other in scheduler.running]
             assert max(kept, default=request.priority) <= request.priority, "a higher number kept its pages"
@@ -303,21 +307,29 @@ def test_long_prompts_are_computed_in_pieces_beside_decodes() -> None:
 
 def test_a_step_that_preempts_admits_nothing() -> None:
     """The pages that a request gives back are for those that run, although its own first tokens would fit again."""
+    scheduler = Scheduler(BlockManager(13, SIZE), 4, 4)
+    requests = [request_of(i, Arrival(0, [i] * 8, 5, "plain")) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    simulation, scheduled = Simulation(scheduler), set[Request]()
+    while not scheduler.num_preemptions:
+        scheduled = simulation.step()
+    assert scheduled == set(requests[:2]) and list(scheduler.waiting) == requests[2:]
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_has_no_hit() -> None:
     scheduler = Scheduler(BlockManager(7, SIZE), 4, 4)
     old, young = (request_of(i, Arrival(0, [i] * 6, 5, "plain")) for i in range(2))
-    outputs = []
-    schedule = scheduler.schedule
-    scheduler.schedule = lambda ahead=False: outputs.append(schedule(ahead)) or outputs[-1]  # type: ignore
     scheduler.add(old)
     scheduler.add(young)
     simulation = Simulation(scheduler)
     while not scheduler.num_preemptions:
         simulation.step()
-    assert outputs[-1].preempted == [young] and [item.request for item in outputs[-1].scheduled] == [old]
-    num_before = len(outputs)
+    outputs, schedule = [], scheduler.schedule
+    scheduler.schedule = lambda ahead=False: outputs.append(schedule(ahead)) or outputs[-1]  # type: ignore
     drain(simulation)
-    again = next(item for output in outputs[num_before:] for item in output.scheduled if item.request is young)
-    assert again.start > 0 == young.num_cached_tokens, "what it finds of its own is no hit"
+    again = next(item for output in outputs for item in output.scheduled if item.request is young)
+    assert again.start > 0 == young.num_cached_tokens
 
 
 def test_a_preempted_blend_that_finds_its_own_context_has_no_hit() -> None:
