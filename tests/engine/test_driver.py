@@ -310,16 +310,24 @@ def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     with engine(TINY) as llm:
         prompt, params = {"prompt_token_ids": [5, 6, 7, 8]}, greedy(10, ignore_eos=True)
         expected = answers(run(llm, prompt, params))
-        process, calls, found = llm.llm_engine.results.process, iter(range(1000)), []
+        inner, calls, found, struck, completed = llm.llm_engine, iter(range(1000)), [], [], []
+        process, distribute = inner.results.process, inner.driver.distribute
 
         def interrupted(*args: Any) -> Any:
             main = threading.current_thread() is threading.main_thread()
             if main and next(calls) == 3:
+                struck.append(True)
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.01)  # the interpreter would raise KeyboardInterrupt here
             return process(*args)
 
-        monkeypatch.setattr(llm.llm_engine.results, "process", interrupted)
+        def distributed(outputs: Any) -> None:
+            distribute(outputs)
+            if struck and threading.current_thread() is threading.main_thread():
+                completed.append(True)
+
+        monkeypatch.setattr(inner.results, "process", interrupted)
+        monkeypatch.setattr(inner.driver, "distribute", distributed)
         ready = threading.Event()
 
         def other() -> None:
@@ -333,6 +341,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
             while True:
                 run(llm, prompt, params)
         thread.join(PATIENCE)
+        assert completed == [True]  # the step of the signal, and no other
         assert found == [expected] * 20 and answers(run(llm, prompt, params)) == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -405,8 +414,11 @@ def test_shutdown_frees_and_closes_everything(tmp_path: Path) -> None:
         model = llm.apply_model(weakref.ref)[0]
         waiting = run_in_thread(lambda: run(llm, {"prompt_token_ids": [5] * 4}, greedy(80, ignore_eos=True)))
         inner = llm.llm_engine
+        store: Any = inner.chunk_store
+        [disk] = [tier.storage for tier in store.below]
         while not inner.has_unfinished_requests():
             time.sleep(0)
+    assert store.below == () and disk._pool is None and len(store) == 0
     [result] = waiting()
     assert isinstance(result, RuntimeError) and "has been shut down" in str(result)
     llm.shutdown()  # once more
