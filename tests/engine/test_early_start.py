@@ -168,6 +168,21 @@ def test_a_layer_that_is_lost_in_mid_forward_costs_time_only(
     assert not composer._waiting and not composer._loading and not composer._encoding
 
 
+def test_what_a_prompt_encoded_before_a_loss_counts_as_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk is encoded for the prompt while another arrives; when that is lost, it is encoded for the prompt too.
+    Only what was in memory from the beginning was found."""
+    whole = tiny_prompt(prefix=[], blend_selector="none")
+    third, first, second, _ = whole["chunks"]
+    llm = stored(tmp_path, {**whole, "chunks": [second]})
+    llm.encode_chunks([], [third])
+    gates = Gates(llm, monkeypatch)
+    gates.error = FAULTS["damaged"]
+    [output] = run(llm, {**whole, "chunks": [first, second, third]}, PARAMS)
+    assert metrics(llm)["prompts_started_again"] == 1 and metrics(llm)["chunks_encoded"] == 4
+    assert_counts_add_up(output)
+    assert output.num_cached_tokens == len(third)
+
+
 def test_flipped_bytes_in_any_layer(tmp_path: Path) -> None:
     """Real damage: one byte of one layer of one chunk, layer by layer, each in a store of its own."""
     wanted = expected(tiny_prompt())
