@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.engine.engines import assert_empty, engine, greedy, run, tiny_model
 from vllm_blend import SamplingParams
 from vllm_blend.blend.selectors import make_selector, spec
 from vllm_blend.engine import llm_engine
+from vllm_blend.entrypoints import llm as llm_module
 from vllm_blend.inputs import parse_prompt
 from vllm_blend.kv_store import keys
 
@@ -107,3 +109,31 @@ def test_a_request_arrives_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) 
             assert metrics is not None and metrics.arrival_time <= parsed_at[0]
             assert metrics.first_token_latency == metrics.first_token_time - metrics.arrival_time
             assert metrics.first_token_latency >= metrics.time_in_prefill > 0
+
+
+def test_a_conversation_arrives_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered_at, chat_prompts = [], llm_module.chat_prompts
+
+    def render(*args: Any) -> Any:
+        rendered_at.append(time.time())
+        return chat_prompts(*args)
+
+    monkeypatch.setattr(llm_module, "chat_prompts", render)
+    messages: Any = [{"role": "user", "content": "a"}]
+    with engine(TINY) as llm:
+        [output] = llm.chat(messages, greedy(2), use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert output.metrics is not None and output.metrics.arrival_time <= rendered_at[0]
+
+
+def test_a_request_arrives_before_it_waits_for_a_step_to_end() -> None:
+    with engine(TINY) as llm:
+        inner = llm.llm_engine
+        thread = threading.Thread(target=inner.add_request, args=("x", [5, 6], greedy(2)), daemon=True)
+        with inner.lock:  # as during a step
+            thread.start()
+            while thread.is_alive() and not inner.lock._queue.locked():
+                time.sleep(0)
+            end_of_step = time.time()
+        thread.join()
+        assert inner._groups["x"].metrics.arrival_time <= end_of_step
+        inner.abort_request("x")
