@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -279,26 +281,44 @@ def test_hooks_are_for_one_thread() -> None:
 
 @pytest.mark.cpu_only
 def test_the_tokenizer_is_used_by_one_thread_at_a_time() -> None:
-    """A stand-in that fails as the fast ones do ("Already borrowed") and changes its answer meanwhile."""
-    with engine(TINY) as llm:
+    """A stand-in that fails as the fast ones do ("Already borrowed"), by `generate` and by `chat`, which asks for
+    offsets."""
+    with engine(TINY, enable_blending=True, blend_min_tokens=1) as llm:
         usual, busy = llm.get_tokenizer(), threading.Lock()
 
         class Borrowed(type(usual)):  # type: ignore[misc]
-            def encode(self, *args: Any, **kwargs: Any) -> Any:
-                if not busy.acquire(blocking=False):
-                    raise RuntimeError("Already borrowed")
-                try:
-                    time.sleep(0)
-                    return super().encode(*args, **kwargs)
-                finally:
-                    busy.release()
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                with borrowed():
+                    return super().__call__(*args, **kwargs)
 
-        other = byte_level()
+            def encode(self, *args: Any, **kwargs: Any) -> Any:
+                with borrowed():
+                    return super().encode(*args, **kwargs)
+
+        @contextmanager
+        def borrowed() -> Iterator[None]:
+            if not busy.acquire(blocking=False):
+                raise RuntimeError("Already borrowed")
+            try:
+                time.sleep(0)
+                yield
+            finally:
+                busy.release()
+
+        messages: Any = [{"role": "user", "content": text} for text in ("The quick brown", "fox jumps", "What is it?")]
+        template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+        def ask() -> Any:
+            chatted = llm.chat(messages, greedy(), use_tqdm=False, chat_template=template)
+            assert chatted[0].blend is not None
+            return answers(run(llm, "What is it?", greedy())), answers(chatted)
+
+        other = copy.deepcopy(byte_level())
         other.__class__ = type("Borrowed", (Borrowed, type(other)), {})
         llm.set_tokenizer(other)
         try:
-            expected = answers(run(llm, "What is it?", greedy()))
-            found = at_once(*[lambda: [answers(run(llm, "What is it?", greedy())) for _ in range(5)]] * 4)
+            expected = ask()
+            found = at_once(*[lambda: [ask() for _ in range(5)]] * 4)
         finally:
             llm.set_tokenizer(usual)
         assert found == [[expected] * 5] * 4
