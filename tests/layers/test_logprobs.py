@@ -31,14 +31,16 @@ def test_entries_are_the_token_and_the_most_likely_ones(device: str):
             assert logprob.decoded_token is None
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, -1])
 @pytest.mark.parametrize("token", range(5))
-def test_ties_have_ranks_of_their_own_and_the_rows_token_the_first(token: int):
-    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0, 2.0]])
-    (entry,) = start_logprobs(logits, torch.tensor([token]), [-1]).result()
-    ranks = {each: logprob.rank for each, logprob in entry.items()}
-    assert sorted(ranks.values()) == [1, 2, 3, 4, 5]
-    assert (ranks[1], ranks[3]) == (4, 5)
-    assert ranks[token] == {1: 4, 3: 5}.get(token, 1)
+def test_tied_tokens_have_vllms_ranks(token: int, count: int):
+    """The most likely tokens have places of their own; another one has the last of its equals."""
+    logits = [2.0, 1.0, 2.0, 0.0, 2.0]
+    (entry,) = start_logprobs(torch.tensor([logits]), torch.tensor([token]), [count]).result()
+    top = torch.tensor(logits).topk(5 if count < 0 else count).indices.tolist()
+    expected = {token: sum(each >= logits[token] for each in logits)}
+    expected |= {each: place for place, each in enumerate(top, start=1)}
+    assert next(iter(entry)) == token and {each: logprob.rank for each, logprob in entry.items()} == expected
 
 
 def test_prompt_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch):

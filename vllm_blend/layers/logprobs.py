@@ -29,8 +29,9 @@ class PendingLogprobs:
 def start_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
     """Per row of logits [rows, vocabulary]: its token of `token_ids` [rows] int64, then its `counts` most likely ones.
 
-    A count of -1 is the whole vocabulary. The rank of a row's own token is 1 + the number of strictly likelier
-    ones. Texts are left out.
+    A count of -1 is the whole vocabulary. Ranks are those of vLLM: the most likely tokens have 1, 2, ... in the order
+    in which they come, even if some tie; a row's own token that is none of them counts all that are at least as likely
+    as itself. Texts are left out.
     """
     vocab_size = logits.shape[-1]
     counts = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
@@ -54,7 +55,7 @@ def _pack(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Te
     """[rows, 3 + 2 * width]: the token, its rank and log-probability, the most likely tokens, theirs."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > own).sum(-1) + 1
+    ranks = (logprobs >= own).sum(-1)
     top_values, top_ids = logprobs.topk(width, dim=-1)
     # float64 holds ids, ranks and float32 values exactly: one transfer for everything
     columns = (token_ids.unsqueeze(1), ranks.unsqueeze(1), own, top_ids, top_values)
@@ -62,13 +63,9 @@ def _pack(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Te
 
 
 def _entry(row: list[float], width: int, count: int) -> dict[int, Logprob]:
-    """The most likely tokens have ranks 1, 2, ... as in vLLM, also where some tie: `row`'s own token is then the first
-    of its equals."""
-    own, own_rank = int(row[0]), int(row[1])
-    entry = {own: Logprob(row[2], own_rank)}
-    top = [int(token) for token in row[3 : 3 + count]]
-    place = top.index(own) if own in top else -1
-    for position, token in enumerate(top):
-        overtaken = own_rank - 1 <= position < place
-        entry.setdefault(token, Logprob(row[3 + width + position], position + 1 + overtaken))
+    """Return the entry of a row that `_pack` made: its own token comes first, with its place among the most likely ones
+    if it is one of them."""
+    entry = {int(row[0]): Logprob(row[2], int(row[1]))}
+    for position in range(count):
+        entry[int(row[3 + position])] = Logprob(row[3 + width + position], position + 1)
     return entry
