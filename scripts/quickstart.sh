@@ -27,7 +27,7 @@ MODEL_ID='' OUTPUT_DIR="$RESULTS_DIR/retrieval" bash scripts/retrieval/run_retri
 echo "== 2. KV of every passage"
 retrieval_json="$(ls -t "$RESULTS_DIR/retrieval/${name}"_rag_both_k*.json | head -1)"
 RETRIEVAL_JSON="$retrieval_json" OUTPUT_DIR="$RESULTS_DIR/kv_caches" bash scripts/build_kv_cache.sh
-echo "== 3. answers over all passages, the best ones on the GPU"
+echo "== 3. answers over all passages, the best ones on the GPU if there is one"
 RETRIEVAL_JSON="$retrieval_json" LOAD_CACHE_DIR="$RESULTS_DIR/kv_caches" \
   OUTPUT="$RESULTS_DIR/decoding/speculative_trace.json" bash scripts/decoding/run_speculative_decode.sh
 echo "== 4. comparison over all passages"

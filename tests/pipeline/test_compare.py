@@ -64,13 +64,14 @@ def test_long_prompts_are_as_long_as_asked(output):
     assert 600 < tokens <= 700 and all(row["prompts"] == 1 and "f1" not in row for row in output["long_rows"])
 
 
-def test_a_sample_that_is_too_long_is_left_out_and_said_so(tmp_path, capsys):
+def test_a_sample_that_is_too_long_is_left_out_and_said_so(tmp_path, capsys, caplog):
     samples = demo_samples(2)
     samples[0]["ctxs"][0]["text"] = "A lens. " * 600
     stages = Stages.over(tmp_path, samples)
     flags = ["--dataset", str(tmp_path / "musique_t.json"), "--model-id", MODEL, "--long-prompts", "0"]
     flags += ["--load-cache-dir", str(stages.chunks), "--output", str(tmp_path / "c.json")]
     module.main(flags)
+    assert "does not blend" not in caplog.text  # full prefill is asked for, not a mistake
     assert "1 questions" in (out := capsys.readouterr().out) and "1 left out as too long" in out
     output = read_json(tmp_path / "c.json", "comparison")
     assert output["left_out"] == ["musique_s-000"] and [row["prompts"] for row in output["rows"]] == [1] * 4

@@ -24,13 +24,14 @@ from tqdm import tqdm
 
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
-from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.inputs import ChunkedPrompt, PromptType
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.prompts import prompt_for
+from vllm_blend.pipeline.quality.questions import joined_ids
 from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, read_stage_input, with_dataset
 from vllm_blend.sampling_params import SamplingParams
 
@@ -53,7 +54,7 @@ class Method:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def prompt(self, pieces: ChunkedPrompt) -> ChunkedPrompt:
-        """`pieces`, blended in this method's way. An engine that does not blend prefills them in full."""
+        """Return `pieces` with the settings of this method's blend."""
         prompt: ChunkedPrompt = {"prefix": pieces["prefix"], "chunks": pieces["chunks"], "suffix": pieces["suffix"]}
         if self.selector is not None:
             prompt["blend_selector"] = self.selector
@@ -104,16 +105,17 @@ class Bench:
 
     def check_length(self, pieces: ChunkedPrompt) -> None:
         """Raise ValueError if the model cannot hold the prompt and a token more."""
-        chunks = [*pieces["chunks"], pieces["suffix"]]
-        prefix, ids = self.blending.identify_chunks(pieces["prefix"], chunks)
-        length = sum(len(piece.token_ids) for piece in [*ids, *([prefix] if prefix is not None else [])])
+        length = len(joined_ids(self.blending, pieces))
         if length >= self.blending.max_model_len:
             raise ValueError(f"its prompt has {length} tokens, max_model_len is {self.blending.max_model_len}")
 
     def ask(self, method: Method, pieces: ChunkedPrompt, max_tokens: int) -> RequestOutput:
-        engine = self.plain if method.selector is None else self.blending
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=["\n"])
-        engine.add_request("0", method.prompt(pieces), params, final_only=True)
+        engine = self.blending
+        prompt: PromptType = method.prompt(pieces)
+        if method.selector is None:
+            engine, prompt = self.plain, {"prompt_token_ids": joined_ids(self.blending, pieces)}
+        engine.add_request("0", prompt, params, final_only=True)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 return output
@@ -255,7 +257,7 @@ def report(output: dict[str, Any], metric: str) -> str:
         "\n\nTTFT: median time from the first step that works on a request to its first token, one request at a time,\n"
         "after a warm-up, with the passages' KV already in memory; in brackets, full prefill's time divided by it.\n"
         "From arrival: the same with the time before that step, in which the prompt is tokenized and planned.\n"
-        "Full prefill: no prefix caching, no blending.\n"
+        "Full prefill: no prefix caching, no blending; it is given token ids, the others text.\n"
         "Tokens computed: share of the prompt that went through the model, the question included.\n"
         f"{output['threads']} threads, torch {output['torch']}, {output['model']['dtype']}."
     )
