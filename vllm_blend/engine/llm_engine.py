@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.metadata import check_one_thread, plan_from_old_kvs
-from vllm_blend.checks import is_whole
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition, composition_key
 from vllm_blend.chunks.registry import ChunkRegistry
@@ -22,7 +21,7 @@ from vllm_blend.config import EngineConfig, resolve_device, resolve_dtype
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
-from vllm_blend.engine import chunk_registration, generation_config, setup
+from vllm_blend.engine import chunk_registration, generation_config, request_checks, setup
 from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.chunk_encoding import check_chunk, run_encodings
 from vllm_blend.engine.chunk_stores import bytes_per_token, make_controller, make_store, observe_step, store_gauges
@@ -204,25 +203,15 @@ class LLMEngine:
         way."""
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
-        self._check_priority(priority)
-        self._check_logprobs(params)
+        request_checks.check_priority(priority, self.config.scheduler.policy)
+        request_checks.check_logprobs(params, self.config.model.max_logprobs, self.hf_config.vocab_size)
         bad_words = params.bind(self.tokenizer, self.hf_config.vocab_size)
         compression = self.config.kv_compress.settings_of(params.compression)
-        self.check_length(parsed)
-        if parsed.chunk_ranking and self.offload is None:
-            raise ValueError(
-                "the prompt has chunk_ranking, but the engine's chunks do not move while decoding: give offload_mode "
-                "to the engine, or leave it out"
-            )
+        request_checks.check_length(parsed, self.max_model_len)
+        request_checks.check_chunk_settings(parsed, self.config.blend.enable_blending, self.offload is not None)
         blending = self.composer.blends(parsed)
         hooks = self.decoder.cache_fuse_metadata
         plan, composition = None, None
-        own_settings = parsed.blend_selector is not None or parsed.blend_recompute_ratio is not None
-        if own_settings and not self.config.blend.enable_blending:
-            raise ValueError(
-                "the prompt has blend_selector or blend_recompute_ratio, but the engine does not blend: give "
-                "enable_blending=True to the engine, or leave them out"
-            )
         if parsed.chunk_bounds and not self.config.blend.enable_blending and not self._warned_of_chunks:
             self._warned_of_chunks = True
             logger.warning(
@@ -238,16 +227,8 @@ class LLMEngine:
         check_one_thread(hooks, (group.thread for group in self._groups.values()))
         if not blending and hooks.get("check"):
             plan = self._plan_from_hooks(parsed)
-        if (blending or plan is not None) and params.prompt_logprobs is not None:
-            raise ValueError(
-                "prompt_logprobs needs every prompt token computed, which a blend avoids: leave prompt_logprobs "
-                "out, or give the prompt as plain text"
-            )
-        if (blending or plan is not None) and hooks.get("collect"):
-            raise ValueError(
-                "cache_fuse_metadata: collect and check (or a chunked prompt) exclude each other, as a blend does not "
-                "compute the K and V of every prompt token: set collect to False first"
-            )
+        if blending or plan is not None:
+            request_checks.check_nothing_needs_every_token(params, collects=bool(hooks.get("collect")))
         metrics = RequestMetrics(arrival_time=time.time() if arrival_time is None else arrival_time)
         requests, token_ids = [], list(parsed.token_ids)  # which all completions share
         for index in range(params.n):
@@ -662,30 +643,6 @@ class LLMEngine:
             worker.head_dim,
             self.results.last_collected,
         )
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        most, vocab_size = self.config.model.max_logprobs, self.hf_config.vocab_size
-        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if count is not None and 0 <= most < (vocab_size if count == -1 else count):
-                raise ValueError(f"{name}={count}, but the engine allows {most}: lower it, or raise max_logprobs")
-
-    def _check_priority(self, priority: int) -> None:
-        if not is_whole(priority):
-            raise TypeError(f"priority={priority!r} must be an integer, not {type(priority).__name__}")
-        if priority and self.config.scheduler.policy != "priority":
-            raise ValueError(
-                f"priority={priority}, but the engine serves requests in order of arrival: give "
-                'scheduling_policy="priority" to the engine, or leave the priority out'
-            )
-
-    def check_length(self, parsed: ParsedPrompt) -> None:
-        """Raise ValueError for a prompt that leaves no room for a token of an answer."""
-        n = len(parsed.token_ids)
-        if n >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {n} tokens, but max_model_len={self.max_model_len} must hold it and at least one "
-                "more: shorten the prompt, or raise max_model_len where the model allows it"
-            )
 
     def _count_scheduled(self, scheduled: SchedulerOutput) -> None:
         for item in scheduled.scheduled:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from vllm_blend.checks import check_field_types, require
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine.request_checks import check_length
 from vllm_blend.inputs import ParsedPrompt, PromptType, parse_prompt
 from vllm_blend.outputs import Logprob, RequestOutput
 from vllm_blend.sampling_params import SamplingParams
@@ -126,7 +127,7 @@ def _step_params(engine: LLMEngine, params: BeamSearchParams) -> SamplingParams:
 
 def _begin(engine: LLMEngine, prompt: PromptType, index: int, params: BeamSearchParams) -> _Search:
     parsed = parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size)
-    engine.check_length(parsed)
+    check_length(parsed, engine.max_model_len)
     if engine.composer.blends(parsed) or engine.decoder.cache_fuse_metadata.get("check"):
         raise ValueError(
             f"prompts[{index}] would be blended, which a beam search cannot do: every sequence would be computed over "
