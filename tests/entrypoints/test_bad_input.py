@@ -256,3 +256,11 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
 def test_chat_without_a_template() -> None:
     with engine(TINY) as llm, pytest.raises(ValueError, match="no chat template: give chat_template"):
         llm.chat([{"role": "user", "content": "hello"}], greedy(1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("setting", [{"blend_selector": "none"}, {"blend_recompute_ratio": 0.5}])
+def test_blend_settings_need_an_engine_that_blends(setting: dict[str, Any]) -> None:
+    with engine(TINY) as llm:
+        with pytest.raises(ValueError, match="does not blend: give enable_blending=True to the engine"):
+            run(llm, tiny_prompt() | setting, greedy(1))
+        assert_empty(llm)
