@@ -233,11 +233,14 @@ def test_others_in_the_step_are_not_harmed(tmp_path: Path, monkeypatch: pytest.M
     inner = llm.llm_engine
     plain = {"prompt_token_ids": [5, 6, 7]}
     start_early = inner.composer.start_early
+    inner.add_request("plain", plain, PARAMS)  # type: ignore[arg-type]
+    [waiting] = inner.scheduler.waiting
+    waiting.blocked = True  # until just before that step
 
     def with_another() -> bool:
         started = start_early()
         if started:
-            inner.add_request("plain", plain, PARAMS)  # type: ignore[arg-type]
+            waiting.blocked = False
         return started
 
     monkeypatch.setattr(inner.composer, "start_early", with_another)
