@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, LlamaConfig
 
 from tests.engine.engines import DEMO, engine, greedy, new_llm, run, tiny_model
@@ -114,6 +115,31 @@ def test_models_without_recommendations_keep_vllms_defaults(hub: Path) -> None:
         generation = load_generation_config(config, hf_config)
         assert default_sampling_settings(config, generation) == {}
         assert generation.get("eos_token_id") == hf_config.eos_token_id
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_repository_that_cannot_be_asked_for_the_file(
+    known: bool, hub: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Offline, only a cache that has noted the file's absence is believed; any other gives a warning, or an error."""
+    (hub / "generation_config.json").unlink(missing_ok=True)
+    if known:
+        (hub.parents[1] / ".no_exist" / COMMIT).mkdir(parents=True)
+        (hub.parents[1] / ".no_exist" / COMMIT / "generation_config.json").touch()
+    hf_config = AutoConfig.from_pretrained(REPOSITORY, revision="v2")
+    load_generation_config(ModelConfig(REPOSITORY, revision="v2"), hf_config)
+    assert ("the Hub cannot be reached, and its cache has no generation_config.json" in caplog.text) is not known
+    with pytest.raises(ValueError, match="generation_config='else/where': the Hub cannot be reached"):
+        load_generation_config(ModelConfig(TINY, generation_config="else/where"), hf_config)
+
+
+def test_an_error_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise HFValidationError("no access")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(ValueError, match=r"the Hub does not give its generation_config.json \(no access\)"):
+        load_generation_config(ModelConfig(TINY, generation_config="else/where"), AutoConfig.from_pretrained(TINY))
 
 
 def test_only_recommendations_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

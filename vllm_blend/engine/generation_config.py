@@ -24,14 +24,23 @@ def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> 
     `ModelConfig.generation_config` names. A model without one is asked through its config.json, as older models keep
     these settings there.
 
-    Raises ValueError when the file is damaged, and when a named path has none.
+    Raises ValueError when the file is damaged, and when a named path has none. Warns if the Hub does not say whether
+    the model has one.
     """
     own = config.generation_config in ("auto", "vllm")
     source, revision = (config.model, config.revision) if own else (config.generation_config, None)
     try:
         path = _find(source, revision)
     except FileNotFoundError as error:
-        raise ValueError(f"generation_config={source!r}: {error}") from error
+        if not own:
+            raise ValueError(f"generation_config={source!r}: {error}") from error
+        logger.warning(
+            "%s: %s; if the repository has one, its end tokens and sampling settings are not used: name a folder that "
+            "has it in generation_config, or give 'vllm' for no settings",
+            source,
+            error,
+        )
+        path = None
     if path is None:
         require(
             own,
@@ -93,16 +102,28 @@ def eos_token_ids(
 
 
 def _find(source: str, revision: str | None) -> Path | None:
-    """Return the path of the file in a folder, or of a repository's after downloading it; None where there is none."""
+    """Return the path of the file in a folder, or of a repository's after downloading it; None where there is none.
+
+    Raises FileNotFoundError if the Hub does not say whether a repository has one.
+    """
     if is_local(source):
         path = Path(source).expanduser() / FILE_NAME
         return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(hf_hub_download(source, FILE_NAME, revision=revision))
-    except EntryNotFoundError:  # the repository has none, or it cannot be reached and the cache has none
+    except LocalEntryNotFoundError as error:
+        if try_to_load_from_cache(source, FILE_NAME, revision=revision) is not None:
+            return None  # an earlier download has noted that the repository has none
+        raise FileNotFoundError(f"the Hub cannot be reached, and its cache has no {FILE_NAME}") from error
+    except EntryNotFoundError:
         return None
     except (HfHubHTTPError, HFValidationError) as error:
         raise FileNotFoundError(f"the Hub does not give its {FILE_NAME} ({error})") from error
