@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict
 
@@ -66,6 +66,11 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     suffix: str | list[int]
 
 
+# Texts of more characters for each token of the context are looked at before they are encoded as a whole.
+_USUAL_CHARACTERS = 8
+_SLICE_CHARACTERS = 65536
+_CUT_TOKENS = 16  # that a slice may have more than the same characters have in the whole text
+
 PromptType: TypeAlias = "str | list[int] | TextPrompt | TokensPrompt | ChunkedPrompt"
 
 
@@ -120,15 +125,21 @@ class ParsedPrompt:
 
 
 def parse_prompt(
-    prompt: PromptType | ParsedPrompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    prompt: PromptType | ParsedPrompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    max_model_len: int | None = None,
 ) -> ParsedPrompt:
     """Tokenize and check a prompt; one that is parsed already is only checked.
 
-    Raises ValueError or TypeError naming the field and the fix; nothing has been scheduled by then.
+    With `max_model_len`, text of far more tokens is refused without reading it to the end. Raises ValueError or
+    TypeError naming the field and the fix; nothing has been scheduled by then.
     """
     if isinstance(prompt, ParsedPrompt):
         _plain(prompt.token_ids, prompt.text, vocab_size)
         return prompt
+    if max_model_len is not None and tokenizer is not None:
+        check_texts_fit(_texts_of(prompt), tokenizer, max_model_len)
     if isinstance(prompt, str):
         return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -149,6 +160,45 @@ def parse_prompt(
         return _plain(_check_ids(given["prompt_token_ids"], "prompt_token_ids", vocab_size), text, vocab_size, salt)
     assert text is not None
     return _plain(_encode(text, tokenizer, True, "prompt"), text, vocab_size, salt)
+
+
+def check_texts_fit(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
+    """Raise ValueError if texts have far more tokens together than `max_model_len`, as soon as that is certain: other
+    requests wait while a text is encoded. Texts of an ordinary length are not looked at.
+
+    Tokens are counted, as no number of characters is too much for every tokenizer: one may make a token of any number
+    of spaces, or of a word that it does not know.
+    """
+    texts = list(texts)
+    if sum(map(len, texts)) <= max(_USUAL_CHARACTERS * max_model_len, _SLICE_CHARACTERS):
+        return
+    count = 0
+    for text in texts:
+        is_cut = len(text) > _SLICE_CHARACTERS
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            piece = tokenizer.encode(text[start : start + _SLICE_CHARACTERS], add_special_tokens=False)
+            count += max(0, len(piece) - _CUT_TOKENS) if is_cut else len(piece)
+            if count > 2 * max_model_len:
+                raise ValueError(
+                    f"the prompt has more than {count} tokens, but max_model_len={max_model_len} must hold it and at "
+                    "least one more: shorten the prompt, or raise max_model_len where the model allows it"
+                )
+
+
+def _texts_of(prompt: Any) -> list[str]:
+    """Return the texts that a prompt is made of, whether or not it is a valid one."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, dict):
+        return []
+    if "prompt_token_ids" in prompt:
+        return []
+    lists = [given for name in ("chunks", "encode_after") if isinstance(given := prompt.get(name), (list, tuple))]
+    given = [
+        *(prompt.get(name) for name in ("prompt", "prefix", "suffix")),
+        *(piece for each in lists for piece in each),
+    ]
+    return [text for text in given if isinstance(text, str)]
 
 
 def _plain(ids: list[int], text: str | None, vocab_size: int, salt: bytes = b"") -> ParsedPrompt:

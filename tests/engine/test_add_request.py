@@ -137,3 +137,39 @@ def test_a_request_arrives_before_it_waits_for_a_step_to_end() -> None:
         thread.join()
         assert inner._groups["x"].metrics.arrival_time <= end_of_step
         inner.abort_request("x")
+
+
+@pytest.mark.parametrize("kind", ["text", "pieces"])
+def test_a_text_far_too_long_is_refused_without_reading_it_to_the_end(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long: Any = "ab c" * 500_000
+    if kind == "pieces":
+        long = {"prefix": "a", "chunks": [long[:300_000]] * 7, "suffix": "b"}
+    with engine(TINY) as llm:
+        tokenizer, lengths = llm.get_tokenizer(), []
+        encode = tokenizer.encode
+
+        def recorded(text: str, **options: Any) -> list[int]:
+            lengths.append(len(text))
+            return encode(text, **options)
+
+        monkeypatch.setattr(tokenizer, "encode", recorded)
+        good, bad = run(llm, ["a", long], greedy(2))
+        assert good.error is None
+        assert bad.error is not None and "tokens, but max_model_len=96 must hold it" in bad.error
+        assert sum(lengths) < 100_000
+
+
+class _Words:
+    """A tokenizer of words, to which white space is nothing."""
+
+    bos_token_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [5] * len(text.split())
+
+
+def test_a_text_of_many_characters_may_have_few_tokens() -> None:
+    parsed = parse_prompt("a" * 900_000 + " " * 900_000 + "b", _Words(), 10, 4)  # type: ignore[arg-type]
+    assert parsed.token_ids == [5, 5]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
+from tests.engine.engines import BLOCK_SIZE, engine, greedy, new_llm, run, tiny_model, tokens_of
 from tests.engine.threads import at_once
 from vllm_blend import LLM
 from vllm_blend.engine.driver import Inbox
@@ -63,10 +63,11 @@ def test_a_step_is_not_changed_from_within(use: str) -> None:
 
 
 def test_what_is_closed_within_a_step_ends_after_it() -> None:
-    with engine(TINY) as llm:
+    with engine(TINY, block_size=BLOCK_SIZE) as llm:
         inner, inbox, expected = llm.llm_engine, Inbox(), run(llm, PROMPTS, greedy(6, ignore_eos=True))
         inner.driver.expect("closed", inbox)
-        inner.add_request("closed", PROMPTS[0], greedy(80, ignore_eos=True))
+        prompt = [5] * (BLOCK_SIZE - 2)  # whose first block is full, and made findable, with this very step
+        inner.add_request("closed", {"prompt_token_ids": prompt}, greedy(9, ignore_eos=True))
         close = on_third_token(lambda: inner.driver.close(inbox))
         outputs = run(llm, PROMPTS, greedy(6, ignore_eos=True, logits_processors=[close]))
         assert tokens_of(outputs) == tokens_of(expected)

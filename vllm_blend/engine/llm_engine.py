@@ -184,7 +184,7 @@ class LLMEngine:
         """
         arrival_time = time.time() if arrival_time is None else arrival_time  # before it waits for a step to end
         with self.lock:
-            parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size)
+            parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size, self.max_model_len)
             self.add_parsed(request_id, parsed, params, arrival_time, final_only, priority=priority)
 
     @exclusive

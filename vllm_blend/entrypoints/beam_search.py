@@ -126,7 +126,7 @@ def _step_params(engine: LLMEngine, params: BeamSearchParams) -> SamplingParams:
 
 
 def _begin(engine: LLMEngine, prompt: PromptType, index: int, params: BeamSearchParams) -> _Search:
-    parsed = parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size)
+    parsed = parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size, engine.max_model_len)
     check_length(parsed, engine.max_model_len)
     if engine.composer.blends(parsed) or engine.decoder.cache_fuse_metadata.get("check"):
         raise ValueError(
