@@ -110,6 +110,16 @@ def test_kv_that_does_not_fit_is_refused(llm, change):
     assert len(llm.llm_engine.chunk_store) == 0
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_kv_that_would_fail_its_prompts_is_refused(llm, part, number):
+    _, [chunk] = llm.llm_engine.identify_chunks(PREFIX, CHUNKS[:1])
+    [kv] = llm.encode_chunks(PREFIX, CHUNKS[:1])
+    getattr(kv, part)[-1, -1, -1, -1] = number
+    with pytest.raises(ValueError, match=f"chunk {chunk.key} has numbers that are NaN or infinite"):
+        llm.load_chunk(chunk, kv)
+
+
 def test_mistakes_are_named(llm):
     with pytest.raises(ValueError, match=r"chunks\[1\] has \d+ tokens with its prefix, more than max_model_len=1024"):
         llm.encode_chunks(PREFIX, [CHUNKS[0], "city " * 1100])

@@ -33,7 +33,8 @@ def chunk(name: str, tokens: int | None = None, dtype: torch.dtype = torch.bfloa
 
 def sized(pages: int) -> ChunkKV:
     """KV that is stored in exactly so many pages."""
-    kv = torch.arange(pages * PAGE // 4, dtype=torch.int16).view(1, -1, 1, 1).view(torch.bfloat16)
+    bits = torch.arange(pages * PAGE // 4).remainder(0x7F80)  # of finite numbers
+    kv = bits.to(torch.int16).view(1, -1, 1, 1).view(torch.bfloat16)
     return ChunkKV(kv, kv.flip(1))
 
 

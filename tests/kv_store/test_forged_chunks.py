@@ -21,11 +21,12 @@ from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.export_folder import export_folder
 from vllm_blend.kv_store.format import ChunkMiss, load_chunk, write_chunk
+from vllm_blend.kv_store.import_folder import import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
 from vllm_blend.kv_store.serialization import ChunkFault, ChunkLayout, from_bytes, serialize, to_bytes
 from vllm_blend.kv_store.tiered import Tier, TieredChunkStore
-from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
+from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch, is_finite
 
 MODEL = ModelFingerprint("", "", "w", "float32", "rope", "tok", num_layers=3, num_kv_heads=2, head_dim=4)
 CHUNK = ChunkId.of(MODEL, [0, 7], [5, 6, 7, 8, 9, 10])
@@ -189,6 +190,39 @@ def test_token_ids_that_the_disk_keeps_must_be_those_asked_for(tmp_path, stateme
         assert same(store.get(CHUNK.key, expected=WHOLE), kv_of())
         store.put(CHUNK.key, compressed())  # of which no ids are stored: its layout is all there is to compare
         assert store.get(CHUNK.key, expected=COMPRESSED) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 0), (torch.float16, 0), (torch.float32, 0), (torch.float32, 0xFFFF)]
+)
+def test_numbers_that_are_not_finite_are_found(dtype, bits):
+    """As torch.isfinite does, for all numbers of 16 bits, and for those of 32 bits that begin so."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    numbers = (every << 16 | bits).view(dtype) if dtype == torch.float32 else every.to(torch.int16).view(dtype)
+    assert [is_finite(number) for number in numbers.split(1)] == numbers.isfinite().tolist()
+    assert is_finite(numbers[numbers.isfinite()].view(2, -1).T) and not is_finite(numbers.view(2, -1).T)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("which", TIERS)
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_kv_that_would_fail_its_prompts_is_dropped(which, part, number, tmp_path, caplog):
+    """From a store and from a folder, which must not replace a good chunk either."""
+    tier = TIERS[which](tmp_path / "tier", "auto")
+    store = TieredChunkStore(MemoryChunkStore(1 << 20), [tier])
+    bad = kv_of()
+    getattr(bad, part)[2, 5, 1, 3] = number
+    tier.storage.put(CHUNK.key, bad)
+    assert store.get(CHUNK.key, WHOLE) is None and CHUNK.key not in tier.storage
+    assert tier.storage.tally.misses["damaged"] == 1 and caplog.text.count(WARNING) == 1
+    write_chunk(tmp_path / "pt", CHUNK, bad, MODEL)
+    with pytest.raises(ChunkMiss, match="numbers that are not finite"):
+        load_chunk(tmp_path / "pt", CHUNK, MODEL)
+    if which == "disk":
+        tier.storage.put(CHUNK.key, kv_of().of(CHUNK))
+        counts = import_folder(tmp_path / "pt", DiskStoreConfig(tmp_path / "tier", 1 << 24, MODEL.digest))
+        assert counts == {"stored": 0, "damaged": 1} and same(store.get(CHUNK.key, WHOLE), kv_of())
+    store.close()
 
 
 def test_kv_in_memory_is_compared_with_its_tokens_too():

@@ -278,15 +278,16 @@ def test_a_chunk_file_that_holds_no_bytes_is_one_skipped_chunk(what, name, tmp_p
         load_chunk(tmp_path / "pt" / "1", chunk(1)[0], MODEL)
 
 
-def test_a_file_that_turns_into_a_fifo_before_it_is_opened_is_refused_at_once(tmp_path, monkeypatch):
-    def turn(path: Path) -> None:
+@pytest.mark.parametrize(("what", "flags"), [("FIFO", os.O_RDONLY), ("FIFO", os.O_RDWR), ("device", os.O_RDWR)])
+def test_a_file_that_turns_into_another_before_it_is_opened_is_refused_at_once(what, flags, tmp_path, monkeypatch):
+    def turn(path: Path, follow_link: bool) -> None:
         path.unlink()
-        os.mkfifo(path)
+        SPECIAL[what](path)
 
     (tmp_path / "file").write_bytes(b"a regular file")
     monkeypatch.setattr(regular_file, "require_regular", turn)
     with ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(regular_file.open_regular, tmp_path / "file", os.O_RDONLY)
+        opening = pool.submit(regular_file.open_regular, tmp_path / "file", flags)
         try:
             with pytest.raises(NotRegular, match="is not a regular file: move it away"):
                 opening.result(timeout=30)

@@ -9,7 +9,7 @@ from vllm_blend.engine.driver import Inbox
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
-from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch
+from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch, is_finite
 
 if TYPE_CHECKING:
     from vllm_blend.engine.llm_engine import LLMEngine
@@ -60,4 +60,10 @@ def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
     if mismatch is not None:
         raise ValueError(
             f"the KV given for chunk {chunk.key} is not its KV: {mismatch}: encode the chunk with this model"
+        )
+    kv.wait()
+    if not (is_finite(kv.k) and is_finite(kv.v)):
+        raise ValueError(
+            f"the KV given for chunk {chunk.key} has numbers that are NaN or infinite, which would fail every prompt "
+            "that uses it: encode the chunk again"
         )

@@ -28,7 +28,7 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.regular_file import read_regular
 from vllm_blend.kv_store.tensor_file import OVERHEAD, BadTensorFile, read_tensor
-from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch
+from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch, is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> C
         mismatch = find_mismatch(expected, tensor.shape, tensor.dtype, None)
         if mismatch is not None:
             raise ChunkMiss(folder, "foreign", f"{name} does not fit: {mismatch}")
+        if not is_finite(tensor):
+            raise ChunkMiss(folder, "damaged", f"{name} has numbers that are not finite")
     valid = _read_tensor(folder, VALID_MASK, metadata, tokens)
     if valid.dtype != torch.bool or tuple(valid.shape) != (tokens,):
         found = f"{valid.dtype} {list(valid.shape)}"

@@ -12,7 +12,7 @@ import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import PAGE, ChunkFault, ChunkHeader, ChunkLayout
+from vllm_blend.kv_store.serialization import PAGE, ChunkFault, ChunkHeader, ChunkLayout, check_numbers
 
 READ_BYTES = 1 << 20  # small layers are read together, until they are so many bytes
 
@@ -155,6 +155,7 @@ class PendingChunk:
         if not self._in_place:
             for layer in complete:
                 self._header.layout.read_layer(self.payload, layer, self.kv)
+        check_numbers(self.kv, complete)
         with self._changed:
             for layer in complete:
                 self._ready[layer] = True

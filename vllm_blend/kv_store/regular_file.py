@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from errno import ELOOP
 from pathlib import Path
 
 _NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -35,10 +36,16 @@ def open_regular(path: Path, flags: int) -> int:
     NotRegular or another OSError."""
     reads = flags & os.O_ACCMODE == os.O_RDONLY
     require_regular(path, follow_link=reads)  # before it is opened: devices may act on that
-    fd = os.open(path, flags | _NEVER_WAIT | (0 if reads else os.O_NOFOLLOW), 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):  # it has changed in between
+    swapped = NotRegular(None, f"{path} is not a regular file: move it away")
+    try:
+        fd = os.open(path, flags | _NEVER_WAIT | (0 if reads else os.O_NOFOLLOW), 0o666)
+    except OSError as error:
+        if error.errno == ELOOP:
+            raise swapped from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise NotRegular(None, f"{path} is not a regular file: move it away")
+        raise swapped
     return fd
 
 

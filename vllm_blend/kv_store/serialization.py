@@ -26,7 +26,7 @@ import xxhash
 from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
-from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch
+from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch, is_finite
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
 Fault = Literal["damaged", "foreign", "rounded", "truncated", "vanished"]
@@ -263,6 +263,13 @@ class SerializedChunk:
     payload: torch.Tensor  # [payload_bytes] uint8, page-aligned
 
 
+def check_numbers(kv: ChunkKV, layers: Iterable[int]) -> None:
+    """Raise ChunkFault when one of these layers, as it is used, has a number that is not finite."""
+    for layer in layers:
+        if not (is_finite(kv.k[layer]) and is_finite(kv.v[layer])):
+            raise ChunkFault("damaged", f"layer {layer} has numbers that are not finite")
+
+
 def serialize(
     key: str, model: str, kv: ChunkKV, layout: ChunkLayout, memory: torch.Tensor | None = None
 ) -> SerializedChunk:
@@ -314,6 +321,7 @@ def from_bytes(
     if layout.format != "auto":
         for layer in range(layout.num_layers):
             layout.read_layer(payload, layer, kv)
+    check_numbers(kv, range(layout.num_layers))
     return kv
 
 
