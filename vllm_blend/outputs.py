@@ -158,8 +158,9 @@ class RequestOutput:
     to it: "prefix_cache" (pages of an exact prefix), "retained" (pages of a blended context), "device" or "host"
     (chunks in the memory of the chunk store), "disk", "remote" (chunks loaded for this prompt), "joined" (chunks that
     another prompt was having encoded when this one came: the time until then is waited for, and the work counts for the
-    other one alone) or "old_kvs" (the hook). Of several completions (`n`), these are the first one's. A request that
-    failed alone has `error` set and outputs with finish_reason "error".
+    other one alone) or "old_kvs" (the hook). Of several completions (`n`), these are the first one's, while the
+    engine's counters add up those of all. A request that failed alone has `error` set and outputs with finish_reason
+    "error".
     """
 
     request_id: str

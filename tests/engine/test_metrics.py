@@ -38,13 +38,14 @@ def test_disable_log_stats_decides_whether_lines_are_written(disabled: bool, cap
 def test_counters_follow_the_work() -> None:
     llm = new_llm(max_num_seqs=2)
     prompt = {"prompt_token_ids": list(range(10, 60))}
-    for _ in range(2):
-        llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    for n, found in ((1, {}), (1, {"prefix_cache": 48}), (2, {"prefix_cache": 48})):  # each completion counts
+        [output] = llm.generate([prompt], SamplingParams(n=n, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert output.num_found_tokens == found
     values = {metric.name: metric.value for metric in llm.get_metrics()}
-    assert values["vllm:prompt_tokens"] == 100
-    assert values["vllm:generation_tokens"] == 8
-    assert values["vllm:prefix_cache_hits"] == 48
-    assert values["vllm:request_success_length"] == 2
+    assert values["vllm:prompt_tokens"] == values["vllm:prefix_cache_queries"] == 4 * 50
+    assert values["vllm:generation_tokens"] == 4 * 4
+    assert values["vllm:prefix_cache_hits"] == values["vllm_blend:found_tokens_prefix_cache"] == 3 * 48
+    assert values["vllm:request_success_length"] == 4
     assert values["vllm:kv_cache_usage_perc"] == 0
 
 

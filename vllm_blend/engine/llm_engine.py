@@ -71,6 +71,7 @@ class LLMEngine:
     """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM.
 
     Any thread may call any public method. What cannot be shared is a RuntimeError at once.
+    A function of the user's that a step calls may look at the engine; changing it is a RuntimeError, too.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -32,7 +32,10 @@ class Gauge(Metric):
 
 @dataclass
 class EngineMetrics:
-    """Totals since the engine started."""
+    """Totals since the engine started.
+
+    Each of a request's completions (`n`) counts its prompt, and what it finds of it, as it is scheduled by itself.
+    """
 
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -61,7 +64,8 @@ class EngineMetrics:
             self.count_found(where, num_tokens)
 
     def count_found(self, where: str, num_tokens: int) -> None:
-        """Count prompt tokens whose KV was found, as `RequestOutput.num_found_tokens` does."""
+        """Count prompt tokens whose KV was found, as `RequestOutput.num_found_tokens` does for the
+        first completion of a request."""
         self.found_tokens[where] += num_tokens
 
     def counters(self) -> list[Metric]:
