@@ -138,8 +138,10 @@ def parse_prompt(
     if isinstance(prompt, ParsedPrompt):
         _plain(prompt.token_ids, prompt.text, vocab_size)
         return prompt
-    if max_model_len is not None and tokenizer is not None:
-        check_texts_fit(_texts_of(prompt), tokenizer, max_model_len)
+        raise ValueError(
+            f"the prompt has more than {2 * max_model_len} tokens, but max_model_len={max_model_len} must hold it and "
+            "at least one more: shorten the prompt, or raise max_model_len where the model allows it"
+        )
     if isinstance(prompt, str):
         return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -162,8 +164,8 @@ def parse_prompt(
     return _plain(_encode(text, tokenizer, True, "prompt"), text, vocab_size, salt)
 
 
-def check_texts_fit(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
-    """Raise ValueError if texts have far more tokens together than `max_model_len`, as soon as that is certain: other
+def is_far_too_long(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> bool:
+    """Return whether texts have more than twice `max_model_len` tokens together, as soon as that is certain: other
     requests wait while a text is encoded. Texts of an ordinary length are not looked at.
 
     Tokens are counted, as no number of characters is too much for every tokenizer: one may make a token of any number
@@ -171,7 +173,7 @@ def check_texts_fit(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, ma
     """
     texts = list(texts)
     if sum(map(len, texts)) <= max(_USUAL_CHARACTERS * max_model_len, _SLICE_CHARACTERS):
-        return
+        return False
     count = 0
     for text in texts:
         is_cut = len(text) > _SLICE_CHARACTERS
@@ -179,10 +181,8 @@ def check_texts_fit(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, ma
             piece = tokenizer.encode(text[start : start + _SLICE_CHARACTERS], add_special_tokens=False)
             count += max(0, len(piece) - _CUT_TOKENS) if is_cut else len(piece)
             if count > 2 * max_model_len:
-                raise ValueError(
-                    f"the prompt has more than {count} tokens, but max_model_len={max_model_len} must hold it and at "
-                    "least one more: shorten the prompt, or raise max_model_len where the model allows it"
-                )
+                return True
+    return False
 
 
 def _texts_of(prompt: Any) -> list[str]:

@@ -76,7 +76,8 @@ def prompt_of(
 ) -> ParsedPrompt:
     arguments: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False} | options
     made = make_chat_template(tokenizer or byte_level(), template, "auto", None, None, **arguments)
-    [prompt] = chat_prompts(made, parse_conversations(messages), True)
+    [prompt] = chat_prompts(made, parse_conversations(messages), True, 4096)
+    assert isinstance(prompt, ParsedPrompt)
     return prompt
 
 

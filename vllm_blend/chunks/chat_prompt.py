@@ -26,7 +26,7 @@ from vllm_blend.chunks.chat import TEMPLATE_ERRORS, between_marks, render
 from vllm_blend.chunks.composition import matching_prefix
 from vllm_blend.chunks.content_format import detect_content_format, template_variables
 from vllm_blend.chunks.messages import ContentFormat, Message
-from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.inputs import ParsedPrompt, is_far_too_long
 
 logger = logging.getLogger(__name__)
 
@@ -110,20 +110,22 @@ def make_chat_template(
 
 
 def chat_prompts(
-    template: ChatTemplate, conversations: Sequence[Sequence[Message]], blends: bool
-) -> list[ParsedPrompt]:
-    """Return the prompts of conversations; with `blends`, their parts are chunks.
+    template: ChatTemplate, conversations: Sequence[Sequence[Message]], blends: bool, max_model_len: int
+) -> list[ParsedPrompt | str]:
+    """Return the prompts of conversations; with `blends`, their parts are chunks. A conversation of far more tokens
+    than `max_model_len` stays text: it is refused for its length, by itself.
 
     Raises ValueError when the template refuses a conversation.
     """
-    prompts = []
+    prompts: list[ParsedPrompt | str] = []
     for index, messages in enumerate(conversations):
         try:
             text = template.render(messages)
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
-        prompts.append(_chat_prompt(template, messages, text, blends))
-    if lost := [index for index, prompt in enumerate(prompts) if prompt.num_unfound_parts]:
+        fits = not is_far_too_long([text], template.tokenizer, max_model_len)
+        prompts.append(_chat_prompt(template, messages, text, blends) if fits else text)
+    if lost := [i for i, prompt in enumerate(prompts) if isinstance(prompt, ParsedPrompt) and prompt.num_unfound_parts]:
         logger.warning(
             "%d of %d conversations (the first is number %d) are plain prompts without any chunks: the chat template "
             "changes the text of their parts, or the tokenizer does not say which text a token stands for",

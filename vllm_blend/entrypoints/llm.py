@@ -25,7 +25,7 @@ from vllm_blend.engine.metrics import Metric
 from vllm_blend.engine.own_device import current
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from vllm_blend.entrypoints.unsupported_methods import UNSUPPORTED_LLM_METHODS
-from vllm_blend.inputs import PromptType
+from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.outputs import CompletionOutput, RequestOutput
@@ -154,9 +154,10 @@ class LLM:
                 continue_final_message,
             )
             blends = self.llm_engine.config.blend.enable_blending
+            salt, limit = parse_salt(cache_salt), self.llm_engine.max_model_len
             prompts: list[Any] = [
-                replace(prompt, salt=parse_salt(cache_salt))
-                for prompt in chat_prompts(template, parse_conversations(messages), blends)
+                replace(prompt, salt=salt) if isinstance(prompt, ParsedPrompt) else prompt
+                for prompt in chat_prompts(template, parse_conversations(messages), blends, limit)
             ]
         return self.generate(prompts, sampling_params, use_tqdm, arrival_time=arrival_time)
 
