@@ -138,6 +138,11 @@ def parse_prompt(
     if isinstance(prompt, ParsedPrompt):
         _plain(prompt.token_ids, prompt.text, vocab_size)
         return prompt
+    if (
+        tokenizer is not None
+        and max_model_len is not None
+        and is_far_too_long(_texts_of(prompt), tokenizer, max_model_len)
+    ):
         raise ValueError(
             f"the prompt has more than {2 * max_model_len} tokens, but max_model_len={max_model_len} must hold it and "
             "at least one more: shorten the prompt, or raise max_model_len where the model allows it"
