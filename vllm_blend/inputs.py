@@ -138,9 +138,22 @@ def parse_prompt(
     if isinstance(prompt, ParsedPrompt):
         _plain(prompt.token_ids, prompt.text, vocab_size)
         return prompt
+    try:
+        return _parse(prompt, tokenizer, vocab_size, max_model_len)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # a user's own class of strings, lists, dicts or tokenizers raises errors of any kind
+        kind, given = type(error).__name__, type(prompt).__name__
+        raise ValueError(f"the prompt cannot be read: its {given} or the tokenizer raised {kind}") from error
+
+
+def _parse(
+    prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int | None
+) -> ParsedPrompt:
+    """Tokenize and check a prompt, as `parse_prompt`; the methods of its own classes raise errors of any kind."""
     if (
-        tokenizer is not None
-        and max_model_len is not None
+        max_model_len is not None
+        and tokenizer is not None
         and is_far_too_long(_texts_of(prompt), tokenizer, max_model_len)
     ):
         raise ValueError(

@@ -57,10 +57,12 @@ def run_processors(
             if _may_come_from_signal(error):
                 raise
             raise RuntimeError(f"logits_processors[{index}] raised {_described(error)}") from error
-        if not isinstance(result, torch.Tensor) or result.shape != shape:
-            given = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+        if not isinstance(result, torch.Tensor) or result.shape != shape or result.is_complex():
+            tensor = isinstance(result, torch.Tensor)
+            given = f"{result.dtype} {list(result.shape)}" if tensor else type(result).__name__
             raise RuntimeError(
-                f"logits_processors[{index}] returned {given}: it must return the logits, a tensor of {list(shape)}"
+                f"logits_processors[{index}] returned {given}: it must return the logits, a tensor of real numbers "
+                f"{list(shape)}"
             )
         row = result.to(row).clamp(max=_LARGEST)  # NaN stays
         if bool(row.isnan().any()):

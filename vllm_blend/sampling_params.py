@@ -31,6 +31,8 @@ _SWITCHES = (
     "include_stop_str_in_output",
     "flat_logprobs",
 )
+MAX_PENALTY = 1e30  # a logit times or divided by more may leave the range of 32 bits
+MAX_BIAS = 1e38
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
 
@@ -42,7 +44,8 @@ class SamplingParams:
     n: completions per prompt, at most 16384 (VLLM_MAX_N_SEQUENCES); drawn independently, so greedy decoding allows 1
         only.
     presence_penalty, frequency_penalty: -2..2, subtracted from the logits of generated tokens, once and per occurrence.
-    repetition_penalty: > 0; divides the logits of tokens of the prompt and the output (multiplies them where negative).
+    repetition_penalty: 1e-30..1e30; divides the logits of tokens of the prompt and the output (multiplies them where
+        negative).
     temperature: >= 0; below 1e-5 is greedy.
     top_p, top_k, min_p: nucleus mass in (0, 1]; number of candidates, 0 or -1 for all; least probability in 0..1 of a
         candidate, relative to the best one's.
@@ -118,7 +121,7 @@ class SamplingParams:
             )
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
         _number("temperature", self.temperature, 0.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, -1)
@@ -300,6 +303,6 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     for key, amount in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # JSON keys are strings
         _integer("a key of logit_bias", token, 0)
-        _number(f"logit_bias[{token}]", amount, -math.inf)
+        _number(f"logit_bias[{token}]", amount, -MAX_BIAS, MAX_BIAS)
         bias[int(token)] = float(amount)
     return bias

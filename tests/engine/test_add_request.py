@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -67,6 +68,41 @@ def test_a_selector_of_absurd_length_is_refused_before_it_is_parsed(monkeypatch:
             ):
                 make_selector(text)
     assert spec._parts("a(b=1+2)+c + d(e)") == ["a(b=1+2)", "c ", " d(e)"]
+
+
+class HostileDict(dict[str, Any]):
+    """A prompt that cannot be read."""
+
+    def __contains__(self, key: object) -> bool:
+        raise RuntimeError
+
+    get = keys = items = __iter__ = __getitem__ = __contains__  # type: ignore[assignment]
+
+
+class HostileStr(str):
+    """A text whose methods fail."""
+
+    def __len__(self) -> int:
+        raise KeyError("gone")
+
+
+class HostileList(list[int]):
+    """Token ids that cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(("kind", "content"), [(HostileDict, {"prompt": "a"}), (HostileStr, "a"), (HostileList, [5])])
+def test_a_prompt_that_raises_costs_no_other(kind: Any, content: Any) -> None:
+    with engine(TINY) as llm:
+        batch: list[Any] = [[5, 6, 7], kind(content), [8, 9]]
+        one, refused, other = run(llm, batch, greedy(3))
+        assert re.match(r"the prompt cannot be read: .* raised (RuntimeError|KeyError)", refused.error or "")
+        assert [one.outputs[0].token_ids, other.outputs[0].token_ids] == [
+            output.outputs[0].token_ids for output in run(llm, [batch[0], batch[2]], greedy(3))
+        ]
+        assert_empty(llm)
 
 
 def test_n_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ FAULTS: dict[str, Callable[[list[int], torch.Tensor], Any]] = {
     r"logits_processors\[0\] raised CancelledError: elsewhere": is_cancelled,
     r"logits_processors\[0\] raised Unprintable, whose text raises ZeroDivisionError": raises_unprintable,
     r"logits_processors\[0\] returned NoneType": lambda output, logits: None,
-    r"logits_processors\[0\] returned \[5\]: it must return": lambda output, logits: logits[:5],
+    r"logits_processors\[0\] returned torch.float32 \[5\]: it must return": lambda output, logits: logits[:5].float(),
+    r"logits_processors\[0\] returned torch.complex64 .* of real numbers": lambda output, logits: logits + 1j,
     r"logits_processors\[0\] returned NaN": lambda output, logits: logits * torch.nan,
     "no token is left": lambda output, logits: torch.full_like(logits, -torch.inf),
 }
