@@ -153,6 +153,7 @@ def test_only_recommendations_are_logged(tmp_path: Path, caplog: pytest.LogCaptu
     ("content", "arguments", "message"),
     [
         ('{"temperature": 0.6', {}, r"generation_config.json is not valid JSON"),
+        ("[" * 100_000, {}, r"generation_config.json is not valid JSON"),
         ("[1]", {}, "must hold a JSON object, got list"),
         ({"temperature": "hot"}, {}, "does not fit sampling: temperature='hot' .* generation_config='vllm'"),
         ({"eos_token_id": "</s>"}, {}, "eos_token_id='</s>' of the model must be a token id"),

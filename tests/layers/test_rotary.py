@@ -242,6 +242,7 @@ def test_unknown_type_lists_the_known_ones() -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "needs a positive 'factor'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": "2"}}, "needs a positive 'factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "needs a positive 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e309}}, "needs a positive 'factor' of at most 1e"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "needs a positive 'low_freq_factor'"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "must be above low_freq_factor"),
         (

@@ -205,6 +205,7 @@ def test_missing_config_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"[" * 100_000, "is not valid JSON"),
         (b'{"model_type": "llama",', "is not valid JSON"),
         (b"\xff\xfe\x00", "is not valid JSON"),
         (b"[1, 2]", "must hold a JSON object, got list"),

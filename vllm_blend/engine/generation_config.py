@@ -50,7 +50,7 @@ def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> 
         return GenerationConfig.from_model_config(hf_config).to_diff_dict()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     require(isinstance(content, dict), f"{path} must hold a JSON object, got {type(content).__name__}")
     return {name: value for name, value in content.items() if value is not None}

@@ -236,9 +236,15 @@ def _contexts(hf_config: Any, raw: Mapping[str, Any]) -> tuple[int, int]:
     return context, int(_number(name, original, raw["rope_type"]))
 
 
+_MAX_PARAMETER = 1e30  # frequencies are computed in 32 bits
+
+
 def _number(name: str, value: Any, rope_type: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"RoPE type {rope_type!r} needs a positive {name!r} in the model's config, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_PARAMETER:
+        raise ValueError(
+            f"RoPE type {rope_type!r} needs a positive {name!r} of at most {_MAX_PARAMETER:g} in the model's config, "
+            f"got {value!r}"
+        )
     return float(value)
 
 

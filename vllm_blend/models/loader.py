@@ -146,7 +146,7 @@ def _check_local_config(directory: Path) -> None:
         raise FileNotFoundError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
