@@ -75,6 +75,8 @@ def test_arguments_reach_the_template(caplog: pytest.LogCaptureFixture) -> None:
         ({"chat_template_content_format": "list"}, "chat_template_content_format='list' is unknown"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs has tokenize"),
         ({"chat_template": "{% for %}"}, "the chat template cannot be parsed"),
+        ({"chat_template": "{{ 1 // 0 }}"}, "division|modulo"),
+        ({"chat_template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "recursion"),
         ({"chat_template": "{{ raise_exception('roles must alternate') }}"}, "conversation 0: roles must alternate"),
         ({"chat_template": "{{ messages[0].content + [1] }}"}, "does not take conversation 0: .*concatenate"),
         ({"chat_template": ""}, "the decoder prompt cannot be empty"),
@@ -130,6 +132,11 @@ def test_misspelt_arguments_are_a_type_error() -> None:
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], ValueError, "is no call of a function"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            ValueError,
+            r"\['arguments'\] is not valid JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
             ValueError,
             r"\['arguments'\] is not valid JSON",
         ),

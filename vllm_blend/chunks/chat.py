@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 _SYSTEM, _USER = "TheSystemSays0x1f3b5d79", "TheUserSays0x2e4c6a88"
 
-TEMPLATE_ERRORS = (TemplateError, TypeError)  # what a template raises, or runs into, that does not fit its messages
+# What a template raises, or runs into, that does not fit its messages.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)

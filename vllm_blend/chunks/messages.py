@@ -128,7 +128,7 @@ def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}[{index}]['function']['arguments'] is not valid JSON: {error}") from error
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
