@@ -16,6 +16,7 @@ from tests.offload.placements import move_at_once
 from tests.settings import Settings
 from vllm_blend.offload.block_pool import HostBlockPool
 from vllm_blend.offload.copies import StreamCopies
+from vllm_blend.offload.promotion import ChunkScorer
 
 pytestmark = pytest.mark.gpu
 
@@ -115,3 +116,21 @@ def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu):
             wanted = expected if batch is prompts else expected[::-1]
             for left, right in zip(run(llm, batch, params()), wanted, strict=True):
                 assert_same_logprobs(left, right)
+
+
+def test_scores_that_are_late_read_what_their_request_has_left(monkeypatch):
+    """Scores are computed on a stream of their own, perhaps after their request has ended: its memory is not reused."""
+    score = ChunkScorer._score
+
+    def late(scorer: ChunkScorer, *arguments: Any) -> None:
+        torch.cuda._sleep(100_000_000)  # cycles: about 50 ms
+        score(scorer, *arguments)
+
+    monkeypatch.setattr(ChunkScorer, "_score", late)
+    with engine(**COMMON, **MOVING, dtype="bfloat16", offload_mode="resident") as llm:
+        for index in range(3):
+            run(llm, [demo_prompt(index, 6)], params())
+            # As large as what the request's digests took, and no numbers of chunks.
+            taken = [torch.full((2**bits,), 2**40, device="cuda") for bits in range(4, 15) for _ in range(16)]
+            torch.cuda.synchronize()
+            del taken

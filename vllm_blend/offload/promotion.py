@@ -90,12 +90,13 @@ class ChunkScorer:
         memory.scored_version = residency.version
         if asked is not None and self.predictor.looks_at is LooksAt.DIGESTS and memory.digests is None:
             memory.digests = self._digests(residency, asked.position)
+            self._lend(memory.digests.centre, memory.digests.radius, memory.digests.owner)
         if self._stream is None:
             self._score(residency, memory, asked, draft_source)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             if asked is not None:
-                asked.queries.record_stream(self._stream)
+                self._lend(asked.queries)
             with torch.cuda.stream(self._stream):
                 self._score(residency, memory, asked, draft_source)
         return self._latest.get(residency)
@@ -108,8 +109,17 @@ class ChunkScorer:
             if memory is None:
                 memory = _Memory(to_device(torch.tensor(residency.ranks), device), resident, residency.version)
                 self._memory[residency] = memory
+                self._lend(memory.ranks)
             memory.resident, memory.version = resident, residency.version
+            self._lend(resident)
         return memory
+
+    def _lend(self, *tensors: torch.Tensor) -> None:
+        """Have the memory of tensors that the current stream made wait, once they are freed, for the stream of scores:
+        it may still read them when their request has ended."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def _score(self, residency: Residency, memory: _Memory, asked: Asked | None, draft_source: int | None) -> None:
         scores = self.predictor.score(self._evidence(residency, memory, asked, draft_source))
