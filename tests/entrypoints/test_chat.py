@@ -10,6 +10,7 @@ import pytest
 from tests.blend.prompts import assert_counts_add_up
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.chunks.test_chat_prompt import CALL, LISTS, parts
+from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import demo_prompt, engine, greedy, tiny_model, tokens_of
 from vllm_blend import LLM, RequestOutput
 
@@ -159,7 +160,7 @@ def passages(index: int = 0, count: int = 5) -> list[str]:
 
 
 def chat(llm: LLM, conversations: Any, template: str, tokens: int = 6) -> list[RequestOutput]:
-    return llm.chat(conversations, greedy(tokens), use_tqdm=False, chat_template=template)
+    return llm.chat(conversations, greedy(tokens, logprobs=3), use_tqdm=False, chat_template=template)
 
 
 def test_parts_are_reused_in_any_order_and_conversation() -> None:
@@ -241,7 +242,9 @@ def test_recomputing_everything_is_no_blending(template: str) -> None:
         outputs = chat(llm, conversations, template)
         alone = [chat(llm, conversation, template)[0] for conversation in conversations]
     assert [o.prompt_token_ids for o in outputs] == [o.prompt_token_ids for o in plain]
-    assert tokens_of(outputs) == tokens_of(alone) == tokens_of(plain)
+    for output, single, full in zip(outputs, alone, plain, strict=True):
+        assert_same_logprobs(output, full)
+        assert_same_logprobs(single, full)
     assert [o.prompt for o in outputs] == [o.prompt for o in plain]
     assert [0 if o.blend is None else o.blend.num_chunks for o in outputs] == [5, 4, 3, 2, 0]
 
