@@ -123,14 +123,14 @@ def test_scores_that_are_late_read_what_their_request_has_left(monkeypatch):
     score = ChunkScorer._score
 
     def late(scorer: ChunkScorer, *arguments: Any) -> None:
-        torch.cuda._sleep(100_000_000)  # cycles: about 50 ms
+        torch.cuda._sleep(200_000_000)  # cycles: about 100 ms
         score(scorer, *arguments)
 
     monkeypatch.setattr(ChunkScorer, "_score", late)
     with engine(**COMMON, **MOVING, dtype="bfloat16", offload_mode="resident") as llm:
         for index in range(3):
             run(llm, [demo_prompt(index, 6)], params())
-            # As large as what the request's digests took, and no numbers of chunks.
-            taken = [torch.full((2**bits,), 2**40, device="cuda") for bits in range(4, 15) for _ in range(16)]
+            # As large as what the request's digests took, enough to find it among free memory, and no numbers of chunks.
+            taken = [torch.full((64 * size,), 2**40, device="cuda") for size in range(1, 17) for _ in range(500)]
             torch.cuda.synchronize()
             del taken
