@@ -118,19 +118,22 @@ def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu):
                 assert_same_logprobs(left, right)
 
 
-def test_scores_that_are_late_read_what_their_request_has_left(monkeypatch):
-    """Scores are computed on a stream of their own, perhaps after their request has ended: its memory is not reused."""
-    score = ChunkScorer._score
+def test_memory_that_late_scores_read_is_not_given_away(monkeypatch):
+    """Scores are computed on a stream of their own, perhaps after their request has ended and was forgotten."""
+    score, read = ChunkScorer._score, set()
 
-    def late(scorer: ChunkScorer, *arguments: Any) -> None:
-        torch.cuda._sleep(200_000_000)  # cycles: about 100 ms
-        score(scorer, *arguments)
+    def late(scorer: ChunkScorer, residency: Any, memory: Any, *arguments: Any) -> None:
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        tensors = (memory.ranks, memory.resident, memory.digests.owner, memory.digests.centre, memory.digests.radius)
+        read.update((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+        score(scorer, residency, memory, *arguments)
 
     monkeypatch.setattr(ChunkScorer, "_score", late)
     with engine(**COMMON, **MOVING, dtype="bfloat16", offload_mode="resident") as llm:
-        for index in range(3):
-            run(llm, [demo_prompt(index, 6)], params())
-            # As large as what the request's digests took, enough to find it among free memory, and no numbers of chunks.
-            taken = [torch.full((64 * size,), 2**40, device="cuda") for size in range(1, 17) for _ in range(500)]
-            torch.cuda.synchronize()
-            del taken
+        run(llm, [demo_prompt(0, 6)], params())
+        offload = llm.llm_engine.offload
+        assert offload is not None and read and not offload.scorer._memory
+        taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for _, size in read for _ in range(2000)]
+        assert not offload.scorer._stream.query()  # they are still to be computed
+        assert not {tensor.data_ptr() for tensor in taken} & {address for address, _ in read}
+        torch.cuda.synchronize()
