@@ -125,6 +125,7 @@ def test_memory_that_late_scores_read_is_not_given_away(monkeypatch):
     def late(scorer: ChunkScorer, residency: Any, memory: Any, *arguments: Any) -> None:
         torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
         tensors = (memory.ranks, memory.resident, memory.digests.owner, memory.digests.centre, memory.digests.radius)
+        read.clear()  # what the scores before this one read may be done with
         read.update((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
         score(scorer, residency, memory, *arguments)
 
