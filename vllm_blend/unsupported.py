@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Reasons that arguments and methods share.
+NO_POOLING = "only text generation is supported: there are no pooling models"
+NO_PROFILER = "the engine has no profiler: run torch.profiler around the calls"
+
 
 @dataclass(frozen=True)
 class Unsupported:

@@ -80,7 +80,7 @@ class ChunkedLLM:
         return self.llm_engine.lock
 
     def shutdown(self) -> None:
-        """As `LLM.shutdown`."""
+        """Shut the engine down, as `LLM.shutdown` does."""
         self.llm.shutdown()
 
     def __enter__(self: Own) -> Own:
@@ -275,7 +275,7 @@ class ChunkedLLM:
         try:
             return [_last(outputs) for outputs in running]
         except BaseException:
-            running.clear()  # aborts what was started, also where somebody keeps the error and with it this frame
+            running.clear()  # aborts what was started, even if a caller keeps the error and with it this frame
             raise
 
     def _start_all(

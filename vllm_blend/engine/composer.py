@@ -205,7 +205,7 @@ class ChunkComposer:
         return self._withdraw(lambda c: bool(c.requests) and gone.issuperset(c.requests))
 
     def withdraw(self, composition: Composition) -> list[Request]:
-        """As `forget`, for what was to be encoded ahead of any question."""
+        """Drop what was to be encoded ahead of any question, as `forget` does for requests."""
         return self._withdraw(lambda c: c is composition)
 
     def _withdraw(self, is_gone: Callable[[Composition], bool]) -> list[Request]:

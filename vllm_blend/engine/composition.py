@@ -69,7 +69,7 @@ class Composition:
                 self.take(piece, kv, found_in)
 
     def take(self, piece: Piece, kv: ChunkKV | None, found_in: str) -> None:
-        """As `fill`, for one piece."""
+        """Fill one piece, as `fill` does for all of a key."""
         piece.kv = kv
         piece.found_in = None if piece.id.key in self.own else found_in
 

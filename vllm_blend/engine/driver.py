@@ -187,7 +187,7 @@ class Driver:
                 self._abort(inbox)
 
     def drop(self, inbox: Inbox) -> None:
-        """As `close`, from anywhere, such as a finalizer that runs in the middle of a step: waits for nothing."""
+        """Do what `close` does without waiting, as a finalizer must that runs in the middle of a step."""
         self._dropped.append(inbox)
         if self.lock.try_enter():
             self.lock.__exit__()  # which aborts what was dropped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_blend.unsupported import Unsupported
+from vllm_blend.unsupported import NO_POOLING, NO_PROFILER, Unsupported
 
 _ONE_PROCESS = "the engine runs in one process on one device"
 _TEXT_ONLY = "the supported models take text only"
@@ -11,10 +11,8 @@ _NO_MAMBA = "the supported models have no state-space layers"
 _NO_LORA = "merge the LoRA adapter into the weights and load the merged model"
 _NO_COMPILER = "models are not compiled: enforce_eager says whether CUDA graphs are used"
 _NO_STRUCTURE = "structured outputs come with a later release"
-_NO_POOLING = "only text generation is supported: there are no pooling models"
 _NO_REASONING = "reasoning is not separated from the text: parse the text of the output"
 _NO_SERVER = "there is no API server"
-_NO_PROFILER = "the engine has no profiler: run torch.profiler around the calls"
 _METRICS = "not measured: LLM.get_metrics() returns the metrics that exist"
 _KERNELS = "kernels are chosen by attention_backend only"
 _CHUNK_KV = "KV leaves the device in chunks only: see chunk_store_path, chunk_store_url and offload_mode"
@@ -27,11 +25,11 @@ _HF_CONFIG = "give rope_parameters in hf_overrides, or edit the model's config.j
 
 UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     # the model and its files
-    "task": Unsupported(None, _NO_POOLING, ("auto", "generate")),
-    "runner": Unsupported("auto", _NO_POOLING, ("generate",)),
-    "convert": Unsupported("auto", _NO_POOLING, ("none",)),
-    "pooler_config": Unsupported(None, _NO_POOLING),
-    "override_pooler_config": Unsupported(None, _NO_POOLING),
+    "task": Unsupported(None, NO_POOLING, ("auto", "generate")),
+    "runner": Unsupported("auto", NO_POOLING, ("generate",)),
+    "convert": Unsupported("auto", NO_POOLING, ("none",)),
+    "pooler_config": Unsupported(None, NO_POOLING),
+    "override_pooler_config": Unsupported(None, NO_POOLING),
     "model_impl": Unsupported("auto", "models run by the classes in MODEL_REGISTRY only"),
     "model_weights": Unsupported("", "weights are read from the folder or repository that `model` names"),
     "hf_config_path": Unsupported(None, "config.json is read from the folder or repository that `model` names"),
@@ -239,8 +237,8 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "cudagraph_metrics": Unsupported(False, _METRICS),
     "enable_mfu_metrics": Unsupported(False, _METRICS),
     "enable_logging_iteration_details": Unsupported(False, _METRICS),
-    "enable_layerwise_nvtx_tracing": Unsupported(False, _NO_PROFILER),
-    "profiler_config": Unsupported({}, _NO_PROFILER),
+    "enable_layerwise_nvtx_tracing": Unsupported(False, NO_PROFILER),
+    "profiler_config": Unsupported({}, NO_PROFILER),
     "fail_on_environ_validation": Unsupported(False, "environment variables of vLLM are not read"),
     "additional_config": Unsupported({}, "there are no plugins that could read it"),
 }

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-_NO_POOLING = "only text generation is supported: there are no pooling models"
+from vllm_blend.unsupported import NO_POOLING, NO_PROFILER
+
 _NO_SLEEP = "the engine cannot sleep: shutdown() frees its memory"
-_NO_PROFILER = "the engine has no profiler: run torch.profiler around the calls"
 _NO_QUEUE = "call generate() or chat() from a thread of its own, or LLMEngine.add_request and step"
 _NO_TRANSFER = "weights are loaded once, when the engine starts: make another LLM"
 
 UNSUPPORTED_LLM_METHODS: dict[str, str] = {
-    "encode": _NO_POOLING,
-    "embed": _NO_POOLING,
-    "classify": _NO_POOLING,
-    "reward": _NO_POOLING,
-    "score": _NO_POOLING,
+    "encode": NO_POOLING,
+    "embed": NO_POOLING,
+    "classify": NO_POOLING,
+    "reward": NO_POOLING,
+    "score": NO_POOLING,
     "sleep": _NO_SLEEP,
     "wake_up": _NO_SLEEP,
-    "start_profile": _NO_PROFILER,
-    "stop_profile": _NO_PROFILER,
+    "start_profile": NO_PROFILER,
+    "stop_profile": NO_PROFILER,
     "enqueue": _NO_QUEUE,
     "enqueue_chat": _NO_QUEUE,
     "wait_for_completion": _NO_QUEUE,
