@@ -66,7 +66,7 @@ class KernelLibrary(Extension):
 
 
 class BuildPackage(build_py):
-    """Adds the CUDA sources, from which an installed package builds the kernels at first use, and the import names."""
+    """Add the CUDA sources, from which an installed package builds the kernels at first use, and the import names."""
 
     def run(self) -> None:
         super().run()
@@ -89,7 +89,7 @@ class BuildPackage(build_py):
 
 
 class EditableWheel(editable_wheel):
-    """Adds the import names to the wheel that stands for an editable installation."""
+    """Add the import names to the wheel that stands for an editable installation."""
 
     def run(self) -> None:
         super().run()
@@ -158,7 +158,7 @@ def add_to_wheel(path: Path, files: dict[str, str]) -> None:
 
 
 class BuildKernels(build_ext):
-    """Compiles `KernelLibrary` extensions; a failure is reported and costs speed, not the installation."""
+    """Compile `KernelLibrary` extensions; a failure is reported and costs speed, not the installation."""
 
     def get_ext_filename(self, fullname: str) -> str:
         *packages, name = fullname.split(".")
@@ -187,7 +187,7 @@ class BuildKernels(build_ext):
 
 
 def build_cuda(target: Path, work: Path) -> None:
-    """The CUDA kernels for every GPU as `target`, where they are wanted (see the module's docstring)."""
+    """Build the CUDA kernels for every GPU as `target`, if they are wanted (see the module's docstring)."""
     spec = importlib.util.spec_from_file_location("cuda_build", ROOT / "vllm_blend" / "ops" / "cuda_build.py")
     assert spec is not None and spec.loader is not None
     cuda_build = sys.modules["cuda_build"] = importlib.util.module_from_spec(spec)
@@ -218,7 +218,7 @@ def find_compiler() -> str:
 
 
 def accepts(compiler: str, flags: list[str]) -> bool:
-    """Whether the compiler builds and links an empty program with these flags."""
+    """Return whether the compiler builds and links an empty program with these flags."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("int main() { return 0; }\n")
@@ -293,8 +293,6 @@ setup(
         "gpu": ["xformers", "flashinfer-python"],
         "flashinfer": ["flashinfer-python"],
         "xformers": ["xformers"],
-        "ray": ["ray"],
-        "server": ["fastapi", "uvicorn"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
         "dev": [

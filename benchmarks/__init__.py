@@ -1,1 +1,1 @@
-"""What this project measures. Run each from the project root: `python -m benchmarks.engine_cpu --help`."""
+"""Measurements of this project. Run each from the project root: `python -m benchmarks.engine_cpu --help`."""

@@ -1,4 +1,4 @@
-"""A decode step of a batch that shares its beginning, with cascade attention and without, on a GPU.
+"""Time a decode step of a batch that shares its beginning, with and without cascade attention, on a GPU.
 
     python -m benchmarks.cascade_gpu [--batch 64] [--shared 8192] [--own 64]
 

@@ -1,11 +1,11 @@
-"""Time to first token of compositions of registered chunks, against the same prompt without any cache.
+"""Measure the time to first token of compositions of registered chunks, against the same prompt without any cache.
 
     python -m benchmarks.chunks                                  # the demo model, 900 tokens
     python -m benchmarks.chunks --shape 7b --tokens 4096 8192    # random weights in bf16, on a GPU
 
-Medians of one request at a time. "no cache": mode "exact", nothing cached. "first": a blended composition nobody has
-asked about, its chunks registered. "second": another question over it, its pages retained ("exact": in the prefix
-cache). Registering is measured too: chunks a second, one after another.
+The times are medians of one request at a time. "no cache": mode "exact", nothing cached. "first": the first question
+over a blended composition whose chunks are registered. "second": another question over it, its pages retained ("exact":
+in the prefix cache). Registering is measured too: chunks a second, one after another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEMO)
     parser.add_argument("--shape", choices=["7b"], help="random weights of this shape instead of a model")
     parser.add_argument("--tokens", nargs="*", type=int, default=[900])
-    parser.add_argument("--chunk-tokens", type=int, help="of a chunk; default: an eighth of the prompt")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens of a chunk (default: an eighth of the prompt)")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
     chunked = load(args.model, args.shape)
@@ -77,12 +77,18 @@ def row(chunked: ChunkedLLM, tokens: int, chunk_tokens: int, repeats: int) -> st
     orders = itertools.permutations(chunks)
 
     def ask(order: tuple[str, ...], **options: Any) -> RequestOutput:
-        return chunked.generate_from_chunks(None, order, query=ids(QUESTION), sampling_params=FIRST, **options)
+        output: RequestOutput = chunked.generate_from_chunks(
+            None, order, query=ids(QUESTION), sampling_params=FIRST, **options
+        )
+        return output
 
     def median(times: list[float]) -> float:
         return statistics.median(times[2:])
 
-    exact, second_exact, new, second = [], [], [], []
+    exact: list[float] = []
+    second_exact: list[float] = []
+    new: list[float] = []
+    second: list[float] = []
     for _ in range(repeats + 2):
         order = next(orders)
         chunked.llm.reset_prefix_cache()

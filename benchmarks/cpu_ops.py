@@ -1,8 +1,8 @@
-"""Every compiled CPU op against plain torch, at the shapes of the demo model: `python -m benchmarks.cpu_ops`.
+"""Time every compiled CPU op against plain torch, at the shapes of the demo model: `python -m benchmarks.cpu_ops`.
 
-Prints the best time of each and their ratio. For attention, "torch" is the plain torch backend, gathering of the paged
-cache included; the layers' caches are cycled through, as a step does, so that the keys come from memory and not from
-the nearest cache.
+Prints the best time of each and their ratio. For attention, "torch" is the plain torch backend, with the gathering of
+the paged cache; the layers' caches are cycled through, as in a step, so that the keys come from memory and not from the
+nearest cache.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 
 from vllm_blend import ops
 from vllm_blend.attention.cpu import CPUBackend
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
 from vllm_blend.attention.torch_native import TorchNativeBackend
 from vllm_blend.ops import bindings
 from vllm_blend.ops.activation import silu_and_mul_reference
 from vllm_blend.ops.cache import place_chunk_reference, reshape_and_cache_reference
 from vllm_blend.ops.layernorm import fused_add_rms_norm_reference, rms_norm_reference
+from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.ops.rotary import rotary_embedding_reference
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 12, 384, 6, 2, 64, 768
@@ -60,7 +61,7 @@ def elementwise_cases(rows: int, dtype: torch.dtype) -> list[Case]:
 
     def rope_and_cache_reference() -> None:
         rotary_embedding_reference(q, cos, sin)
-        reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, cache[0], cache[1], slots)
+        reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, PagedKV(cache[0], cache[1]), slots)
 
     return [
         Case("rms_norm", lambda: ops.rms_norm(x, weight, 1e-5), lambda: rms_norm_reference(x, weight, 1e-5)),
@@ -72,7 +73,7 @@ def elementwise_cases(rows: int, dtype: torch.dtype) -> list[Case]:
         Case("silu_and_mul", lambda: ops.silu_and_mul(gate_up), lambda: silu_and_mul_reference(gate_up)),
         Case(
             "rotary_and_cache",
-            lambda: ops.rotary_and_cache(q, k, v, cos, sin, cache[0], cache[1], slots),
+            lambda: ops.rotary_and_cache(q, k, v, cos, sin, PagedKV(cache[0], cache[1]), slots),
             rope_and_cache_reference,
         ),
         Case(
@@ -89,7 +90,11 @@ def place_chunk_case(tokens: int, dtype: torch.dtype) -> Case:
     cache = torch.zeros(2, LAYERS, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
     slots = torch.randperm(tokens)
     arguments = (k, v, cos, sin, cache[0], cache[1], slots)
-    return Case("place_chunk", lambda: ops.place_chunk(*arguments), lambda: place_chunk_reference(*arguments))
+    return Case(
+        "place_chunk",
+        lambda: ops.place_chunks([arguments[:2]], *arguments[2:]),
+        lambda: place_chunk_reference(*arguments),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Step:
     """One attention step, with the caches of all layers."""
 
     q: torch.Tensor
-    caches: list[LayerCache]
+    caches: list[PagedKV]
     metadata: AttentionMetadata
 
     @classmethod
@@ -110,21 +115,21 @@ class Step:
         starts = torch.tensor([0, *map(len, positions)]).cumsum(0).tolist()
         metadata = AttentionMetadata(torch.cat(positions), torch.zeros(starts[-1]), tables, starts, lengths)
         shape = (sum(counts), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-        caches = [LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(LAYERS)]
+        caches = [PagedKV(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(LAYERS)]
         return cls(torch.randn(starts[-1], HEADS, HEAD_DIM).to(dtype), caches, metadata)
 
     def attend(self, backend: AttentionBackend) -> None:
         for cache in self.caches:
-            backend.attend(self.q, cache, self.metadata, HEAD_DIM**-0.5)
+            backend.attend(LayerStep(self.q, cache, self.metadata, HEAD_DIM**-0.5))
 
     def mass(self, backend: AttentionBackend) -> None:
         rows = [self.metadata.rows(request) for request in range(self.metadata.num_requests)]
         for cache in self.caches:
-            backend.attention_mass(self.q, cache, self.metadata, HEAD_DIM**-0.5, rows)
+            backend.attention_mass(LayerStep(self.q, cache, self.metadata, HEAD_DIM**-0.5), rows)
 
 
 def attention_cases(dtype: torch.dtype) -> list[Case]:
-    """Times are those of all layers together."""
+    """Yield the cases of attention. Times are those of all layers together."""
     kernels, plain = CPUBackend(), TorchNativeBackend()
     everything = torch.arange(CONTEXT)
     suffix = everything[-20:]
@@ -148,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=20, help="the best of so many runs counts")
+    parser.add_argument("--repeat", type=int, default=20, help="runs, of which the best counts")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

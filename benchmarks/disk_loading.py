@@ -1,11 +1,11 @@
-"""Time to first token of a prompt whose chunks lie on the disk: loaded first, or while the prompt is computed.
+"""Measure the time to first token of a prompt whose chunks are on the disk: loaded first, or while it is computed.
 
     python -m benchmarks.disk_loading [--mib-per-second 50]
 
-One prompt at a time of a few long chunks, with nothing in memory but the weights. `memory` is the same prompt with its
-chunks in memory, `whole` waits for whole chunks, `layers` computes while the layers arrive. The three alternate.
+One prompt of a few long chunks runs at a time, with nothing in memory but the weights. `memory` is the same prompt with
+its chunks in memory, `whole` waits for whole chunks, `layers` computes while the layers arrive. The three alternate.
 With `question_attention` the question sees every layer before the prompt is computed, so that little overlaps.
-`--mib-per-second` makes the disk slower than it is, by waiting in the reading threads.
+`--mib-per-second` slows the disk down, by waiting in the reading threads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import torch
 
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.tiered import TieredChunkStore
 
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class SlowDisk:
-    """Reads through one line of so many bytes a second."""
+    """Reads through one line with a given number of bytes a second."""
 
     def __init__(self, files: SegmentFiles, rate: float) -> None:
         self._read, self._rate = files.read, rate
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--chunks", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=320, help="of a chunk")
+    parser.add_argument("--tokens", type=int, default=320, help="tokens of a chunk")
     parser.add_argument("--selector", default="value_deviation")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib-per-second", type=float)
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.model, dtype=args.dtype, enable_blending=True, blend_selector=args.selector, chunk_store_path=folder
         )
         store, composer = llm.llm_engine.chunk_store, llm.llm_engine.composer
-        assert isinstance(store, TieredChunkStore)
+        assert store.below
         disk: Any = store.below[0].storage
         ids = torch.randint(10, 500, (args.chunks, args.tokens), generator=torch.manual_seed(0)).tolist()
         prompt: Any = {"prefix": ids[0][:8], "chunks": ids, "suffix": ids[0][8:24]}

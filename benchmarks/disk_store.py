@@ -1,7 +1,8 @@
-"""How fast the disk store reads chunks, and how fast `dd` with O_DIRECT: `python -m benchmarks.disk_store`.
+"""Measure how fast the disk store reads chunks, and how fast `dd` with O_DIRECT does: `python -m
+benchmarks.disk_store`.
 
-Both read the same files, in turns, past the page cache. The store reads as an engine has it do: the chunks of a prompt
-together, those of the next prompts while they are waited for, into memory that is at hand; it compares the checksum of
+Both read the same files, in turns, past the page cache. The store reads as it does for an engine: the chunks of a
+prompt together, and those of the next prompts in the meantime, into memory that is ready; it checks the checksum of
 every layer. Prints the rate of each in GB/s, and the ratio of the medians; the same for writing, where both return when
 the bytes are on the disk.
 """
@@ -19,16 +20,15 @@ from statistics import median
 
 import torch
 
-from vllm_blend.kv_store.arena import Arena
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
-from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat, aligned_empty
-from vllm_blend.kv_store.tiered import MAX_TOGETHER_BYTES
+from vllm_blend.kv_store.host_memory import Arena, aligned_empty
+from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 MODEL = "00" * 16
 PROMPT = 16  # chunks that are asked for together
-AHEAD_BYTES, MIN_AHEAD, MAX_AHEAD = 64 << 20, 2, 4  # prompts that are on their way while one is taken
+AHEAD_BYTES, MIN_AHEAD, MAX_AHEAD = 64 << 20, 2, 4  # prompts in flight while one is used
 DTYPE = torch.bfloat16
 FROM_DISK = ["bs=4M", "iflag=direct"]
 
@@ -42,7 +42,7 @@ def dd(*arguments: str) -> object:
 
 
 def read_all(store: DiskChunkStore, batches: list[list[str]], ahead: int, arena: Arena) -> None:
-    """Every chunk, in order; the arena has room for the batches that are on their way, and one more."""
+    """Read every chunk, in order; the arena has room for the batches in flight, and one more."""
     pending = deque(store.read_many(batch, arena.allocate) for batch in batches[:ahead])
     for number in range(len(batches)):
         for chunk in pending.popleft():
@@ -68,7 +68,7 @@ def report(what: str, num_bytes: int, store: list[float], plain: list[float]) ->
 def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, num_bytes: int, rounds: int) -> None:
     k, v = torch.randn(2, *shape).to(DTYPE)
     chunk = ChunkKV(k, v)
-    layout = ChunkLayout.of(chunk, how)
+    layout = ChunkLayout.from_kv(chunk, how)
     count = num_bytes // layout.payload_bytes
     together = max(1, min(PROMPT, AHEAD_BYTES // 2 // layout.payload_bytes))
     ahead = min(max(AHEAD_BYTES // (together * layout.payload_bytes), MIN_AHEAD), MAX_AHEAD)
@@ -82,7 +82,7 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
     with DiskChunkStore(config) as store:
 
         def put_all() -> None:
-            size = max(1, MAX_TOGETHER_BYTES // chunk.nbytes)
+            size = max(1, DiskChunkStore.max_bytes_at_once // chunk.nbytes)
             for at in range(0, count, size):
                 store.put_many([(name, chunk) for name in keys[at : at + size]])
 
@@ -93,7 +93,7 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
         for _ in range(rounds):
             store.clear()
             times["store"].append(seconds(put_all))
-            assert len(store) == count, store.tally.refused
+            assert len(store) == count, store.stats.refused
             times["dd"].append(seconds(lambda: dd(*to_disk)))
             plain.unlink()
         report("  write", total, times["store"], times["dd"])
@@ -102,7 +102,7 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
         for _ in range(rounds):
             times["dd"].append(seconds(lambda: [dd(f"if={each}", "of=/dev/null", *FROM_DISK) for each in segments]))
             times["store"].append(seconds(lambda: read_all(store, batches, ahead, arena)))
-        assert store.num_hits == rounds * count and store.num_misses == 0
+        assert store.stats.num_hits == rounds * count and store.stats.num_misses == 0
         report("  read ", total, times["store"], times["dd"])
         if not store.space.files.direct:
             print("  (this file system takes no O_DIRECT: these are rates of the page cache)")
@@ -112,7 +112,7 @@ def measure(folder: Path, shape: tuple[int, int, int, int], how: StoredFormat, n
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
-    parser.add_argument("--gib", type=float, default=2.0, help="of chunks, for each shape and format")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the chunks, for each shape and format")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args(argv)
     cases: list[tuple[tuple[int, int, int, int], StoredFormat]] = [

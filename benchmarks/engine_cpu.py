@@ -1,10 +1,9 @@
-"""The engine against Hugging Face transformers and against itself, on the CPU, in one process.
+"""Time the engine against Hugging Face transformers and against itself, on the CPU, in one process.
 
     python -m benchmarks.engine_cpu
 
-Prints medians and ratios: full prefill and greedy decode against `transformers` generate, a blend at 15% against our
-own full
-prefill, and the engine's own overhead per step (everything outside the model's forward).
+Prints medians and ratios: full prefill and greedy decoding against the `generate` of transformers, a blend at 15%
+against this engine's full prefill, and the engine's overhead per step (everything outside the model's forward).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +58,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for batch in (1, 16):
         more, one = args.decode_tokens, 1
-        hf = decode_time(lambda n, b=batch: hf_generate(reference, ids[:b], n), one, more)
-        ours = decode_time(lambda n, b=batch: generate(plain, ids[:b], greedy(n)), one, more)
+        own = ids[:batch]
+        hf = decode_time(partial(hf_generate, reference, own), one, more)
+        ours = decode_time(partial(decode, plain, own), one, more)
         row(f"decode, batch {batch}, per step", hf / (more - one), ours / (more - one), "HF")
     print(f"step overhead outside the model, batch 1: {overhead(plain, ids[0]) * 1e3:.3f} ms")
 
 
 def long_prompts(dataset: str, llm: LLM, tokens: int, count: int) -> list[dict[str, Any]]:
-    """Chunked prompts of just under `tokens` tokens: passages of several samples joined, a question at the end."""
+    """Return chunked prompts of just under `tokens` tokens: passages of several samples, and a question at the end."""
     tokenizer = llm.get_tokenizer()
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+
+    def encode(text: Any) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
     pieces = [build_qa_prompt(normalize_sample(s, i), "musique") for i, s in enumerate(load_dataset(dataset))]
     chunks = [encode(chunk) for piece in pieces for chunk in piece["chunks"]]
     prefix = [tokenizer.bos_token_id, *encode(pieces[0]["prefix"])]
@@ -92,9 +96,11 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def generate(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Any]:
-    return llm.generate(
-        [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
-    )
+    return list(llm.generate(prompts, params, use_tqdm=False))
+
+
+def decode(llm: LLM, prompts: list[Any], tokens: int) -> None:
+    generate(llm, prompts, greedy(tokens))
 
 
 def hf_generate(model: Any, ids: list[list[int]], tokens: int) -> None:
@@ -108,7 +114,7 @@ def hf_generate(model: Any, ids: list[list[int]], tokens: int) -> None:
 
 
 def ttft(llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> float:
-    times = []
+    times: list[float] = []
     for index in range(repeats + 1):
         metrics = generate(llm, [prompts[index % len(prompts)]], params)[0].metrics
         times.append(metrics.first_token_time - metrics.first_scheduled_time)
@@ -116,15 +122,15 @@ def ttft(llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> 
 
 
 def decode_time(run: Callable[[int], Any], few: int, many: int) -> float:
-    """Seconds that the tokens beyond `few` take: prefill cancels out."""
+    """Return the seconds that the tokens beyond `few` take: prefill cancels out."""
     return median(lambda: run(many), 3) - median(lambda: run(few), 3)
 
 
 def overhead(llm: LLM, ids: list[int]) -> float:
-    """Median seconds of a decode step that are not spent in the model."""
+    """Return the median seconds of a decode step that are not spent in the model."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     inside: list[float] = []
-    model = runner.model
+    model = runner.model.get_submodule("")
     engine, outside = llm.llm_engine, []
     hook = model.register_forward_pre_hook(lambda *_: inside.append(-time.perf_counter()))
     after = model.register_forward_hook(lambda *_: inside.append(inside.pop() + time.perf_counter()))

@@ -1,12 +1,13 @@
-"""Time to first token and decoding on a GPU: the table of what we claim against vLLM.
+"""Measure the time to first token and decoding on a GPU: the table of what is claimed against vLLM.
 
     bash scripts/build_cuda.sh && python -m benchmarks.engine_gpu [--only prefill blend decode mix] [--chunk-device cpu]
         [--markdown FILE]
 
-Random weights in the shapes named below, bf16, medians. Chunk KV is on the GPU; `--chunk-device cpu` measures the same
-blends with it in pinned host memory, too. TTFT is `first_token_time - first_scheduled_time` of one request at a time:
-placing and selection are inside. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the limit that the
-chip's arithmetic or memory sets for the same work, `peak` the most memory that tensors took, caches included.
+Weights are random, in the shapes named below, bf16; times are medians. Chunk KV is on the GPU; `--chunk-device cpu`
+measures the same blends with it in pinned host memory, too. TTFT is `first_token_time - first_scheduled_time` of one
+request at a time, with placing and selection. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the
+limit that the chip's arithmetic or memory sets for the same work, `peak` the most memory that tensors took, with the
+caches.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 import torch
 
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.blend.selectors import QuestionAttention
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.kv_store.transfer import LayerwiseLoad
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
 CHUNK = 512
-MISTRAL_7B = {
+MISTRAL_7B: dict[str, Any] = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
     "vocab_size": 32000,
@@ -48,7 +49,7 @@ MISTRAL_7B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-QWEN3_06B = {
+QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -81,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 8192, 32000])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--quantization", help="of the linear layers: fp8")
-    parser.add_argument("--chunk-device", choices=["cuda", "cpu"], default="cuda", help="cpu: blends from there, too")
+    parser.add_argument("--quantization", help="quantization of the linear layers: fp8")
+    parser.add_argument("--chunk-device", choices=["cuda", "cpu"], default="cuda", help="cpu: also from host memory")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     rng = random.Random(0)
@@ -104,16 +105,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
         unload(llm)
     if "blend" in args.only:
-        prompts = {n: chunked(rng, n) for n in args.lengths}
+        by_length = {n: chunked(rng, n) for n in args.lengths}
         blending = {"enable_blending": True, "max_num_seqs": 8, **options}
         llm = load(MISTRAL_7B, blend_chunk_cache_gib=24, **blending)
         on_gpu = {}
-        for n, name, asked in blends(prompts):
+        for n, name, asked in blends(by_length):
             on_gpu[name] = ttft(llm, [asked] * (args.repeats + 3))
             report(name, on_gpu[name], VLLM_PREFILL.get(n), blend_floor(n, asked))
         unload(llm)
         if args.chunk_device == "cpu":
-            from_host(prompts, on_gpu, args.repeats, blending)
+            from_host(by_length, on_gpu, args.repeats, blending)
     if "mix" in args.only:
         llm = load(QWEN3_06B, enable_prefix_caching=False, max_num_seqs=256, max_model_len=4096, **options)
         mix(llm)
@@ -152,7 +153,7 @@ def ids(rng: random.Random, count: int, vocab: int) -> list[int]:
 
 
 def chunked(rng: random.Random, tokens: int) -> dict[str, Any]:
-    """A prompt of `tokens` tokens: a prefix of 32, a suffix of 32, chunks of 512 between."""
+    """Return a prompt of `tokens` tokens: a prefix of 32, a suffix of 32, chunks of 512 between."""
     left, chunks = tokens - 64, []
     while left > 0:
         chunks.append(ids(rng, min(CHUNK, left), 32000))
@@ -161,7 +162,7 @@ def chunked(rng: random.Random, tokens: int) -> dict[str, Any]:
 
 
 def blends(prompts: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Tokens, name and prompt of every blend that is measured."""
+    """Return tokens, name and prompt of every blend that is measured."""
     for n, prompt in prompts.items():
         for selector, ratio in (
             ("value_deviation", 0.15),
@@ -177,8 +178,8 @@ def blends(prompts: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str, dict[
 def from_host(
     prompts: dict[int, dict[str, Any]], on_gpu: dict[str, float], repeats: int, options: dict[str, Any]
 ) -> None:
-    """The same blends with chunk KV in pinned host memory, against what they take with it on the GPU (compute) and what
-    the host link takes for their chunk KV (load)."""
+    """Measure the same blends with chunk KV in pinned host memory, against their time with it on the GPU (compute) and
+    the time that the host link takes for their chunk KV (load)."""
     rate = link_speed()
     config = MISTRAL_7B
     per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]  # K and V, bf16
@@ -197,16 +198,16 @@ def from_host(
 
 
 def blend_floor(tokens: int, asked: dict[str, Any]) -> float:
-    """ms: the chosen share of a full prefill's arithmetic; where the rule looks first, layer 0 and the projections of
-    layer 1 of all tokens, or the reading of the weights that the question's pass needs."""
+    """Return the floor in ms: the chosen share of a full prefill's arithmetic; if the rule looks first, also layer 0
+    and the projections of layer 1 of all tokens, or the reading of the weights that the question's pass needs."""
     layers, ratio, rule = MISTRAL_7B["num_hidden_layers"], asked["blend_recompute_ratio"], asked["blend_selector"]
     share = ratio + (1.3 / layers if rule == "value_deviation" else 0)
     looking = QuestionAttention().layer_share * WEIGHTS_7B / READ if rule == "question_attention" else 0
-    return round(share * FLOOR_PREFILL.get(tokens, 0.0) + looking, 1)
+    return float(round(share * FLOOR_PREFILL.get(tokens, 0.0) + looking, 1))
 
 
 def check_kv_bytes(llm: LLM, config: dict[str, Any]) -> None:
-    """That a token takes K and V of its layers and heads in bf16, and nothing more."""
+    """Check that a token takes K and V of its layers and heads in bf16, and nothing more."""
     cache = llm.llm_engine.model_executor.driver_worker.model_runner.cache
     slots = cache.key.shape[1] * cache.key.shape[2]
     expected = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
@@ -215,18 +216,18 @@ def check_kv_bytes(llm: LLM, config: dict[str, Any]) -> None:
 
 
 def link_speed() -> float:
-    """GB/s of one large copy from pinned memory. The fastest of several: a median was once half of what loads beside
-    it reached."""
+    """Return the GB/s of one large copy from pinned memory: the fastest of several, as a median was once half of what
+    loads beside it reached."""
     host = torch.ones(1 << 29, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device="cuda")
     return host.nbytes / min(seconds(lambda: target.copy_(host, non_blocking=True)) for _ in range(5)) / 1e9
 
 
 def load_speed(llm: LLM, prompt: dict[str, Any]) -> float:
-    """GB/s at which the stored chunks of a prompt arrive when nothing is computed meanwhile."""
+    """Return the GB/s at which the stored chunks of a prompt arrive while nothing is computed."""
     engine = llm.llm_engine
     worker = engine.model_executor.driver_worker
-    ring = worker.model_runner.placement.ring
+    ring = worker.model_runner.block_pass.placement.ring
     assert ring is not None
     _, ids = engine.identify_chunks(prompt["prefix"], prompt["chunks"])
     chunks = [chunk for chunk in (engine.chunk_store.get(each.key) for each in ids) if chunk is not None]
@@ -242,7 +243,7 @@ def load_speed(llm: LLM, prompt: dict[str, Any]) -> float:
 
 
 def seconds(work: Callable[[], object], repeats: int = 6) -> float:
-    """Median time until the device has done `work`."""
+    """Return the median time until the device has done `work`."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -254,7 +255,7 @@ def seconds(work: Callable[[], object], repeats: int = 6) -> float:
 
 
 def ttft(llm: LLM, prompts: list[Any]) -> float:
-    """Median ms to the first token; the first two prompts warm up (and store the chunks)."""
+    """Return the median ms to the first token; the first two prompts warm up (and store the chunks)."""
     times = []
     for prompt in prompts:
         output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)[
@@ -285,23 +286,23 @@ def decode(llm: LLM, rng: random.Random, batch: int, context: int, steps: int = 
 
 
 def mix(llm: LLM) -> None:
-    """256 requests of 100-1024 tokens in and 100-1024 out (nano-vllm's benchmark, seed 0)."""
+    """Run 256 requests of 100-1024 tokens in and 100-1024 out (nano-vllm's benchmark, seed 0)."""
     random.seed(0)
-    prompts = [
+    prompts: list[Any] = [
         {"prompt_token_ids": [random.randint(0, 10000) for _ in range(random.randint(100, 1024))]} for _ in range(256)
     ]
     params = [
         SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random.randint(100, 1024), detokenize=False)
         for _ in range(256)
     ]
-    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(detokenize=False), use_tqdm=False)
+    llm.generate([[1, 2, 3]], SamplingParams(detokenize=False), use_tqdm=False)
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     lengths = [(len(q["prompt_token_ids"]), p.max_tokens or 0) for q, p in zip(prompts, params, strict=True)]
     drawn = sum(out for _, out in lengths)
     rate = drawn / seconds
-    # Every step reads the weights (1.2 GB), every token the K and V of what stands before it.
+    # Every step reads the weights (1.2 GB), and every token the K and V before it.
     kv = 2 * 2 * QWEN3_06B["num_hidden_layers"] * QWEN3_06B["num_key_value_heads"] * QWEN3_06B["head_dim"]
     read = max(out for _, out in lengths) * 1.2e9 + sum(out * (before + out / 2) * kv for before, out in lengths)
     fastest = drawn / (read / READ / 1e3)
@@ -317,7 +318,7 @@ def mix(llm: LLM) -> None:
 
 
 def peak() -> str:
-    """GiB that tensors took at most since the last call."""
+    """Return the most GiB that tensors took since the last call."""
     most = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return f"{most:.1f}"

@@ -1,11 +1,12 @@
-"""What FP8 linear layers cost in quality: answers and first tokens against the same model in bfloat16, on a GPU.
+"""Measure what FP8 linear layers cost in quality, against the same model in bfloat16, on a GPU.
 
     bash scripts/build_cuda.sh && python -m benchmarks.fp8_quality [--datasets FILE ...] [--markdown FILE]
 
 The demo model answers every question over all of its passages, greedily, in full and blended; blends reuse chunk KV
-that the same model computed. `KL` is of the distribution of the first answer token: from bfloat16 to FP8, in nats, over
-the whole vocabulary, mean and 99th percentile over the questions. `same answer`: the share of answers that are equal
-word for word. For scale, `bfloat16 again` is bfloat16 against itself prefilled in chunks of 256 tokens: rounding alone.
+that the same model computed. `KL` is that of the first answer token's distribution, from bfloat16 to FP8, in nats, over
+the whole vocabulary: mean and 99th percentile over the questions. `same answer` is the share of answers that are equal
+word for word. For scale, `bfloat16 again` compares bfloat16 with itself prefilled in chunks of 256 tokens: rounding
+alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.answers import BLENDS
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.datasets import Sample
@@ -28,17 +30,12 @@ from vllm_blend.pipeline.evaluate import best_score, exact_match, f1_score, firs
 from vllm_blend.pipeline.prompts import prompt_for
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS: dict[str, dict[str, Any]] = {
-    "full prefill": {},
-    "question attention, 15%": {"blend_selector": "question_attention", "blend_recompute_ratio": 0.15},
-    "V deviation, 15%": {"blend_selector": "value_deviation", "blend_recompute_ratio": 0.15},
-    "reuse only": {"blend_selector": "none"},
-}
+METHODS: dict[str, dict[str, Any]] = {"full prefill": {}, **BLENDS}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one model in one way, by question."""
+    """The answers of one model in one way, by question."""
 
     texts: list[str]
     first: torch.Tensor  # [questions, vocabulary] float64 log-probabilities of the first token
@@ -93,14 +90,15 @@ def row(method: str, weights: str, found: Answers, expected: Answers | None) -> 
 def answer_all(
     model: str, dataset: str, samples: Sequence[Sample], weights: str, max_num_batched_tokens: int | None = None
 ) -> dict[str, Answers]:
-    """Answers by method. With `max_num_batched_tokens`, full prefill alone, in chunks of so many tokens."""
+    """Return answers by method. With `max_num_batched_tokens`, only full prefill runs, in chunks of that many
+    tokens."""
     found = {}
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "enable_prefix_caching": False}
     common |= {"quantization": None if weights == "bfloat16" else weights, "num_gpu_blocks_override": 8192}
     for blending in (False, True):
         if blending and max_num_batched_tokens is not None:
             break
-        limits = {"max_num_seqs": 64, "max_num_batched_tokens": max_num_batched_tokens}
+        limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": max_num_batched_tokens}
         llm = LLM(model, enable_blending=blending, blend_chunk_cache_gib=2, **common, **limits)
         for method, settings in METHODS.items():
             if bool(settings) is blending:

@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm_blend import ops
-from vllm_blend.ops import cuda, cuda_attention
+from vllm_blend.ops import cuda_attention
+from vllm_blend.ops.paged_kv import PagedKV
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 SCALE = DIM**-0.5
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 Call = Callable[[int], object]
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def time_ms(call: Call, inner: int = 8, repeats: int = 15) -> float:
-    """Median milliseconds of call(i), i = 0.. over rotating inputs, inside a replayed CUDA graph."""
+    """Return the median milliseconds of call(i), i = 0.. over rotating inputs, inside a replayed CUDA graph."""
     for i in range(2):
         call(i)
     torch.cuda.synchronize()
@@ -37,7 +37,7 @@ def time_ms(call: Call, inner: int = 8, repeats: int = 15) -> float:
     with torch.cuda.graph(graph):
         for i in range(inner):
             call(i)
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -52,26 +52,27 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
-def paged(lengths: list[int], sets: int = 1) -> tuple[list[Pair], torch.Tensor]:
-    """`sets` caches of random K and V for requests of these lengths, and their shuffled block tables."""
+def paged(lengths: list[int], sets: int = 1) -> tuple[list[PagedKV], torch.Tensor]:
+    """Return `sets` caches of random K and V for requests of these lengths, and their shuffled block tables."""
     blocks = [-(-n // BLOCK) for n in lengths]
     pages = torch.randperm(sum(blocks), device=DEVICE).to(torch.int32).split(blocks)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=DEVICE)
     for r, row in enumerate(pages):
         table[r, : len(row)] = row
     shape = (sum(blocks), BLOCK, KV_HEADS, DIM)
-    return [(random(*shape), random(*shape)) for _ in range(sets)], table
+    return [PagedKV(random(*shape), random(*shape)) for _ in range(sets)], table
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    error: float = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error
 
 
 def sampled_error(
-    out: torch.Tensor, q: torch.Tensor, cache: Pair, table: torch.Tensor, positions: torch.Tensor
+    out: torch.Tensor, q: torch.Tensor, cache: PagedKV, table: torch.Tensor, positions: torch.Tensor
 ) -> float:
-    """Worst relative error of a sample of one request's rows against float64."""
-    k, v = (c[table.long()].flatten(0, 1) for c in cache)
+    """Return the worst relative error of a sample of one request's rows against float64."""
+    k, v = (c[table.long()].flatten(0, 1) for c in (cache.key, cache.value))
     worst = 0.0
     for row in [*range(0, len(q), max(1, len(q) // 24)), len(q) - 1]:
         n = int(positions[row]) + 1
@@ -93,15 +94,13 @@ def prefill_case(length: int, ratio: float) -> None:
     inner = max(n, min(32, int(4e12 // flop)))  # about 8 ms of work a replay
 
     def measure(variant: str) -> None:
-        plan = cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant)
-        cuda_attention.attention(qs[0], *caches[0], plan, SCALE, out.fill_(float("nan")), lse)
+        plan = cuda_attention.plan_prefill(positions, start, table, caches[0], HEADS, None, variant)
+        cuda_attention.attention(qs[0], caches[0], plan, SCALE, out.fill_(float("nan")), lse)
         error = sampled_error(out, qs[0], caches[0], table[0], positions)
-        ms = time_ms(lambda i: cuda_attention.attention(qs[i % n], *caches[i % n], plan, SCALE, out), inner)
-        burst = time_ms(lambda i: cuda_attention.attention(qs[i % n], *caches[i % n], plan, SCALE, out), 1, 9)
-        needed = cuda_attention.prefill_workspace_bytes(count, 1, HEADS, KV_HEADS, DIM)
-        again = torch.empty(needed, dtype=torch.uint8, device=DEVICE)
+        ms = time_ms(lambda i: cuda_attention.attention(qs[i % n], caches[i % n], plan, SCALE, out), inner)
+        burst = time_ms(lambda i: cuda_attention.attention(qs[i % n], caches[i % n], plan, SCALE, out), 1, 9)
         plan_ms = time_ms(
-            lambda i: cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS, None, variant, again)
+            lambda i: cuda_attention.plan_prefill(positions, start, table, caches[0], HEADS, None, variant)
         )
         name = f"{variant:6} {100 * ratio:3.0f}% of {length:6}"
         speed = f"{ms:8.4f} ms {flop / ms / 1e9:6.0f} TFLOP/s (alone {burst:.4f} ms)"
@@ -110,7 +109,10 @@ def prefill_case(length: int, ratio: float) -> None:
     for variant in ("mma", "wgmma"):
         measure(variant)
     if ratio == 1.0:
-        k, v = (c[table[0].long()].flatten(0, 1)[:length].transpose(0, 1)[None].contiguous() for c in caches[0])
+        k, v = (
+            c[table[0].long()].flatten(0, 1)[:length].transpose(0, 1)[None].contiguous()
+            for c in (caches[0].key, caches[0].value)
+        )
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
         q = qs[0].transpose(0, 1)[None].contiguous()
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -127,7 +129,7 @@ def bench_prefill() -> None:
 
 
 def reading_ms(moved: int) -> float:
-    """Of `moved` bytes: what no kernel that reads K and V once can beat."""
+    """Return the time to read `moved` bytes: the limit for any kernel that reads K and V once."""
     sets = max(1, int(4e8 // moved))
     pool = [torch.randint(-9, 9, (moved // 4,), dtype=torch.int32, device=DEVICE) for _ in range(sets)]
     return time_ms(lambda i: pool[i % sets].amax(), max(4, sets))
@@ -144,13 +146,13 @@ def decode_case(lengths: list[int], heads: int = HEADS, queries: int = 1, name: 
 
     def plan() -> cuda_attention.AttentionPlan:
         if queries > cuda_attention.decode_max_queries(heads, KV_HEADS, DIM):
-            return cuda_attention.plan_prefill(positions, starts, table, *caches[0], heads)
-        return cuda_attention.plan_decode(positions, table, *caches[0], heads, None, starts, queries)
+            return cuda_attention.plan_prefill(positions, starts, table, caches[0], heads)
+        return cuda_attention.plan_decode(positions, table, caches[0], heads, None, starts, queries)
 
     planned = plan()
 
     def run(i: int) -> None:
-        cuda_attention.attention(q, *caches[i % sets], planned, SCALE, out)
+        cuda_attention.attention(q, caches[i % sets], planned, SCALE, out)
 
     run(0)
     error = sampled_error(out[:queries], q[:queries], caches[0], table[0], positions)
@@ -199,14 +201,13 @@ def place_case(tokens: int, layers: int) -> None:
     slots = slots.flatten()
     angles = torch.rand(tokens, DIM // 2, device=DEVICE) * 100
     cos, sin = angles.cos(), angles.sin()
-    pointers = [cuda.cache_pointers(list(p)) for p in (keys, values)]
     flat = [c.view(layers, -1, KV_HEADS, DIM) for c in (keys, values)]
 
     def plain(i: int) -> None:
         flat[0].index_copy_(1, slots, rotate(k, cos, sin))
         flat[1].index_copy_(1, slots, v)
 
-    ours = time_ms(lambda i: cuda.place_chunks([(k, v)], cos, sin, *pointers, keys[0], slots), 2)
+    ours = time_ms(lambda i: ops.place_chunks([(k, v)], cos, sin, keys, values, slots), 2)
     placed = flat[0][:, slots]
     other = time_ms(plain, 2, 5)
     report(f"place_chunk {layers} x {tokens}", 8 * k.numel(), ours, other, relative(placed, flat[0][:, slots]))
@@ -215,23 +216,23 @@ def place_case(tokens: int, layers: int) -> None:
 def rope_case(tokens: int) -> None:
     qkvs = [random(tokens, (HEADS + 2 * KV_HEADS) * DIM) for _ in range(16)]
     keys, values = random(300, BLOCK, KV_HEADS, DIM), random(300, BLOCK, KV_HEADS, DIM)
-    positions = torch.arange(tokens, device=DEVICE)
     slots = torch.randperm(300 * BLOCK, device=DEVICE)[:tokens]
     angles = torch.rand(tokens, DIM // 2, device=DEVICE) * 100
     cos, sin = angles.cos(), angles.sin()
 
     def plain(i: int) -> None:
         x = qkvs[i % 16].view(tokens, -1, DIM)
-        x[:, : HEADS + KV_HEADS] = rotate(x[:, : HEADS + KV_HEADS], cos[positions], sin[positions])
+        x[:, : HEADS + KV_HEADS] = rotate(x[:, : HEADS + KV_HEADS], cos, sin)
         keys.view(-1, KV_HEADS, DIM).index_copy_(0, slots, x[:, HEADS : HEADS + KV_HEADS])
         values.view(-1, KV_HEADS, DIM).index_copy_(0, slots, x[:, HEADS + KV_HEADS :])
 
     expected = rotate(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], cos, sin)
+    kv = PagedKV(keys, values)
     packed = [x.view(tokens, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1) for x in qkvs]
 
     def rope(i: int) -> None:
         q, k, v = packed[i % 16]
-        cuda.rope_and_cache(q, k, v, cos, sin, positions, keys, values, slots)
+        ops.rotary_and_cache(q, k, v, cos, sin, kv, slots)
 
     rope(0)
     error = relative(qkvs[0].view(tokens, -1, DIM)[:, :HEADS], expected)
@@ -247,8 +248,8 @@ def norm_case(tokens: int, hidden: int) -> None:
         total = (xs[i % 16] + rs[i % 16]).float()
         return F.rms_norm(total, (hidden,), None, 1e-5).to(DTYPE) * w
 
-    error = relative(cuda.rms_norm(xs[0], w, 1e-5, rs[0].clone()), plain(0))
-    ours = time_ms(lambda i: cuda.rms_norm(xs[i % 16], w, 1e-5, rs[i % 16]), 16)
+    error = relative(ops.fused_add_rms_norm(xs[0], rs[0].clone(), w, 1e-5)[0], plain(0))
+    ours = time_ms(lambda i: ops.fused_add_rms_norm(xs[i % 16], rs[i % 16], w, 1e-5), 16)
     report(f"add + rms_norm {tokens} x {hidden}", 8 * xs[0].numel(), ours, time_ms(plain, 4), error)
 
 
@@ -259,8 +260,8 @@ def silu_case(tokens: int, n: int) -> None:
         gate, up = gates[i % 4].chunk(2, -1)
         return F.silu(gate) * up
 
-    error = relative(cuda.silu_and_mul(gates[0]), plain(0))
-    ours = time_ms(lambda i: cuda.silu_and_mul(gates[i % 4]), 8)
+    error = relative(ops.silu_and_mul(gates[0]), plain(0))
+    ours = time_ms(lambda i: ops.silu_and_mul(gates[i % 4]), 8)
     report(f"silu_and_mul {tokens} x {n}", 6 * tokens * n, ours, time_ms(plain, 4), error)
 
 
@@ -282,11 +283,11 @@ def deviation_case(length: int) -> None:
     fresh = [random(length, KV_HEADS, DIM) for _ in range(4)]
 
     def plain(i: int) -> torch.Tensor:
-        old = caches[i % 4][1].view(-1, KV_HEADS, DIM)[slots]
+        old = caches[i % 4].value.view(-1, KV_HEADS, DIM)[slots]
         return (fresh[i % 4].float() - old.float()).pow(2).sum((1, 2))
 
-    error = relative(ops.kv_deviation(fresh[0], caches[0][1], slots), plain(0))
-    ours = time_ms(lambda i: ops.kv_deviation(fresh[i % 4], caches[i % 4][1], slots))
+    error = relative(ops.kv_deviation(fresh[0], caches[0].value, slots), plain(0))
+    ours = time_ms(lambda i: ops.kv_deviation(fresh[i % 4], caches[i % 4].value, slots))
     report(f"kv_deviation {length}", 4 * fresh[0].numel(), ours, time_ms(plain, 4), error)
 
 
@@ -295,21 +296,22 @@ def mass_case(length: int, rows: int) -> None:
     q = random(rows, HEADS, DIM)
     positions = torch.arange(length - rows, length, device=DEVICE)
     start = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
-    plan = cuda_attention.plan_prefill(positions, start, table, *caches[0], HEADS)
+    plan = cuda_attention.plan_prefill(positions, start, table, caches[0], HEADS)
     lse, mass = torch.empty(rows, HEADS, device=DEVICE), torch.zeros(KV_HEADS, length, device=DEVICE)
 
     def plain(i: int) -> torch.Tensor:
-        k = caches[i % 4][0][table[0].long()].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1)
+        k = caches[i % 4].key[table[0].long()].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * SCALE
         seen = torch.arange(length, device=DEVICE) <= positions[:, None]
-        return scores.masked_fill(~seen, float("-inf")).softmax(-1).sum(1).mean(0)
+        mass: torch.Tensor = scores.masked_fill(~seen, float("-inf")).softmax(-1).sum(1).mean(0)
+        return mass
 
-    cuda_attention.attention(q, *caches[0], plan, SCALE, lse=lse)
-    cuda_attention.attention_mass(q, lse, positions, *caches[0], table[0], mass, SCALE)
+    cuda_attention.attention(q, caches[0], plan, SCALE, lse=lse)
+    cuda_attention.attention_mass(q, lse, positions, caches[0], table[0], mass, SCALE)
     error = relative(mass.sum(0), plain(0))
-    attend = time_ms(lambda i: cuda_attention.attention(q, *caches[i % 4], plan, SCALE, lse=lse))
-    ours = time_ms(lambda i: cuda_attention.attention_mass(q, lse, positions, *caches[i % 4], table[0], mass, SCALE))
-    report(f"attention_mass {rows} x {length}", 2 * caches[0][0].numel(), ours, time_ms(plain, 2), error)
+    attend = time_ms(lambda i: cuda_attention.attention(q, caches[i % 4], plan, SCALE, lse=lse))
+    ours = time_ms(lambda i: cuda_attention.attention_mass(q, lse, positions, caches[i % 4], table[0], mass, SCALE))
+    report(f"attention_mass {rows} x {length}", 2 * caches[0].key.numel(), ours, time_ms(plain, 2), error)
     print(f"    and the attention that gives its LSE: {1000 * attend:.1f} us")
 
 

@@ -1,18 +1,18 @@
-"""What evicting KV is worth in throughput: many long requests on a small pool, uncompressed and compressed.
+"""Measure what evicting KV gains in throughput: many long requests on a small pool, uncompressed and compressed.
 
     bash scripts/build_cuda.sh && python -m benchmarks.kv_compress [--variants uncompressed 1x 8x 64x] [--requests 256]
         [--results FILE.jsonl] [--markdown FILE]
     python -m benchmarks.kv_compress --small          # on a CPU, a tiny shape: whether it works, not how fast
 
 Llama-3.1-8B's shape with random weights, bf16, 256 requests of 6000 tokens in and 500 out, greedy, on a KV pool of 24
-GiB (of the compressed engines, the metric and position of every KV are in it). "8x" keeps an eighth of the KVs. All
+GiB (for the compressed engines, it includes the metric and position of every KV). "8x" keeps an eighth of the KVs. All
 requests arrive at once; every engine is built anew. A row is printed as soon as it is measured, and goes to --results,
 where a later run finds the uncompressed row that ratios need: so a short session can measure one variant at a time.
 
-"tok/s" is of everything, prefill included, which eviction does not make faster: 256 x 6000 tokens through 8B
-parameters are 24.6 PFLOP, some 35 s of an H200 in every variant. "decode tok/s" is of the steps in which no
-prompt is computed. "concurrent" is the most requests that were decoding at once, "compressing" the share of the time in
-which the engine compresses, with the device waited for.
+"tok/s" includes prefill, which eviction does not speed up: 256 x 6000 tokens through 8B parameters are 24.6 PFLOP, some
+35 s of an H200 in every variant. "decode tok/s" counts the steps in which no prompt is computed. "concurrent" is the
+most requests that were decoding at once, "compressing" the share of the time in which the engine compresses, with the
+device waited for.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.features.kv_compress.extension import KVCompression
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
 VARIANTS = {"uncompressed": None, "1x": 1.0, "8x": 1 / 8, "64x": 1 / 64}
@@ -66,7 +67,7 @@ TINY = LLAMA_31_8B | {
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of every engine."""
+    """The work of every engine."""
 
     config: dict[str, Any]
     requests: int
@@ -78,21 +79,22 @@ class Work:
 
     @property
     def name(self) -> str:
-        """Rows of the same name may be compared."""
+        """Return a name: rows of the same name may be compared."""
         hidden, gib = self.config["hidden_size"], self.pool_bytes / 2**30
         return f"hidden {hidden}, {self.requests} x {self.tokens_in} in, {self.tokens_out} out, {gib:.4g} GiB"
 
     def blocks(self, compressed: bool) -> int:
-        """How many blocks the pool holds, beside the one that is padding."""
+        """Return how many blocks the pool holds, beside the one that is padding."""
         config, size = self.config, self.options["block_size"]
         itemsize = getattr(torch, config["torch_dtype"]).itemsize
         kvs = config["num_hidden_layers"] * config["num_key_value_heads"] * size
-        return self.pool_bytes // (kvs * (2 * config["head_dim"] * itemsize + (8 if compressed else 0))) + 1
+        count: int = self.pool_bytes // (kvs * (2 * config["head_dim"] * itemsize + (8 if compressed else 0))) + 1
+        return count
 
 
 @dataclass(frozen=True)
 class Row:
-    """One engine's run."""
+    """The measurements of one engine's run."""
 
     work: str
     variant: str
@@ -118,13 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny shape on a CPU")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--requests", type=int, help="256; for the same meaning, shrink --pool-gib as much")
+    parser.add_argument("--requests", type=int, help="requests (256); shrink --pool-gib by the same factor")
     parser.add_argument("--tokens-in", type=int)
     parser.add_argument("--tokens-out", type=int)
     parser.add_argument("--pool-gib", type=float)
     parser.add_argument("--metric", default="kv_compress")
     parser.add_argument("--interval", type=int, help="kvc_interval; 128 is the engine's default")
-    parser.add_argument("--new-token-limit", type=int, help="new_token_limit: everybody is compressed together")
+    parser.add_argument("--new-token-limit", type=int, help="new_token_limit: all requests are compressed together")
     parser.add_argument("--backend", default="auto", help="attention_backend")
     parser.add_argument("--results", type=Path, help="rows of this run go here, and those of earlier ones are read")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def described(args: argparse.Namespace) -> Work:
-    """The work that the arguments ask for."""
+    """Return the work that the arguments ask for."""
     small = args.small
     tokens_in, tokens_out = args.tokens_in or (96 if small else 6000), args.tokens_out or (24 if small else 500)
     requests = args.requests or (10 if small else 256)
@@ -172,7 +174,7 @@ def described(args: argparse.Namespace) -> Work:
 
 
 def earlier(results: Path | None, work: Work) -> dict[str, Row]:
-    """The newest row of every variant of this work that an earlier run has left."""
+    """Return the newest row of every variant of this work that an earlier run has left."""
     if results is None or not results.exists():
         return {}
     rows = [Row(**json.loads(text)) for text in results.read_text().splitlines()]
@@ -204,7 +206,7 @@ def measure(work: Work, variant: str) -> Row:
 
 
 def run(engine: LLMEngine, work: Work, variant: str, prompts: list[list[int]], tokens_out: int) -> Row:
-    """All requests from their arrival to the last token."""
+    """Run all requests from their arrival to the last token."""
     params = SamplingParams(temperature=0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
     compression = Stopwatch(engine)
     scheduler, preempted = engine.scheduler, engine.scheduler.num_preemptions
@@ -246,17 +248,17 @@ def run(engine: LLMEngine, work: Work, variant: str, prompts: list[list[int]], t
 
 
 class Stopwatch:
-    """Times an engine's compressions, with what they have queued on the device."""
+    """Times an engine's compressions, with the work that they have queued on the device."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.seconds, self._compression = 0.0, engine.kv_compression
+        self.seconds, self._compression = 0.0, engine.extension(KVCompression)
         if self._compression is not None:
             self._run, self._before = self._compression.run, self._compression.engine.num_compressions
             self._compression.run = self._timed  # type: ignore[method-assign]
 
     @property
     def count(self) -> int:
-        """Of requests, times each was compressed."""
+        """Return the number of compressions, over all requests."""
         return 0 if self._compression is None else self._compression.engine.num_compressions - self._before
 
     def stop(self) -> None:
@@ -264,7 +266,7 @@ class Stopwatch:
             self._compression.run = self._run  # type: ignore[method-assign]
 
     def _timed(self) -> None:
-        # Before: the step in flight has been read, so there is nothing to wait for.
+        # The step in flight has been read before, so there is nothing to wait for.
         start = time.perf_counter()
         self._run()
         if torch.cuda.is_available():

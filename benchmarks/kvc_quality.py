@@ -1,11 +1,12 @@
-"""What eviction costs in quality: F1 on the demo data sets with 1/2, 1/4 and 1/8 of each prompt's KV, by metric.
+"""Measure what eviction costs in quality: F1 on the demo data sets with 1/2, 1/4 and 1/8 of each prompt's KV, by
+metric.
 
     OMP_NUM_THREADS=1 python -m benchmarks.kvc_quality --markdown benchmarks/results/kvc_quality.md
 
 Every question is answered greedily over all of its passages, prefilled in full; then the prompt's KV is evicted down to
 the share, before the second token of the answer is computed: the first one comes from the prefill, which sees all.
-`same tokens`: the share of the tokens after the first one that stand where they would with all KV kept. +- is the
-standard error of the mean difference to that, over the same questions.
+`same tokens` is the share of the tokens after the first one that are the same, in the same place, as with all KV kept.
++- is the standard error of the mean difference to that, over the same questions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from benchmarks.answers import difference, same_tokens
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.kv_compress.metrics import METRICS
+from vllm_blend.features.kv_compress.metrics import METRICS
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.evaluate import score_prediction
 from vllm_blend.pipeline.prompts import prompt_for
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS))
-    parser.add_argument("--samples", type=int, default=200, help="of each data set, at most")
+    parser.add_argument("--samples", type=int, default=200, help="most questions of each data set")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25, 0.125])
     parser.add_argument("--metrics", nargs="+", default=sorted(METRICS))
     parser.add_argument("--allocations", nargs="+", default=["auto"])
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def answer(
     llm: LLM, prompts: Sequence[Any], params: SamplingParams, references: Sequence[list[str]]
 ) -> tuple[list[float], list[list[int]]]:
-    """F1 and token ids of every answer."""
+    """Return F1 and token ids of every answer."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     failed = [output.error for output in outputs if output.error]
     if failed:

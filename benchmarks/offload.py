@@ -1,10 +1,10 @@
-"""Time per output token with most chunks off the device, against all on it. On a CPU, two pools stand for GPU and CPU.
+"""Measure the time per output token with most chunks off the device, against all on it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload --mode resident
     python -m benchmarks.offload --device cuda --shape mistral-7b --mode resident --tokens 100
 
-Both engines answer the same prompts in this process, in turns, so that other work on the machine meets both alike.
-Prompts are random token ids; the model has random weights of the shape given.
+On a CPU, two pools stand for GPU and CPU. Both engines answer the same prompts in this process, in turns, so that other
+work on the machine affects both alike. Prompts are random token ids; the model has random weights of the given shape.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.engine_gpu import MISTRAL_7B, QWEN3_06B
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.features.offload.extension import ChunkOffload
+from vllm_blend.features.offload.residency import OFFLOAD
 
 VOCABULARY = 2048
 SHAPES = {"mistral-7b": MISTRAL_7B, "qwen3-0.6b": QWEN3_06B}
 
 
 def make_model(directory: Path, shape: str, layers: int, hidden: int, max_len: int) -> None:
-    """config.json of a model whose weights the engine draws, and the demo model's tokenizer."""
+    """Write the config.json of a model whose weights the engine draws, and the demo model's tokenizer."""
     demo = Path(__file__).parents[1] / "inputs" / "demo-model"
     PreTrainedTokenizerFast.from_pretrained(demo).save_pretrained(directory)
     if shape in SHAPES:
@@ -50,7 +52,7 @@ def make_model(directory: Path, shape: str, layers: int, hidden: int, max_len: i
 
 
 def decode_seconds(llm: LLM, prompts: list[Any], tokens: int) -> list[float]:
-    """Seconds of each decode step of a batch, from when the chunks that have to leave have left."""
+    """Return the seconds of each decode step of a batch, once the chunks that have to leave have left."""
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -68,12 +70,14 @@ def decode_seconds(llm: LLM, prompts: list[Any], tokens: int) -> list[float]:
 
 
 def _settled(llm: LLM) -> bool:
-    """Whether no more of the chunks are on the device than are to stay there."""
+    """Return whether no more chunks are on the device than are to stay there."""
     engine = llm.llm_engine
-    if engine.offload is None:
+    offload = engine.extension(ChunkOffload)
+    if offload is None:
         return True
-    residencies = [request.residency for request in engine.scheduler.running]
-    target = engine.offload.scheduler.policy.target
+    states = [OFFLOAD.get(request) for request in engine.scheduler.running]
+    residencies = [None if state is None else state.residency for state in states]
+    target = offload.scheduler.policy.target
     return all(r is not None and sum(c.resident for c in r.movable) <= target(len(r.movable)) for r in residencies)
 
 
@@ -95,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     random = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
-        return random.integers(3, VOCABULARY, count).tolist()
+        drawn: list[int] = random.integers(3, VOCABULARY, count).tolist()
+        return drawn
 
     prompts = [
         {"prefix": ids(16), "chunks": [ids(args.chunk_tokens) for _ in range(args.chunks)], "suffix": ids(20)}
@@ -127,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in medians.items():
         print(f"  {name:24s} {value:8.2f} ms per token (median of {len(times[name])} steps)")
     whole, part = medians.values()
-    scheduler = list(engines.values())[1].llm_engine.offload
+    scheduler = list(engines.values())[1].llm_engine.extension(ChunkOffload)
     assert scheduler is not None
     moves = scheduler.scheduler
     print(f"  ratio {part / whole:.3f}; {moves.num_promotions} promotions, {moves.num_evictions} evictions, ", end="")

@@ -1,13 +1,13 @@
-"""Answers in mode "resident" with few chunks on the device, by predictor of promotions: F1 on the demo data sets.
+"""Measure answers in mode "resident" with few chunks on the device, by predictor: F1 on the demo data sets.
 
     OMP_NUM_THREADS=1 python -m benchmarks.offload_quality --markdown benchmarks/results/offload_quality.md
 
 Every question is answered over all of its passages, prefilled in full; while decoding, a share of them is on the
-device. The passages to start with are those that BM25 ranks first ("ranked"), or what the predictor says of the
-prefill's last token ("not ranked"; retrieval_rank has the first passages then). The first token of an answer comes from
-the prefill, which sees everything: what a predictor is worth shows in the others, whose share of equality with the
-answers of all on the device is given too. +- is the standard error of the mean difference to retrieval_rank, which
-moves nothing, over the same questions.
+device. The first passages there are those that BM25 ranks first ("ranked"), or those that the predictor chooses after
+the prefill's last token ("not ranked"; retrieval_rank then has the first passages). The first token of an answer comes
+from the prefill, which sees everything, so predictors differ in the others; their share of equality with the answers of
+all on the device is given too. +- is the standard error of the mean difference to retrieval_rank, which moves nothing,
+over the same questions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.answers import difference, same_tokens
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.offload.predictors import PREDICTORS
+from vllm_blend.features.offload.extension import ChunkOffload
+from vllm_blend.features.offload.predictors import PREDICTORS
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.bm25 import BM25Retrieval
 from vllm_blend.pipeline.config import RetrievalConfig
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS))
-    parser.add_argument("--samples", type=int, default=200, help="of each data set, at most")
+    parser.add_argument("--samples", type=int, default=200, help="most questions of each data set")
     parser.add_argument("--fraction", type=float, default=0.2, help="share of the chunks on the device")
     parser.add_argument("--predictors", nargs="+", default=sorted(PREDICTORS))
     parser.add_argument("--drafts", action="store_true", help="decode speculatively, by suffix automata")
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             floor: list[float] = []
             for name in sorted(engines, key=lambda name: name != FLOOR):
                 llm = engines[name]
-                offload = llm.llm_engine.offload
+                offload = llm.llm_engine.extension(ChunkOffload)
                 assert offload is not None
                 before = offload.scheduler.num_promotions
                 outputs = llm.generate(asked, params, use_tqdm=False)
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ranking(sample: Sample) -> list[int]:
-    """The passages of a sample, best first, by BM25."""
+    """Return the passages of a sample, best first, by BM25."""
     retriever = BM25Retrieval(RetrievalConfig())
     collection = Collection(sample.sample_id, sample.passages)
     return [index for index, _ in retriever.rank(retriever.build_index(collection), collection, sample.question)]

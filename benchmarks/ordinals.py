@@ -1,11 +1,11 @@
-"""What it is worth to keep several variants of a passage's KV, each encoded after another number of passages.
+"""Measure the gain of keeping several variants of a passage's KV, each encoded after a different number of passages.
 
     python -m benchmarks.ordinals --output benchmarks/results/ordinals
 
 A model tells entities apart by an ordinal: a passage that was encoded as the first one misleads as the fifth. A store
 may hold variants of each passage, encoded after as many neutral passages ("filler") as will stand before it, of which
-the nearest is taken. Here the number of variants is changed with one kind of filler, and the filler with all variants.
-Scores are of plain reuse and of question attention at two ratios, over the same questions.
+the nearest is used. Here the number of variants is varied with one kind of filler, and the filler with all variants.
+Scores are those of plain reuse and of question attention at two ratios, over the same questions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
 from vllm_blend.pipeline.files import check_place, write_json
-from vllm_blend.pipeline.quality.intervals import Bootstrap, check_seed
-from vllm_blend.pipeline.quality.parallel import make_crew, sweep_by
-from vllm_blend.pipeline.quality.questions import read_all
-from vllm_blend.pipeline.quality.rows import ALL, FULL, columns_of, shortened
-from vllm_blend.pipeline.quality.settings import Run, Setting, find_settings, make_runs
-from vllm_blend.pipeline.quality.sweep import Measured, Outcome
+from vllm_blend.quality.intervals import Bootstrap, check_seed
+from vllm_blend.quality.parallel import make_crew, sweep_by
+from vllm_blend.quality.questions import read_all
+from vllm_blend.quality.rows import ALL, FULL, estimate_columns, shortened
+from vllm_blend.quality.settings import Run, Setting, find_settings, make_runs
+from vllm_blend.quality.sweep import Measured, Outcome
 
 RATIOS = (0.0, 0.08, 0.15)
 DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json")]
@@ -40,35 +40,35 @@ METRICS = ("f1", "exact_match")
 
 
 class OneSentence(Filler):
-    """The first sentence of each passage alone."""
+    """Fillers of one sentence: the first of each passage."""
 
     def text(self, number: int, rng: Random) -> str:
         return super().text(number, rng).split(". ")[0].rstrip(".") + "."
 
 
 class TwoJoined(Filler):
-    """Passages of twice the length."""
+    """Fillers of twice the length."""
 
     def text(self, number: int, rng: Random) -> str:
         return f"{super().text(number, rng)} {super().text(number + 1, rng)}"
 
 
 class OneKind(Filler):
-    """All about people and their trade, in the same words but for names and years."""
+    """Fillers that are all about people and their trade, in the same words but for names and years."""
 
     def text(self, number: int, rng: Random) -> str:
         return super().text(0, rng)
 
 
 class SameForAll(Filler):
-    """The same passages before every passage."""
+    """The same fillers before every passage."""
 
     def passages(self, count: int, seed: int) -> list[tuple[int, ...]]:
         return super().passages(count, 0)
 
 
 class Shuffled(Filler):
-    """The words of each passage in random order."""
+    """Fillers with their words in random order."""
 
     def text(self, number: int, rng: Random) -> str:
         words = super().text(number, rng).split()
@@ -83,7 +83,7 @@ FILLERS = {
     "the same for every passage": SameForAll,
     "words shuffled": Shuffled,
 }
-# Here, and not in main, as each worker's process imports this file to have them.
+# At import, as each worker's process needs them too.
 for _name, _kind in FILLERS.items():
     ENCODING_CONTEXTS[_name] = type(_kind.__name__, (AfterFiller,), {"name": _name, "filler_kind": _kind})
 
@@ -115,12 +115,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=str(ROOT / "inputs" / "demo-model"), help="model directory or hub id")
     add("--datasets", nargs="+", default=DATASETS, metavar="FILE")
     add("--settings", nargs="+", metavar="NAME", help=f"beside {PREFIX.name!r}, of {[s.name for s in SETTINGS[1:]]}")
-    add("--samples", type=int, default=SAMPLES, help="of each data set (default: %(default)s)")
+    add("--samples", type=int, default=SAMPLES, help="questions of each data set (default: %(default)s)")
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
     add("--workers", type=int, help="processes that share the questions (default: one a core, on a GPU 1)")
     add("--dtype", default="auto")
     add("--device", default="auto")
-    add("--seed", type=int, default=0, help="of the bootstrap and the engine (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the bootstrap and the engine (default: %(default)s)")
     add("--output", type=Path, default=ROOT / "results" / "ordinals", help="writes this path + .json and .md")
     return parser
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> Path:
-    """Measure and write, after each engine what there is."""
+    """Measure, and write after each engine what there is."""
     check_seed(args.seed)
     settings = [PREFIX, *find_settings(args.settings, SETTINGS[1:])]
     runs = make_runs(settings, RATIOS)
@@ -152,11 +152,12 @@ def run(args: argparse.Namespace, command: str) -> Path:
         about = describe(args, command, crew, measured, time.perf_counter() - started)
         write_json(paths[0], {"about": about, "rows": shortened(rows)})
         paths[1].write_text(render(about, rows), encoding="utf-8")
-    return paths[1]
+    page: Path = paths[1]
+    return page
 
 
 def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int) -> list[dict[str, Any]]:
-    """One row per data set (then for all of them together), setting and ratio. Shares are from 0 to 1."""
+    """Return one row per data set (then for all of them together), setting and ratio. Shares are from 0 to 1."""
     places = max(len(sample.passages) for one in measured for sample in one.questions.samples)
     scopes = [(one.questions.name, [one]) for one in measured]
     if len(measured) > 1:
@@ -165,7 +166,7 @@ def make_rows(measured: Sequence[Measured], runs: Sequence[Run], seed: int) -> l
 
 
 def num_variants(setting: Setting, places: int) -> int:
-    """How many encodings of a passage are made when it comes to stand at each of so many places."""
+    """Return how many encodings of a passage are made if it comes to stand at each of `places` places."""
     if not issubclass(ENCODING_CONTEXTS[setting.engine.get("blend_encoding_context", "prefix")], AfterFiller):
         return 1
     context = AfterFiller(Filler(lambda text: []), tuple(setting.engine.get("blend_ordinals", ORDINALS)))
@@ -187,7 +188,7 @@ def _rows_of(
         columns: dict[str, Any] = {"dataset": name, "setting": setting, "ratio": ratio, "samples": len(samples)}
         for metric in METRICS:
             values = _values(outcomes, metric)
-            columns |= columns_of(metric, bootstrap.mean(values))
+            columns |= estimate_columns(metric, bootstrap.mean(values))
             columns |= {f"{metric} {kind}": float(values[kinds == kind].mean()) for kind in sorted({*kinds} - {""})}
         return columns
 
@@ -200,7 +201,7 @@ def _rows_of(
         theirs = [part.runs[after_prefix[run.ratio].key] for part in parts]
         for metric in METRICS:
             difference = bootstrap.difference(_values(outcomes, metric), _values(theirs, metric))
-            columns |= columns_of(f"{metric}_over_prefix", difference)
+            columns |= estimate_columns(f"{metric}_over_prefix", difference)
         columns["variants"] = num_variants(run.setting, places)
         yield columns | {"encoding": encoding[run.setting.name] / encoding[PREFIX.name]}
 
@@ -210,7 +211,7 @@ def _values(outcomes: Sequence[Outcome], metric: str) -> np.ndarray:
 
 
 def render(about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """A table per data set: a line per setting, the ratios side by side."""
+    """Return a table per data set: a line per setting, the ratios side by side."""
     lines = ["# Variants of a passage's KV, by the number of passages before it", "", f"    {about['command']}", ""]
     for name, value in about.items():
         if name != "command":

@@ -1,15 +1,15 @@
-"""Speculative decoding against plain decoding, one request at a time: accepted tokens and speed.
+"""Measure speculative against plain decoding, one request at a time: accepted tokens and speed.
 
     OMP_NUM_THREADS=1 python -m benchmarks.spec_decode --markdown benchmarks/results/spec_decode_cpu.md
     python -m benchmarks.spec_decode --device cuda --shape mistral-7b --works random --requests 40
 
-Every request runs with each drafter and plain, in turns and several times, and each of its times is the least of these:
-other work on the machine does not count. Plain is the drafter's own engine with drafting switched off, as two equal
-engines need not be equally fast: where their weights lie in memory matters more than what is measured here. Prefixes
-are cached, so that runs differ in decoding alone. The speed-up is of the time from the first token to the last, "median
-pair" that of the median request; "whole call" includes the rest. The last rows are the worst case: random tokens, where
-no draft of a real drafter is right and few are made, and where "always_wrong" makes as many as it may. Answers must be
-equal, or the run fails (on a GPU, rounding differs with the rows of a step: they are not compared).
+Every request runs with each drafter and plain, in turns and several times, and the least of these times counts, so that
+other work on the machine does not. Plain decoding uses the drafter's own engine with drafting switched off, as two
+equal engines need not be equally fast: where their weights lie in memory matters more than what is measured here.
+Prefixes are cached, so that runs differ in decoding alone. The speed-up is that of the time from the first token to the
+last, "median pair" that of the median request; "whole call" includes the rest. The last rows are the worst case: random
+tokens, where a real drafter is never right and makes few drafts, and where "always_wrong" makes as many as it may.
+Answers must be equal, or the run fails (on a GPU, rounding differs with the rows of a step, so they are not compared).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ import torch
 
 from benchmarks.offload import SHAPES, make_model
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.features.spec_decode.drafters import DRAFTERS, Drafter, History, register_drafter
+from vllm_blend.features.spec_decode.extension import DraftCounts, SpeculativeDecoding
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import prompt_for
-from vllm_blend.spec_decode.drafters import DRAFTERS, Drafter, History, register_drafter
 
 DATASETS = ("musique_s", "wikimqa_s", "samsum")
 RANDOM = "random"
@@ -43,7 +44,7 @@ HEAD = (
 @register_drafter
 @dataclass(frozen=True)
 class AlwaysWrong(Drafter):
-    """Drafts as much as it may, and a token that random draws hardly ever give."""
+    """Drafts as much as it may, with a token that random draws hardly ever give."""
 
     name: ClassVar[str] = "always_wrong"
 
@@ -62,7 +63,7 @@ class Work:
 
 @dataclass
 class Tally:
-    """What an engine took for some work."""
+    """The time and steps that an engine took for some work."""
 
     decode: float = 0.0  # seconds
     whole: float = 0.0
@@ -78,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
     parser.add_argument("--inputs", default="inputs")
-    parser.add_argument("--requests", type=int, default=40, help="of each data set; a quarter as many random ones")
+    parser.add_argument("--requests", type=int, default=40, help="of each data set; a quarter as many random")
     parser.add_argument("--works", nargs="+", choices=[*DATASETS, RANDOM], default=[*DATASETS, RANDOM])
     parser.add_argument("--drafters", nargs="+", choices=sorted(DRAFTERS), default=sorted(DRAFTERS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead of --model")
-    parser.add_argument("--forget", action="store_true", help="every request begins as the first one of an engine")
-    parser.add_argument("--output-tokens", type=int, default=64, help="of random requests")
+    parser.add_argument("--forget", action="store_true", help="clear the drafter before every request")
+    parser.add_argument("--output-tokens", type=int, default=64, help="tokens in the answers of random requests")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--markdown", help="file to write the table to")
@@ -125,14 +126,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def data_set(folder: str, name: str, count: int) -> Work:
-    """Answers end at the end of a line, as in the pipeline."""
+    """Return the work of a data set. Answers end at the end of a line, as in the pipeline."""
     samples = load_dataset(f"{folder}/{name}.json")[:count]
     prompts = [build_qa_prompt(normalize_sample(sample, i), name) for i, sample in enumerate(samples)]
     return Work(name, prompts, SamplingParams(temperature=0, max_tokens=prompt_for(name).max_tokens, stop=["\n"]))
 
 
 def random_tokens(count: int, num_tokens: int, llm: LLM) -> Work:
-    """Prompts and draws that nothing foresees: a temperature that makes all tokens alike."""
+    """Return prompts and draws that cannot be predicted: the temperature makes all tokens alike."""
     rng, vocabulary = random.Random(0), llm.llm_engine.hf_config.vocab_size
     prompts = [{"prompt_token_ids": [rng.randrange(3, vocabulary) for _ in range(500)]} for _ in range(count)]
     asked = SamplingParams(temperature=50.0, seed=1, max_tokens=num_tokens, ignore_eos=True)
@@ -140,20 +141,24 @@ def random_tokens(count: int, num_tokens: int, llm: LLM) -> Work:
 
 
 def measure(llm: LLM, work: Work, repeats: int, forget: bool) -> tuple[Tally, Tally]:
-    """Plain and with drafts, one request at a time. `forget` what earlier requests have taught the drafter."""
+    """Measure plain decoding and decoding with drafts, one request at a time. `forget` clears what the drafter has
+    learnt from earlier requests."""
     engine = llm.llm_engine
-    drafting, ahead = engine.speculation, engine.config.scheduler.runs_ahead(torch.device(engine.config.model.device))
-    ahead_drafting = engine.async_scheduling
+    drafting = engine.extension(SpeculativeDecoding)
+    ahead = engine.config.scheduler.runs_ahead(torch.device(engine.config.model.device))
+    ahead_drafting = engine.loop.runs_ahead
+    with_drafts = list(engine.extensions)
+    without = [extension for extension in with_drafts if extension is not drafting]
     plain, spec = Tally(), Tally()
     for prompt in work.prompts:
         best: dict[int, tuple[float, float]] = {}
         for turn in range(repeats + 1):
             for tally in (plain, spec) if turn % 2 else (spec, plain):
-                engine.speculation = drafting if tally is spec else None
-                engine.async_scheduling = ahead_drafting if tally is spec else ahead
+                engine.extensions[:] = with_drafts if tally is spec else without
+                engine.loop.runs_ahead = ahead_drafting if tally is spec else ahead
                 if forget and drafting is not None:
                     drafting.speculator.__post_init__()
-                before = counts(llm)
+                before = counts(llm, drafting)
                 started = time.perf_counter()
                 [output] = llm.generate([prompt], work.params, use_tqdm=False)
                 whole = time.perf_counter() - started
@@ -166,7 +171,7 @@ def measure(llm: LLM, work: Work, repeats: int, forget: bool) -> tuple[Tally, Ta
                 best[id(tally)] = min(decode, old[0]), min(whole, old[1])
                 if turn == 1:
                     tally.answers.append(list(output.outputs[0].token_ids))
-                steps, *drafts = (b - a for a, b in zip(before, counts(llm), strict=True))
+                steps, *drafts = (b - a for a, b in zip(before, counts(llm, drafting), strict=True))
                 tally.steps += steps - 1
                 tally.drafts, tally.drafted, tally.accepted = (
                     total + new
@@ -177,13 +182,13 @@ def measure(llm: LLM, work: Work, repeats: int, forget: bool) -> tuple[Tally, Ta
             tally.decode += decode
             tally.times.append(decode)
             tally.whole += whole
-    engine.speculation, engine.async_scheduling = drafting, ahead_drafting
+    engine.extensions[:], engine.loop.runs_ahead = with_drafts, ahead_drafting
     return plain, spec
 
 
-def counts(llm: LLM) -> Sequence[int]:
-    metrics = llm.llm_engine.metrics
-    return metrics.num_steps, metrics.spec_drafts, metrics.spec_draft_tokens, metrics.spec_accepted_tokens
+def counts(llm: LLM, drafting: SpeculativeDecoding | None) -> Sequence[int]:
+    drafts = DraftCounts() if drafting is None else drafting.counts
+    return llm.llm_engine.metrics.num_steps, drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens
 
 
 def row(work: Work, method: str, plain: Tally, spec: Tally, compared: bool) -> str:

@@ -1,10 +1,10 @@
-"""What a disk store in fp8 or int8 costs in answers and saves in bytes: `python -m benchmarks.store_formats`.
+"""Measure what a disk store in fp8 or int8 costs in answers and saves in bytes: `python -m benchmarks.store_formats`.
 
 For every format one engine computes the chunks of all questions and stores them; another one, with nothing in memory,
-answers from that store, greedily. It has to find every chunk there: one that it computes again ends the run. Shares of
-bytes are of what the same KV takes as bfloat16; `of payload` is that of the layers alone, the other one that of the
-segments on the disk, where a chunk takes whole pages. F1 and exact match are percentages; `F1 loss` is that of the
-format against the exact store, with the standard error of the mean of the differences by question.
+answers from that store, greedily. It has to find every chunk there: a chunk that it computes again ends the run. Shares
+of bytes are relative to the same KV as bfloat16; `of payload` counts the layers alone, the other one the segments on
+the disk, where a chunk takes whole pages. F1 and exact match are percentages; `F1 loss` is the format's loss against
+the exact store, with the standard error of the mean difference by question.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.answers import BLENDS
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.kv_store.serialization import ChunkHeader
 from vllm_blend.kv_store.tiered import TieredChunkStore
@@ -31,16 +32,11 @@ from vllm_blend.pipeline.prompts import prompt_for
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("auto", "fp8", "int8")
-METHODS: dict[str, dict[str, Any]] = {
-    "question attention, 15%": {"blend_selector": "question_attention", "blend_recompute_ratio": 0.15},
-    "V deviation, 15%": {"blend_selector": "value_deviation", "blend_recompute_ratio": 0.15},
-    "reuse only": {"blend_selector": "none"},
-}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one format and method, by question."""
+    """The answers of one format and method, by question."""
 
     texts: list[str]
     exact: list[float]
@@ -99,12 +95,13 @@ def row(how: str, payload: float, disk: float, method: str, found: Answers, expe
 def engine(model: str, common: dict[str, Any]) -> tuple[LLM, TieredChunkStore]:
     llm = LLM(model, enable_blending=True, blend_chunk_cache_gib=4, enable_prefix_caching=False, **common)
     store = llm.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore)
+    assert store.below
     return llm, store
 
 
 def fill(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, Any]) -> tuple[float, float]:
-    """Store the chunks of all questions; their layers' bytes, and those of the segments, as shares of bfloat16."""
+    """Store the chunks of all questions; return their layers' bytes, and those of the segments, as shares of
+    bfloat16."""
     llm, store = engine(model, common)
     for sample in samples:
         prompt = build_qa_prompt(sample, dataset)
@@ -121,7 +118,7 @@ def fill(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, 
         tokens += layout.num_tokens
         payload += layout.num_layers * layout.layer_bytes
     worker = llm.llm_engine.model_executor.driver_worker
-    plain = tokens * worker.num_layers * 2 * worker.num_kv_heads * worker.head_dim * torch.bfloat16.itemsize
+    plain = tokens * worker.num_layers * 2 * worker.shape.kv_heads * worker.shape.head_dim * torch.bfloat16.itemsize
     shares = payload / plain, disk.num_bytes / plain
     store.close()
     return shares
@@ -130,7 +127,7 @@ def fill(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, 
 def answer_all(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, Any]) -> dict[str, Answers]:
     llm, store = engine(model, common)
     found = {}
-    for method, settings in METHODS.items():
+    for method, settings in BLENDS.items():
         prompts: list[Any] = [build_qa_prompt(sample, dataset) | settings for sample in samples]
         params = SamplingParams(temperature=0, max_tokens=prompt_for(dataset).max_tokens, stop=["\n"])
         texts = [first_line(output.outputs[0].text) for output in llm.generate(prompts, params, use_tqdm=False)]

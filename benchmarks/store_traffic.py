@@ -1,12 +1,12 @@
-"""Do hits and time to first token stay what they are as new queries keep coming, with a store far too small?
+"""Measure whether hits and time to first token stay stable as new queries keep coming, with a store far too small.
 
     python -m benchmarks.store_traffic --output traffic.json --plot traffic.png
 
-Every query draws its passages by Zipf popularity from many documents; no two queries are alike. The disk has room for
-a share of the documents' KV, the memory above it for a smaller one; what neither has is computed, which counts in the
-time to first token, as loading does. Each prompt is also prefilled in full, by an engine without any reuse, right
-before or after: the gain is the ratio of the two times. Prints the first hundred queries (the store is empty when they
-begin), the second and the last hundred: a ratio of the last ones to earlier ones says whether gains decay.
+Every query draws its passages by Zipf popularity from many documents; no two queries are alike. The disk has room for a
+share of the documents' KV, the memory above it for a smaller one; chunks that neither has are computed, which counts in
+the time to first token, as loading does. Each prompt is also prefilled in full, by an engine without any reuse, right
+before or after: the gain is the ratio of the two times. Prints the first hundred queries (which begin with an empty
+store), the second and the last hundred: a ratio of the last ones to earlier ones says whether gains decay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.kv_store.tiered import TieredChunkStore
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -34,7 +33,7 @@ WINDOW = 100  # queries that a printed row sums up
 
 @dataclass(frozen=True)
 class Query:
-    """What one query found and took; times are seconds to the first token."""
+    """The hits and times of one query; times are seconds to the first token."""
 
     chunks: int
     memory_hits: int
@@ -50,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dataset", default="inputs/musique_s.json")
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--documents", type=int, default=500)
-    parser.add_argument("--passages", type=int, default=15, help="of a query")
+    parser.add_argument("--passages", type=int, default=15, help="passages of a query")
     parser.add_argument("--zipf", type=float, default=1.0, help="popularity of the n-th document is n ** -zipf")
-    parser.add_argument("--disk-share", type=float, default=0.3, help="of the documents' KV")
+    parser.add_argument("--disk-share", type=float, default=0.3, help="share of the documents' KV that fits the disk")
     parser.add_argument("--memory-share", type=float, default=0.1)
     parser.add_argument("--selector", default="question_attention")
     parser.add_argument("--ratio", type=float, default=0.15)
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def pieces(dataset: str, llm: LLM, count: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Token ids of the instruction, of `count` different passages and of the questions."""
+    """Return token ids of the instruction, of `count` different passages and of the questions."""
     tokenizer = llm.get_tokenizer()
 
     def encode(text: str) -> list[int]:
@@ -93,7 +92,7 @@ def pieces(dataset: str, llm: LLM, count: int) -> tuple[list[int], list[list[int
 
 
 def tiered(args: argparse.Namespace, folder: str, lengths: Sequence[int]) -> LLM:
-    """An engine whose tiers have room for shares of the documents' KV, as it lies on the disk."""
+    """Return an engine whose tiers have room for shares of the documents' KV, as it lies on the disk."""
     probe = LLM(args.model, enable_blending=True, num_gpu_blocks_override=1024)
     per_token = probe.llm_engine.composer.bytes_per_token
     gib = sum(lengths) * per_token / 2**30
@@ -130,8 +129,9 @@ def run(
     for index in range(args.queries):
         chosen = order[rng.choice(len(documents), args.passages, replace=False, p=popularity / popularity.sum())]
         chunks = [documents[i] for i in chosen]
-        prompt = {"prefix": prefix, "chunks": chunks, "suffix": questions[index % len(questions)]}
-        whole = {"prompt_token_ids": [*prefix, *(t for chunk in chunks for t in chunk), *prompt["suffix"]]}
+        question = questions[index % len(questions)]
+        prompt = {"prefix": prefix, "chunks": chunks, "suffix": question}
+        whole = {"prompt_token_ids": [*prefix, *(t for chunk in chunks for t in chunk), *question]}
         if index % 2:
             full = ttft(plain, whole)
         before = counts(blending)
@@ -154,15 +154,15 @@ def ttft(llm: LLM, prompt: Any) -> float:
 
 
 def counts(llm: LLM) -> tuple[int, int, int]:
-    """Hits in memory, hits on the disk, chunks computed."""
+    """Return hits in memory, hits on the disk, and chunks computed."""
     store = llm.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore)
-    return store.memory.num_hits, store.below[0].storage.tally.num_hits, llm.llm_engine.composer.num_encoded
+    assert store.below
+    return store.memory.num_hits, store.below[0].storage.stats.num_hits, llm.llm_engine.composer.num_encoded
 
 
 def report(args: argparse.Namespace, queries: list[Query], llm: LLM) -> None:
     store = llm.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore)
+    assert store.below
     store.flush()
     gauges = dict(store.gauges())
     print(f"disk {gauges['disk_bytes'] / 2**20:.1f} MiB, writes dropped {gauges['disk_writes_dropped']:.0f}")
@@ -183,7 +183,8 @@ def report(args: argparse.Namespace, queries: list[Query], llm: LLM) -> None:
 
 
 def share(window: Sequence[Query], field: str) -> float:
-    return sum(getattr(query, field) for query in window) / sum(query.chunks for query in window)
+    mean: float = sum(getattr(query, field) for query in window) / sum(query.chunks for query in window)
+    return mean
 
 
 def hit_rate(window: Sequence[Query]) -> float:
@@ -191,7 +192,7 @@ def hit_rate(window: Sequence[Query]) -> float:
 
 
 def gain(window: Sequence[Query]) -> float:
-    """The median of how many times faster the first token comes than by full prefill."""
+    """Return the median speed-up of the first token over full prefill."""
     return statistics.median(query.full / query.blend for query in window)
 
 

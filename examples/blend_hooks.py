@@ -1,10 +1,10 @@
-"""Blend by hand, through the hooks of CacheBlend's vLLM fork: collect the KV of each passage, put it together, check.
+"""Blend by hand, through the hooks of CacheBlend's vLLM fork: collect the KV of each passage, join it, blend.
 
     python examples/blend_hooks.py
 
 Everything happens on the decoder stack: `cache_fuse_metadata` says what the next prompt does, `hack_kv` of a layer
-holds what `collect` saved (K before RoPE, V), and `old_kvs` holds what `check` blends. Pieces stay token ids all the
-way: text that is decoded and encoded again may change its length.
+holds what `collect` saved (K before RoPE, V), and `old_kvs` holds what `check` blends. Pieces stay token ids
+throughout: text that is decoded and encoded again may change its length.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Prompts made of registered chunks: compute a passage once, ask about any of them in any order.
+"""Make prompts of registered chunks: compute a passage once, ask about any of them in any order.
 
     python examples/chunk_api.py
 
-Passages are registered, which computes their KV; a composition names them by id. Where everything has been computed
-exactly, a second question over the same passages computes nothing but itself. An answer becomes a chunk too.
+Registering passages computes their KV; a composition names them by id. If everything has been computed exactly, a
+second question over the same passages computes only itself. An answer becomes a chunk too.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vllm_blend import ChunkedLLM, RequestOutput, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
@@ -20,12 +21,12 @@ def main() -> None:
     llm = ChunkedLLM(str(ROOT / "inputs/demo-model"))
     params = SamplingParams(temperature=0, max_tokens=24, stop=["\n"])
     sample = normalize_sample(load_dataset(ROOT / "inputs/musique_s.json")[0])
-    prompt = build_qa_prompt(sample, "musique")
+    prompt: Any = build_qa_prompt(sample, "musique")
     system = llm.register_chunk(prompt["prefix"], "SYSTEM_PROMPT", name="instruction")
     passages = [llm.register_chunk(text, "CONTEXT", metadata={"passage": i}) for i, text in enumerate(prompt["chunks"])]
     ids = [chunk.id for chunk in passages]
 
-    def ask(name: str, chunk_ids: list[str], question: str, **options: str) -> None:
+    def ask(name: str, chunk_ids: list[str], question: str, **options: Any) -> None:
         output = llm.generate_from_chunks("instruction", chunk_ids, query=question, sampling_params=params, **options)
         print(f"{name:18s} {report(output)}")
 
@@ -42,7 +43,7 @@ def main() -> None:
     next(stream)
     deletion = llm.delete_chunk("answer")
     print(f"deleted in use     deferred: {deletion.deferred}, {deletion.num_bytes} bytes")
-    del stream  # nobody reads on: the request is aborted, and the chunk goes
+    del stream  # this aborts the request, which frees the chunk
     left = llm.list_chunks()
     print(f"left               {sum(info.num_bytes for info in left)} bytes in {len(left)} chunks")
 

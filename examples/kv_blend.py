@@ -1,8 +1,8 @@
-"""LMCache's blending API: compute the KV of two texts, then ask about both, in either order.
+"""Use LMCache's blending API: compute the KV of two texts, then ask about both, in either order.
 
     LMCACHE_CONFIG_FILE=examples/kv_blend.yaml python examples/kv_blend.py
 
-A script for LMCache runs as it is. `python -m lmcache_vllm --help` does the same from the command line.
+A script for LMCache runs unchanged. `python -m lmcache_vllm --help` does the same from the command line.
 """
 
 from __future__ import annotations

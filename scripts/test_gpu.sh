@@ -42,7 +42,7 @@ mapfile -t combinations < <("$PYTHON" -m tests.gpu.combinations)
 [[ ${#combinations[@]} -gt 0 ]] || { echo "no attention backend works on this GPU" >&2; exit 1; }
 for combination in "${combinations[@]}"; do
   read -r backend dtype <<<"$combination"
-  for what in engine blend spec_decode "models tests/entrypoints"; do
+  for what in engine blend features/spec_decode "models tests/entrypoints"; do
     name="$backend $dtype tests/$what"
     [[ $name == *"${ONLY:-}"* ]] || continue
     while [[ $(jobs -rp | wc -l) -ge $JOBS ]]; do wait -n || true; done

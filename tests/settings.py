@@ -1,4 +1,4 @@
-"""Where a test run has its engines: one device, one dtype and one attention backend, given by options of pytest.
+"""The engines of a test run use one device, one dtype and one attention backend, given by options of pytest.
 
     python -m pytest --device cuda --dtype bfloat16 --attention-backend cuda tests/engine tests/blend
 
@@ -31,12 +31,12 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether rounding is too small to change a greedy token or a chosen position."""
+        """Return whether rounding is too small to change a greedy token or a chosen position."""
         return self.dtype == "float32"
 
     @property
     def _any_shape(self) -> bool:
-        """Whether attention takes heads and pages of any size: the CPU's kernels and plain torch do."""
+        """Return whether attention takes heads and pages of any size: the CPU's kernels and plain torch do."""
         return self.device == "cpu" or self.attention_backend == "torch_native"
 
     @property

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="a driver of our own needs a C++ compiler")
+
 
 def write_wheel(folder: Path, name: str, version: str, files: Mapping[str, str] | None = None) -> Path:
     """Write a wheel of a pure Python package that holds these files."""
@@ -29,14 +32,12 @@ def write_wheel(folder: Path, name: str, version: str, files: Mapping[str, str] 
 
 def write_driver(folder: Path, gpus: int) -> Path:
     """Compile a CUDA driver that sees so many GPUs; with the folder in LD_LIBRARY_PATH it is the one that is found."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("a driver of our own needs a C++ compiler")
+    assert COMPILER is not None, "tests that make a driver carry the mark `needs_compiler`"
     folder.mkdir(exist_ok=True)
     source = folder / "driver.cpp"
     source.write_text(
         'extern "C" int cuInit(unsigned) { return 0; }\n'
         f'extern "C" int cuDeviceGetCount(int* count) {{ *count = {gpus}; return 0; }}\n'
     )
-    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")], check=True)
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")], check=True)
     return folder

@@ -1,4 +1,4 @@
-"""Which device an engine runs on, and what is said where a GPU cannot be used."""
+"""The device that an engine runs on, and the message if a GPU cannot be used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_blend import config
-from vllm_blend.config import SchedulerConfig, resolve_device
+from vllm_blend import devices
+from vllm_blend.config import SchedulerConfig
+from vllm_blend.devices import resolve_device
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -21,12 +22,12 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise RuntimeError(TOO_OLD)
 
     (tmp_path / "version").touch()
-    monkeypatch.setattr(config, "NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(devices, "NVIDIA_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config._warn_of_unusable_gpu.cache_clear()
+    devices._warn_of_unusable_gpu.cache_clear()
 
 
 def test_auto_falls_back_to_the_cpu_and_warns_once(old_driver: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +58,7 @@ def test_nothing_is_said_where_there_is_no_gpu_to_expect(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto").type == "cpu"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(config, "NVIDIA_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(devices, "NVIDIA_DRIVER", Path("/nowhere"))
     assert resolve_device("auto").type == "cpu"
     assert caplog.records == []
 

@@ -115,7 +115,7 @@ def test_ours_then_theirs(editable: bool, environment: Environment, checkout: Pa
     environment.install(*(["--editable"] if editable else []), checkout)
     assert environment.look() == ("ours", OURS, True, False)
 
-    links = ["--find-links", vllm_wheel.parent]
+    links: list[str | Path] = ["--find-links", vllm_wheel.parent]
     if environment.tool == "pip":
         environment.install("vllm", *links)  # satisfied
         for command in (["install", f"vllm=={THEIRS}", *links], ["uninstall", "vllm"]):
@@ -136,7 +136,7 @@ def test_ours_then_theirs(editable: bool, environment: Environment, checkout: Pa
 def test_theirs_then_ours(editable: bool, environment: Environment, checkout: Path, vllm_wheel: Path) -> None:
     environment.install(vllm_wheel)
     before = sorted(environment.site.rglob("*"))
-    ours = [*(["--editable"] if editable else []), checkout]
+    ours: list[str | Path] = [*(["--editable"] if editable else []), checkout]
     done = environment("install", *ours)
     assert done.returncode != 0 and f"vllm {THEIRS} is installed in this environment" in done.stdout + done.stderr
     assert "VLLM_BLEND_ALIAS=0" in done.stdout + done.stderr
@@ -167,7 +167,7 @@ def test_the_users_own_site_packages_are_looked_at_where_python_uses_them(checko
     def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([python, *arguments], cwd=checkout, env=variables, capture_output=True, text=True)
 
-    base = sys._base_executable  # what virtual environments are made from
+    base = vars(sys)["_base_executable"]  # what virtual environments are made from
     assert run(base, "setup.py", "egg_info").returncode == 0
     site = Path(run(base, "-c", "import site; print(site.getusersitepackages())").stdout.strip())
     assert tmp_path in site.parents

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from vllm_blend.inputs import ParsedPrompt, parse_prompt
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.prompt_parser import parse_prompt
 
 TEXT: dict[str, Any] = {"prompt": "a b"}
 TOKENS: dict[str, Any] = {"prompt_token_ids": [5, 6]}

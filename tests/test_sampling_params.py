@@ -8,10 +8,10 @@ import pytest
 
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 from vllm_blend.sampling_params import SamplingParams
-from vllm_blend.unsupported_sampling_params import UNSUPPORTED_SAMPLING_PARAMS
+from vllm_blend.unsupported.sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
 
-def test_defaults_are_vllms():
+def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
@@ -74,35 +74,39 @@ WRONG_TYPE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), INVALID, ids=lambda value: repr(value)[:40])
-def test_invalid_value_is_named(settings: dict[str, Any], message: str):
+def test_invalid_value_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**settings)
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG_TYPE, ids=lambda value: repr(value)[:40])
-def test_wrong_type_is_named(settings: dict[str, Any], message: str):
+def test_wrong_type_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         SamplingParams(**settings)
 
 
-def test_what_only_vllm_has_is_refused_by_name_unless_it_asks_for_nothing():
+def test_what_only_vllm_has_is_refused_by_name_unless_it_asks_for_nothing() -> None:
     for name, parameter in UNSUPPORTED_SAMPLING_PARAMS.items():
-        assert SamplingParams(**{name: None}) == SamplingParams(**{name: parameter.default}) == SamplingParams()
+        nothing: dict[str, Any] = {name: None}
+        default: dict[str, Any] = {name: parameter.default}
+        other: dict[str, Any] = {name: "something else"}
+        assert SamplingParams(**nothing) == SamplingParams(**default) == SamplingParams()
         with pytest.raises(ValueError) as refusal:
-            SamplingParams(**{name: "something else"})
+            SamplingParams(**other)
         assert str(refusal.value) == f"{name}='something else' is not supported: {parameter.reason}"
+    refused: dict[str, Any] = {"n": 2, "best_of": 3}
     with pytest.raises(ValueError, match="best_of=3 is not supported: give n"):
-        SamplingParams(n=2, best_of=3)
+        SamplingParams(**refused)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(SamplingParams) if str(field.type) == "bool"])
 @pytest.mark.parametrize("value", ["no", 0, None])
-def test_switches_are_true_or_false(field: str, value: Any):
+def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{field}={value!r} must be True or False"):
         params_with(field, value)
 
 
-def test_accepted_spellings():
+def test_accepted_spellings() -> None:
     assert SamplingParams(stop="END").stop == ["END"]
     assert SamplingParams(logit_bias={"12": 1, 7: -3.5}).logit_bias == {12: 1.0, 7: -3.5}  # type: ignore[dict-item]
     assert SamplingParams(logprobs=True).logprobs == 1
@@ -111,19 +115,19 @@ def test_accepted_spellings():
     assert SamplingParams(top_k=-1).top_k == -1
 
 
-def test_greedy_below_a_hundred_thousandth():
+def test_greedy_below_a_hundred_thousandth() -> None:
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
     assert not SamplingParams(temperature=1e-5).greedy
 
 
-def test_clone_shares_nothing():
+def test_clone_shares_nothing() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=3)
     copy = params.clone()
     assert copy == params
     assert copy.stop is not params.stop and copy.logit_bias is not params.logit_bias
 
 
-def test_completions_get_different_seeds():
+def test_completions_get_different_seeds() -> None:
     params = SamplingParams(n=3, seed=2**63 - 2, temperature=0.7)
     several = [params.for_completion(index) for index in range(3)]
     assert several[0].seed == params.seed and len({p.seed for p in several}) == 3
@@ -133,7 +137,7 @@ def test_completions_get_different_seeds():
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_bind_refuses_tokens_outside_the_vocabulary(field: str):
+def test_bind_refuses_tokens_outside_the_vocabulary(field: str) -> None:
     value: Any = {5: 1.0, 420: 1.0} if field == "logit_bias" else [5, 420]
     params = params_with(field, value)
     with pytest.raises(ValueError, match=re.escape(f"{field} names [420], outside the vocabulary of 420 tokens")):
@@ -142,32 +146,32 @@ def test_bind_refuses_tokens_outside_the_vocabulary(field: str):
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_bind_refuses_more_logprobs_than_tokens(field: str):
+def test_bind_refuses_more_logprobs_than_tokens(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=421 is above the vocabulary of 420"):
         params_with(field, 421).bind(byte_level(), 420)
     assert params_with(field, -1).bind(byte_level(), 420) == []
 
 
-def test_bad_words_become_token_sequences_with_and_without_a_space():
+def test_bad_words_become_token_sequences_with_and_without_a_space() -> None:
     tokenizer = byte_level()
     sequences = SamplingParams(bad_words=["dog", " fox jumps"]).bind(tokenizer, 420)
     assert {tokenizer.decode(list(sequence)) for sequence in sequences} == {"dog", " dog", "fox jumps", " fox jumps"}
     assert len(sequences) == 4
 
 
-def test_bad_words_of_a_tokenizer_that_hides_the_first_space():
+def test_bad_words_of_a_tokenizer_that_hides_the_first_space() -> None:
     tokenizer = byte_fallback()
     sequences = SamplingParams(bad_words=["dog"]).bind(tokenizer, len(tokenizer))
     assert (tokenizer.convert_tokens_to_ids("▁dog"),) in sequences
 
 
-def test_bind_refuses_bad_words_beyond_the_models_vocabulary():
+def test_bind_refuses_bad_words_beyond_the_models_vocabulary() -> None:
     with pytest.raises(ValueError, match="bad_words: 'dog' has no tokens in the vocabulary of 50"):
         SamplingParams(bad_words=["dog"]).bind(byte_level(), 50)
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
-def test_bind_without_a_tokenizer_refuses_text(field: str):
+def test_bind_without_a_tokenizer_refuses_text(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=.* needs a tokenizer"):
         params_with(field, ["x"]).bind(None, 100)
     assert SamplingParams(stop_token_ids=[3]).bind(None, 100) == []

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from vllm_blend.checks import check_field_types
 from vllm_blend.config import ChunkStoreConfig
-from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store import objects
-from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+from vllm_blend.kv_store.remote import RemoteChunkStore
+from vllm_blend.kv_store.store_config import RemoteStoreConfig
 from vllm_blend.urls import HIDDEN, redact_repr, redact_secrets, redact_url
 
 SECRET = "hunter2hunter2"
@@ -127,7 +128,7 @@ def test_what_a_client_says_is_logged_without_it(
     key = "1" * 32
     assert store.get(key) is None and key not in store
     store.remove(key)
-    assert "failed" in caplog.text and SECRET not in caplog.text and SECRET not in repr(store.tally.misses)
+    assert "failed" in caplog.text and SECRET not in caplog.text and SECRET not in repr(store.stats.misses)
 
 
 @pytest.mark.parametrize("client", ["RedisObjects", "FsspecObjects"])

@@ -19,7 +19,7 @@ from tests import settings
 
 
 class Limit(NamedTuple):
-    """Of the differences in one comparison."""
+    """The limits of the differences in one comparison."""
 
     largest: float
     rms: float  # their root mean square: rounding leaves few large differences, a fault many
@@ -70,7 +70,7 @@ _excused: Counter[str] = Counter()
 
 
 def tolerance() -> Tolerance:
-    """That of the run's dtype."""
+    """Return the tolerance of the run's dtype."""
     return TOLERANCES[settings.current().dtype]
 
 
@@ -117,7 +117,7 @@ def too_often() -> list[str]:
 
 
 def report() -> list[str]:
-    """What was seen, a line each: differences, and what was excused; nothing where nothing was compared."""
+    """Return what was seen, a line each: differences, and what was excused; nothing where nothing was compared."""
     seen = [f"{kind} {value:.2g} ({allowed:g})" for kind, (value, allowed) in sorted(_largest.items())]
     lines = [f"largest differences (allowed): {', '.join(seen)}"] if seen else []
     excused = [f"{kind} {_excused[kind]} of {n}" for kind, n in sorted(_compared.items())]

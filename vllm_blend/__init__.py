@@ -9,14 +9,14 @@ from vllm_blend.import_names import warn_of_shadowed_names
 
 if TYPE_CHECKING:
     from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
-    from vllm_blend.chunks.chunked_llm import ChunkedLLM
     from vllm_blend.config import BlendConfig
-    from vllm_blend.engine.arg_utils import EngineArgs
     from vllm_blend.engine.llm_engine import LLMEngine
+    from vllm_blend.engine_args import EngineArgs
     from vllm_blend.entrypoints.beam_search import BeamSearchParams
+    from vllm_blend.entrypoints.chunked_llm import ChunkedLLM
     from vllm_blend.entrypoints.llm import LLM
+    from vllm_blend.features.offload.kv_cache_manager import KVCacheManager
     from vllm_blend.inputs import ChunkedPrompt, TextPrompt, TokensPrompt
-    from vllm_blend.offload.kv_cache_manager import KVCacheManager
     from vllm_blend.outputs import BlendStats, CompletionOutput, RequestOutput
     from vllm_blend.sampling_params import SamplingParams
 
@@ -27,12 +27,12 @@ _HOMES = {
     "BeamSearchParams": "entrypoints.beam_search",
     "BlendConfig": "config",
     "BlendStats": "outputs",
-    "ChunkedLLM": "chunks.chunked_llm",
+    "ChunkedLLM": "entrypoints.chunked_llm",
     "ChunkedPrompt": "inputs",
     "CompletionOutput": "outputs",
-    "EngineArgs": "engine.arg_utils",
+    "EngineArgs": "engine_args",
     "Evidence": "blend.selectors",
-    "KVCacheManager": "offload.kv_cache_manager",
+    "KVCacheManager": "features.offload.kv_cache_manager",
     "LLM": "entrypoints.llm",
     "LLMEngine": "engine.llm_engine",
     "LooksAt": "blend.selectors",

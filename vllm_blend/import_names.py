@@ -1,4 +1,4 @@
-"""Tells users who installed the import names `vllm` and `lmcache_vllm` that another package provides one of them."""
+"""Warn users who installed the import names `vllm` and `lmcache_vllm` if another package provides one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ FOLDER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "compat")  # 
 
 
 def shadowed_names() -> dict[str, str]:
-    """Return the import names that another package provides, with its file, or nothing if ours are not installed."""
+    """Return the import names that another package provides, with its file; nothing if this package's are not
+    installed."""
     if FOLDER not in map(os.path.realpath, sys.path):
         return {}
     found = {}

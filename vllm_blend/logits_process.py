@@ -1,4 +1,4 @@
-"""Functions of the user's that change the logits of a request: `SamplingParams.logits_processors`."""
+"""Logits processors: functions of the user that change a request's logits (`SamplingParams.logits_processors`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_processors(processors: Any) -> list[LogitsProcessor]:
 def run_processors(
     processors: Sequence[Any], prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], row: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the processors make, one after the other, of a row of logits [vocabulary] float32.
+    """Return a row of logits, [vocabulary] float32, as the processors change it one after the other.
 
     They may change the row in place, and get copies of the token ids. Raises RuntimeError naming the processor that
     raised, or that returned anything but logits. These may be infinite: -inf excludes a token, and +inf puts it before
@@ -53,10 +53,10 @@ def run_processors(
             if _num_arguments(processor) == 3:
                 tokens.insert(0, list(prompt_token_ids))
             result = processor(*tokens, row)
-        except BaseException as error:  # which is no other request's, whatever it is
+        except BaseException as error:  # any error ends this request alone
             if _may_come_from_signal(error):
                 raise
-            raise RuntimeError(f"logits_processors[{index}] raised {_described(error)}") from error
+            raise RuntimeError(f"logits_processors[{index}] raised {_describe(error)}") from error
         if not isinstance(result, torch.Tensor) or result.shape != shape or result.is_complex():
             tensor = isinstance(result, torch.Tensor)
             given = f"{result.dtype} {list(result.shape)}" if tensor else type(result).__name__
@@ -70,7 +70,7 @@ def run_processors(
     return row
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
@@ -88,7 +88,7 @@ def _may_come_from_signal(error: BaseException) -> bool:
 
 
 def _num_arguments(processor: Callable[..., Any]) -> int:
-    """Return how many arguments a function needs, 2 where it takes any number or does not tell."""
+    """Return how many arguments a function needs, 2 if it takes any number or does not tell."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except ValueError:  # some built-in functions have no signature

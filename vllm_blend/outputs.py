@@ -107,17 +107,17 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds between arrival and the first step that worked on the request."""
+        """Return the seconds between arrival and the first step that worked on the request."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def first_token_latency(self) -> float | None:
-        """Seconds between arrival and the first token: what a caller waits."""
+        """Return the seconds between arrival and the first token: what a caller waits."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def time_in_prefill(self) -> float | None:
-        """Seconds between the first step that worked on the request and its first token."""
+        """Return the seconds between the first step that worked on the request and its first token."""
         if self.first_token_time is None or self.first_scheduled_time is None:
             return None
         return self.first_token_time - self.first_scheduled_time

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_blend.checks import closest
 from vllm_blend.kv_store.keys import salt_digest
 
 _CHUNKED_OPTIONS = (
@@ -22,7 +22,7 @@ KNOWN_KEYS: dict[str, tuple[str, ...]] = {
     "token": ("prompt_token_ids", "prompt", "cache_salt"),
     "text": ("prompt", "cache_salt"),
 }
-# vLLM's other keys. None is what callers write for "not given"; anything else asks for what no model here does.
+# vLLM's other keys. Callers write None for "not given"; any other value asks for something that no model here does.
 REFUSED_KEYS: dict[str, str] = {
     "multi_modal_data": "models here read text only",
     "multi_modal_uuids": "models here read text only",
@@ -58,7 +58,7 @@ def kind_of(prompt: Mapping[str, Any]) -> str:
 
 
 def parse_salt(cache_salt: Any) -> bytes:
-    """Return what stands for a prompt's `cache_salt` in every key: b"" where it is None. The errors do not show it."""
+    """Return what stands for a prompt's `cache_salt` in every key, b"" for None. The errors do not show the salt."""
     if cache_salt is None:
         return b""
     if not isinstance(cache_salt, str):
@@ -73,5 +73,5 @@ def _hint(key: Any, kind: str) -> str:
         return f"; {key!r} is for prompts with 'prefix', 'chunks' and 'suffix'"
     if key in KNOWN_KEYS["token"] or key in KNOWN_KEYS["text"]:
         return f"; give either {key!r} or 'chunks'"
-    close = difflib.get_close_matches(str(key), KNOWN_KEYS[kind], 1)
-    return f"; did you mean {close[0]!r} by {key!r}?" if close else ""
+    meant = closest(key, KNOWN_KEYS[kind])
+    return f"; did you mean {meant!r} by {key!r}?" if meant else ""

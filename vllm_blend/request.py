@@ -1,4 +1,4 @@
-"""A request inside the engine: its tokens, its pages, and how far it has come."""
+"""A request inside the engine: its tokens, its pages, and how much of it is computed."""
 
 from __future__ import annotations
 
@@ -6,32 +6,47 @@ import enum
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from vllm_blend.core.block_manager import ChunkSpan
+from vllm_blend.chunks.retention import RetentionKey
+from vllm_blend.core.pages import MISSING, PageTable
 from vllm_blend.outputs import Logprob, RequestMetrics
 from vllm_blend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllm_blend.blend.plan import BlendPlan
-    from vllm_blend.engine.detokenizer import Detokenizer
-    from vllm_blend.kv_compress.state import CompressionState
-    from vllm_blend.layers.sampler import SamplingState
-    from vllm_blend.offload.residency import Residency
-    from vllm_blend.spec_decode.speculation import Speculation
+    from vllm_blend.detokenizer import Detokenizer
+    from vllm_blend.layers.sampling_state import SamplingState
+
+S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class CompositionKey:
-    """What a blended context is found by when its pages are retained: key covers tokens, chunks, how it is blended, and
-    the model. `num_tokens`: the context's, so the suffix starts there."""
+class StateKey(Generic[S]):
+    """The place on requests for the state of one feature. The feature declares the key, once, in its own folder, as in
+    `COMPRESSION: StateKey[CompressionState] = StateKey("kv_compress")`."""
 
-    key: bytes
-    num_tokens: int
-    spans: tuple[ChunkSpan, ...] = ()
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"StateKey({self.name!r})"
+
+    def get(self, request: Request) -> S | None:
+        """Return the state of a request, None if it has none."""
+        state: S | None = request.states.get(self)
+        return state
+
+    def require(self, request: Request) -> S:
+        """Return the state of a request that has one. Raises KeyError for any other."""
+        state: S = request.states[self]
+        return state
+
+    def set(self, request: Request, state: S) -> None:
+        """Give a request this state."""
+        request.states[self] = state
 
 
 class RequestStatus(enum.Enum):
@@ -43,7 +58,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence to compute. `n > 1` makes several of these; encoding a chunk makes one without sampling."""
+    """One sequence to compute. `n > 1` makes several of these; encoding a chunk makes one that does not sample."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -55,32 +70,27 @@ class Request:
     salt: bytes = field(default=b"", repr=False)  # keys.salt_digest of the prompt's cache_salt: what it shares pages by
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
+    pages: PageTable | None = None  # while it has any
+    block_table: list[int] = field(default_factory=list)  # the `blocks` of its pages: steps read them often
     num_computed_tokens: int = 0  # tokens whose KV is in the cache
     num_in_flight: int = 0  # tokens drawn on the device that the host has not read yet: the last ones
-    num_cached_tokens: int = 0  # of those, how many were found when the request first ran
-    found_in: dict[str, int] | None = None  # the same by where they were found; None where that is the prefix cache
+    num_cached_tokens: int = 0  # how many of those were found when the request first ran
+    found_in: dict[str, int] | None = None  # the same by where they were found; None: all in the prefix cache
     block_digests: list[bytes] = field(default_factory=list)  # chained, one per full block known so far
     sampling: SamplingState | None = None
     detokenizer: Detokenizer | None = None
-    # speculative decoding
-    speculation: Speculation | None = None
     drafts: list[int] = field(default_factory=list)  # guesses of what follows the last known token, for the next step
-    draft_source: int | None = None  # the chunk of the prompt that these are copied from
+    min_computed_tokens: int = 1  # so many of its last tokens are computed, even if the prefix cache has their KV
+    states: dict[StateKey[Any], Any] = field(default_factory=dict, repr=False)  # of features
     # blending
     blend: BlendPlan | None = None
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
-    composition: CompositionKey | None = None  # under which its context's pages are looked for, and retained
-    # chunks on the device or the host while decoding
-    chunk_bounds: tuple[tuple[int, int], ...] = ()  # positions of the prompt's chunks, where they may move
-    chunk_ranking: tuple[int, ...] = ()  # chunks, most relevant first, as the prompt says
-    residency: Residency | None = None  # from the end of the prefill on
-    compression: CompressionState | None = None  # where its KV may be evicted
+    retention: RetentionKey | None = None  # under which its context's pages are looked for, and retained
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
     collect_from: int | None = None
     # First position -> [2, layers, tokens, kv_heads, head_dim]. A step that runs again replaces its own.
     collected: dict[int, torch.Tensor] = field(default_factory=dict)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, where asked for
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, if asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -91,12 +101,12 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output tokens whose ids the host knows."""
+        """Return the number of prompt and output tokens whose ids the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those in flight."""
+        """Return the number of known tokens and those in flight."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
@@ -104,7 +114,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def token_slice(self, start: int, stop: int) -> list[int]:
-        """Token ids at positions start..stop-1, prompt and output taken as one sequence."""
+        """Return the token ids at positions start .. stop - 1, with prompt and output as one sequence."""
         n = len(self.prompt_token_ids)
         if start >= n:
             return self.output_token_ids[start - n : stop - n]
@@ -117,16 +127,15 @@ class Request:
         return np.asarray(self.prompt_token_ids, np.int64)
 
     def token_array(self, stop: int) -> np.ndarray:
-        """Token ids at positions 0 .. stop - 1, int64. Not to be written to."""
+        """Return the token ids at positions 0 .. stop - 1, int64. Do not write to it."""
         n = len(self.prompt_token_ids)
         if stop <= n:
             return self._prompt_array[:stop]
         return np.concatenate([self._prompt_array, np.asarray(self.output_token_ids[: stop - n], np.int64)])
 
     def collected_kv(self) -> torch.Tensor:
-        """K before RoPE and V from `collect_from` to the end of the prompt: [2, layers, tokens, kv_heads, head_dim].
-
-        Raises RuntimeError when pieces are missing or overlap: KV of the wrong length must not be stored.
+        """Return K before RoPE and V from `collect_from` to the end of the prompt: [2, layers, tokens, kv_heads,
+        head_dim]. Raises RuntimeError if pieces are missing or overlap: KV of the wrong length must not be stored.
         """
         assert self.collect_from is not None
         pieces = [self.collected[start] for start in sorted(self.collected)]
@@ -138,30 +147,46 @@ class Request:
 
     @property
     def exact(self) -> bool:
-        """Whether the cache holds what plain prefill would have put there: only then may pages be shared by content."""
-        if self.blend is not None or self.composition is not None or self.in_head_pages:
+        """Return whether the cache holds what plain prefill would put there: only then are pages shared by content."""
+        if self.blend is not None or self.retention is not None:
             return False
-        return self.residency is None or not self.residency.approximate
+        return self.pages is None or self.pages.is_exact
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Return how many entries of the block table stand for blocks that are off the device."""
+        return 0 if self.pages is None else self.pages.num_missing
+
+    def present_blocks(self) -> list[int]:
+        """Return the block table without the blocks that are off the device: the others, in order of position."""
+        if not self.num_missing_blocks:
+            return self.block_table
+        return [block for block in self.block_table if block != MISSING]
+
+    def hold(self, pages: PageTable) -> None:
+        """Keep KV in these pages from now on."""
+        self.pages, self.block_table = pages, pages.blocks
+
+    def release_pages(self) -> None:
+        """Return all pages: nothing of the request is in the cache any more."""
+        if self.pages is not None:
+            self.pages.release()
+        self.pages, self.block_table = None, []
+        self.num_computed_tokens = 0
+        self.collected.clear()
 
     @property
     def awaits_blend(self) -> bool:
-        """Whether all of it is still to be computed, as a blend: what its pages hold is nothing yet."""
+        """Return whether all of it is still to be computed, as a blend: its pages hold nothing yet."""
         return self.blend is not None and self.num_computed_tokens == 0
 
     @property
-    def in_head_pages(self) -> bool:
-        """Whether each KV head has pages of its own, and the block table is empty."""
-        return self.compression is not None and self.compression.index is not None
-
-    @property
     def max_cached_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache. The last token is always computed, for its logits; so
-        is everything whose KV or log-probability somebody wants to see."""
+        """Return how many leading tokens may come from the prefix cache. The last is always computed, for its logits,
+        and so is every token whose KV or log-probability was asked for."""
         if not self.exact or (self.params is not None and self.params.prompt_logprobs is not None):
             return 0
-        # The queries that an eviction metric looks at are computed.
-        watched = 0 if self.compression is None else self.compression.window
-        most = max(0, self.num_tokens - max(1, watched))
+        most = max(0, self.num_tokens - self.min_computed_tokens)
         return most if self.collect_from is None else min(self.collect_from, most)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, and when its generation ends."""
+"""Sampling parameters: how the next token of a request is chosen, and when its generation ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.checks import is_number, is_whole
 from vllm_blend.logits_process import check_processors
 from vllm_blend.unsupported import accept_defaults
-from vllm_blend.unsupported_sampling_params import UNSUPPORTED_SAMPLING_PARAMS
+from vllm_blend.unsupported.sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
 _COMPRESSION = (
     "target_compression_rate",
@@ -44,8 +44,8 @@ class SamplingParams:
     n: completions per prompt, at most 16384 (VLLM_MAX_N_SEQUENCES); drawn independently, so greedy decoding allows 1
         only.
     presence_penalty, frequency_penalty: -2..2, subtracted from the logits of generated tokens, once and per occurrence.
-    repetition_penalty: 1e-30..1e30; divides the logits of tokens of the prompt and the output (multiplies them where
-        negative).
+    repetition_penalty: 1e-30..1e30; divides the logits of tokens of the prompt and the output (multiplies negative
+        ones).
     temperature: >= 0; below 1e-5 is greedy.
     top_p, top_k, min_p: nucleus mass in (0, 1]; number of candidates, 0 or -1 for all; least probability in 0..1 of a
         candidate, relative to the best one's.
@@ -167,18 +167,18 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Return whether the most likely token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def compression(self) -> dict[str, Any]:
-        """What is asked for about the compression of the KV, None where nothing is."""
+        """Return the settings of KV-Compress; None stands for the engine's."""
         return {name: getattr(self, name) for name in _COMPRESSION}
 
     def clone(self) -> SamplingParams:
         """Return a deep copy. Logits processors are shared, but for those that have a `clone()` method.
 
-        Raises ValueError where one of these methods fails.
+        Raises ValueError if one of these methods fails.
         """
         try:
             known = {id(own): own.clone() if hasattr(own, "clone") else own for own in self.logits_processors or ()}
@@ -187,7 +187,7 @@ class SamplingParams:
         return copy.deepcopy(self, known)
 
     def for_completion(self, index: int) -> SamplingParams:
-        """The settings of completion `index` of `n`: n=1, and a seed of its own if there is one."""
+        """Return the settings of completion `index` of `n`: n=1, and a seed of its own if there is one."""
         seed = self.seed if self.seed is None or index == 0 else (self.seed + index) % 2**63
         return replace(self.clone(), n=1, seed=seed)
 

@@ -1,9 +1,9 @@
-"""Trains a tokenizer and a Llama of a given size on synthetic worlds: a second model to test blending on.
+"""Train a tokenizer and a Llama of a given size on synthetic worlds: a second model to test blending on.
 
     python scripts/train/from_scratch.py --output my-model --layers 10 --mlp 1024 --vocabulary 3072 --seed 7 --minutes 9
 
-It is the demo model's recipe (`train.py`), in the loop of `vllm-blend finetune` but with every prompt computed in full:
-nothing of it knows about reuse. With another seed it sees other worlds.
+It is the demo model's recipe (`train.py`), in the loop of `vllm-blend finetune` but with every prompt computed in full,
+so that the model knows nothing about reuse. Another seed gives other worlds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ sys.path.insert(0, str(ROOT))
 from vllm_blend.finetune.loop import TrainingPlan, train  # noqa: E402
 from vllm_blend.finetune.rows import RowPool  # noqa: E402
 from vllm_blend.finetune.saving import check_output, save_model  # noqa: E402
-from vllm_blend.finetune.worlds import TRAINING_SEEDS, WorldRows, draw_episode, seeds_of_run, world_shards  # noqa: E402
-from vllm_blend.pipeline.prompts import PROMPT_STYLES  # noqa: E402
-from vllm_blend.pipeline.worlds import render_passage  # noqa: E402
+from vllm_blend.finetune.worlds import TRAINING_SEEDS, WorldRows, draw_episode, run_seeds, world_shards  # noqa: E402
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, render_passage  # noqa: E402
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 POSITIONS, HEAD_DIM, ROPE_THETA = 1024, 64, 10_000.0
@@ -37,7 +36,7 @@ TOKENIZER_WORLDS = 3000
 
 
 def world_texts(seed: int, worlds: int) -> Iterator[str]:
-    """The pieces of prompts, each a text of its own as in a prompt."""
+    """Yield the pieces of prompts, each as a text of its own."""
     rng = Random(seed)
     for _ in range(worlds):
         episode = draw_episode(rng)
@@ -50,7 +49,7 @@ def world_texts(seed: int, worlds: int) -> Iterator[str]:
 
 
 def train_tokenizer(vocabulary: int, seed: int, worlds: int = TOKENIZER_WORLDS) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that puts BOS before a text: as the demo model's, with another vocabulary."""
+    """Train a byte-level BPE that puts BOS before a text: the demo model's, with another vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -79,7 +78,8 @@ def train_tokenizer(vocabulary: int, seed: int, worlds: int = TOKENIZER_WORLDS) 
 
 
 def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with tied embeddings, float32. What writes to the residual stream starts smaller, as in GPT-2."""
+    """Return a Llama with tied embeddings, float32. Layers that write to the residual stream start smaller, as in
+    GPT-2."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -101,7 +101,7 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter /= math.sqrt(2 * args.layers)
+                parameter.div_(math.sqrt(2 * args.layers))
     return model
 
 
@@ -115,10 +115,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-heads", type=int, default=2, help="(default: %(default)s)")
     add("--mlp", type=int, default=768, help="hidden size of the MLP (default: %(default)s)")
     add("--vocabulary", type=int, default=2048, help="tokens (default: %(default)s)")
-    add("--seed", type=int, default=7, help="of worlds and weights (default: %(default)s)")
-    add("--minutes", type=float, help="of training, compilation included (default: 9, without --steps)")
-    add("--steps", type=int, help="of training")
-    add("--save-minutes", type=float, help="also write the model this often (default: at the end only)")
+    add("--seed", type=int, default=7, help="seed of worlds and weights (default: %(default)s)")
+    add("--minutes", type=float, help="minutes of training, with compilation (default: 9, without --steps)")
+    add("--steps", type=int, help="steps of training")
+    add("--save-minutes", type=float, help="minutes between checkpoints (default: only one, at the end)")
     add("--prompts", type=int, default=240_000, help="worlds to make (default: %(default)s)")
     add("--batch-size", type=int, default=128, help="prompts in a step (default: %(default)s)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes that make worlds (default: %(default)s)")
@@ -149,13 +149,14 @@ def run(args: argparse.Namespace, say: Any) -> None:
         seed=args.seed,
     )
     check_output(args.output)
-    seeds = seeds_of_run(args.seed, args.prompts)
+    seeds = run_seeds(args.seed, args.prompts)
     # The tokenizer's worlds come from the end of the seeds, where no run of the usual length takes rows from.
     tokenizer = train_tokenizer(args.vocabulary, TRAINING_SEEDS.stop - 1 - args.seed)
     source = WorldRows(tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.pad_token_id, POSITIONS)
     source.check()
     with world_shards(source, seeds, args.workers) as shards:
-        model = make_model(args, tokenizer).to(device)
+        model: Any = make_model(args, tokenizer)  # transformers wraps `to` in a way that has no useful type
+        model.to(device)
         say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
         pool = RowPool(args.prompts, POSITIONS, device, args.seed)
         last = train(model, pool, shards, plan, say, lambda: save_model(model, tokenizer, torch.bfloat16, args.output))

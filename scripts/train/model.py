@@ -1,6 +1,6 @@
-"""The demo model as plain PyTorch: a Llama with grouped-query attention and tied embeddings, whole sequences only.
+"""The demo model as plain PyTorch: a Llama with grouped-query attention and tied embeddings, for whole sequences.
 
-It exists to be trained. `save_pretrained` writes it in Hugging Face format, which is what everything else loads.
+It exists to be trained. `save_pretrained` writes it in Hugging Face format, which everything else loads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelConfig:
     max_positions: int = 1024
 
     def to_hf(self) -> dict[str, object]:
-        """The fields of a Llama `config.json`, for transformers 5 (`rope_parameters`, `dtype`) and 4."""
+        """Return the fields of a Llama `config.json`, for transformers 5 (`rope_parameters`, `dtype`) and 4."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -61,7 +61,7 @@ class ModelConfig:
 
 
 def rope_table(length: int, config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [length, 1, head_dim] float32, halves repeated."""
+    """Return cos and sin, each [length, 1, head_dim] float32, halves repeated."""
     exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     angles = torch.arange(length, device=device).float()[:, None] / config.rope_theta**exponents
     angles = torch.cat([angles, angles], -1)[:, None]
@@ -101,7 +101,8 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 class MLP(nn.Module):
@@ -112,7 +113,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        projected: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
 
 
 class Block(nn.Module):
@@ -125,11 +127,13 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class DemoModel(nn.Module):
-    """forward(ids [batch, tokens] int64) -> logits [batch, tokens, vocab]. Parameter names are Hugging Face's."""
+    """The model: forward(ids [batch, tokens] int64) returns logits [batch, tokens, vocab]. Parameter names are Hugging
+    Face's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class DemoModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # GPT-2's rule: what writes to the residual stream starts smaller the more layers write to it.
+                # GPT-2's rule: layers that write to the residual stream start smaller, the more of them there are.
                 writes = "o_proj" in name or "down_proj" in name
                 nn.init.normal_(parameter, 0, 0.02 / (math.sqrt(2 * config.num_layers) if writes else 1))
 

@@ -1,4 +1,4 @@
-"""Trains the demo model on synthetic worlds and writes it as a Hugging Face model directory.
+"""Train the demo model on synthetic worlds and write it as a Hugging Face model directory.
 
     python scripts/train/train.py --output-dir my-model --minutes 9
 
@@ -30,8 +30,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from model import DemoModel, ModelConfig, save_pretrained  # noqa: E402
 
 from vllm_blend.finetune.worlds import draw_episode  # noqa: E402
-from vllm_blend.pipeline.prompts import PROMPT_STYLES  # noqa: E402
-from vllm_blend.pipeline.worlds import Episode, render_passage  # noqa: E402
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, render_passage  # noqa: E402
+from vllm_blend.quality.worlds import Episode  # noqa: E402
 
 FIRST_SEED, SHARDS = 1000, 60
 CONTEXT_WEIGHT = 5
@@ -39,7 +39,7 @@ WARMUP_STEPS, LEARNING_RATE, FINAL_SHARE = 300, 1.5e-3, 0.02
 
 
 def encode_episode(episode: Episode, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
-    """Token ids (BOS first, pieces tokenized one by one) and a training weight for each, in tenths."""
+    """Return token ids (BOS first, pieces tokenized one by one) and a training weight for each, in tenths."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -59,7 +59,7 @@ def encode_episode(episode: Episode, tokenizer: Tokenizer, length: int) -> tuple
 
 
 def make_rows(seed: int, rows: int, length: int, tokenizer_file: str) -> tuple[np.ndarray, np.ndarray]:
-    """`rows` padded token rows and their weights (0 on padding), each [rows, length], from one random stream."""
+    """Return `rows` padded token rows and their weights (0 on padding), each [rows, length], from one random stream."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rng, tokenizer = Random(seed), Tokenizer.from_file(tokenizer_file)
     ids, weights = np.full((rows, length), 2, np.int16), np.zeros((rows, length), np.uint8)
@@ -75,7 +75,7 @@ def make_rows(seed: int, rows: int, length: int, tokenizer_file: str) -> tuple[n
 def train(
     model: DemoModel, ids: torch.Tensor, weights: torch.Tensor, batch_size: int, seconds: float, max_steps: int
 ) -> float:
-    """Train until the time or the steps are up; returns the last loss. The learning rate falls over the second half."""
+    """Train until the time or the steps are up; return the last loss. The learning rate falls over the second half."""
     device = ids.device.type
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]

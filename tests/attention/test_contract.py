@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.attention import torch_native
-from vllm_blend.attention.kinds import KINDS
-from vllm_blend.attention.measure import HeadLayout
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.attention.registry import make_backend
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.attention.registry import KINDS, make_backend
+from vllm_blend.attention.self_check import HeadLayout
+from vllm_blend.ops.paged_kv import PagedKV
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5
@@ -24,12 +24,16 @@ class Step:
     """A step with its keys and values written out, one [seq_len, kv_heads, head_dim] pair per request."""
 
     q: torch.Tensor
-    cache: LayerCache
+    cache: PagedKV
     metadata: AttentionMetadata
     scale: float
     window: int | None
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+
+    @property
+    def layer(self) -> LayerStep:
+        return LayerStep(self.q, self.cache, self.metadata, self.scale, self.window)
 
 
 LAYOUT = HeadLayout(CPU, torch.float32, 8, 8, 64)
@@ -55,7 +59,7 @@ def make_step(
     counts = [-(-n // block_size) for n in lengths]
     free = (torch.randperm(sum(counts) + 2, generator=random) + 1).tolist()  # block 0 is padding
     shape = (sum(counts) + 3, block_size, kv_heads, head_dim)
-    cache = LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    cache = PagedKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     keys, values, slots, starts = [], [], [], [0]
     for request, (n, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -124,10 +128,10 @@ def dense(step: Step, request: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(backend: AttentionBackend, step: Step) -> None:
-    out = backend.attend(step.q, step.cache, step.metadata, step.scale, step.window)
+    out = backend.attend(step.layer)
     assert out.shape == step.q.shape
     halves = [rows_half(step.metadata.rows(r)) for r in range(step.metadata.num_requests)]
-    masses = backend.attention_mass(step.q, step.cache, step.metadata, step.scale, halves, step.window)
+    masses = backend.attention_mass(step.layer, halves)
     for request in range(step.metadata.num_requests):
         rows = step.metadata.rows(request)
         probabilities, expected = dense(step, request)
@@ -172,7 +176,7 @@ def test_many_decodes_of_unequal_length(backend: AttentionBackend) -> None:
 def test_a_request_alone_equals_itself_in_a_batch(backend: AttentionBackend) -> None:
     lengths, positions = [60, 33, 90], [[3, 30, 31, 59], [32], list(range(90))]
     batch = make_step(lengths, positions, 2, 2, 16, 8, None, seed=7)
-    together = backend.attend(batch.q, batch.cache, batch.metadata, batch.scale)
+    together = backend.attend(batch.layer)
     for request in range(3):
         rows = batch.metadata.rows(request)
         alone = AttentionMetadata(
@@ -182,7 +186,7 @@ def test_a_request_alone_equals_itself_in_a_batch(backend: AttentionBackend) -> 
             [0, rows.stop - rows.start],
             [lengths[request]],
         )
-        out = backend.attend(batch.q[rows], batch.cache, alone, batch.scale)
+        out = backend.attend(batch.layer.part(rows, alone))
         torch.testing.assert_close(out, together[rows], rtol=1e-5, atol=1e-6)
 
 

@@ -90,7 +90,7 @@ def test_an_empty_step_has_no_entries() -> None:
 
 
 def test_last_rows_need_no_reading_from_the_device() -> None:
-    """With positions that would be wrong if anyone looked."""
+    """The positions would give wrong rows if they were read."""
     wrong = torch.zeros(4, dtype=torch.int64)
     tables = torch.zeros(2, 1, dtype=torch.int32)
     metadata = AttentionMetadata(wrong, wrong, tables, [0, 3, 4], [8, 5], at_end=(True, True))

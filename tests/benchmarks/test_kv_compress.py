@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -30,9 +31,7 @@ def test_variants_may_be_measured_one_at_a_time(tmp_path: Path, capsys: pytest.C
 def test_a_pool_of_so_many_bytes() -> None:
     """24 GiB of a model whose tokens take 128 KiB; metric and position take 8 bytes beside the 512 of a KV."""
     arguments = {"small": False, "tokens_in": None, "tokens_out": None, "requests": None, "pool_gib": None}
-    named = benchmark.argparse.Namespace(
-        **arguments, backend="auto", metric="kv_compress", interval=None, new_token_limit=None
-    )
+    named = argparse.Namespace(**arguments, backend="auto", metric="kv_compress", interval=None, new_token_limit=None)
     work = benchmark.described(named)
     assert work.blocks(compressed=False) - 1 == 24 * 2**30 // (16 * 128 * 2**10) == 12288
     assert work.blocks(compressed=True) - 1 == 12288 * 512 // 520

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.quality.small import MODEL, ROOT, write_small
+from tests.quality.small import MODEL, ROOT, write_small
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, make_encoding_context
 from vllm_blend.pipeline.files import read_json
 
@@ -71,7 +71,7 @@ def test_variants_are_those_that_prompts_come_to_need(ordinals: Any) -> None:
 
 
 def test_the_command_writes_json_and_tables(tmp_path: Path) -> None:
-    """By two processes, which have to know the fillers of the script too."""
+    """Two processes share the work, and have to know the fillers of the script too."""
     flags = ["--model", MODEL, "--datasets", str(write_small(tmp_path, 2)), "--workers", "2", "--device", "cpu"]
     flags += ["--settings", "5", "words shuffled", "--output", str(tmp_path / "o")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def test_the_command_writes_json_and_tables(tmp_path: Path) -> None:
     assert table in done.stdout and "| as many passages, words shuffled | 4 |" in table
 
 
-def test_an_unknown_setting_is_named(ordinals: Any, tmp_path: Path, capsys) -> None:
+def test_an_unknown_setting_is_named(ordinals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         ordinals.main(["--datasets", str(write_small(tmp_path, 1)), "--settings", "7"])
     assert ended.value.code == 1 and "'7' is unknown: there are 5, 0, 8" in capsys.readouterr().err

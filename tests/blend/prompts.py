@@ -31,7 +31,8 @@ def recomputed_positions(llm: LLM, num_suffix_tokens: int) -> torch.Tensor:
     start = n - num_suffix_tokens
     assert indices[-num_suffix_tokens:].tolist() == list(range(start, n))
     assert (indices[:-num_suffix_tokens] < start).all()
-    return indices[:-num_suffix_tokens]
+    chosen: torch.Tensor = indices[:-num_suffix_tokens]
+    return chosen
 
 
 def assert_counts_add_up(output: RequestOutput) -> None:

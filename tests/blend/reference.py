@@ -48,7 +48,8 @@ class BlendReference:
 
     @property
     def _head_dim(self) -> int:
-        return self.model.config.head_dim
+        head_dim: int = self.model.config.head_dim
+        return head_dim
 
     @torch.no_grad()
     def encode(self, ids: Sequence[int]) -> LayerKV:
@@ -165,7 +166,8 @@ class BlendReference:
         return allowed.sort(descending=True, stable=True).indices[:budget].sort().values
 
     def _embed(self, ids: Sequence[int]) -> torch.Tensor:
-        return self.model.model.embed_tokens(torch.tensor(list(ids)))
+        embedded: torch.Tensor = self.model.model.embed_tokens(torch.tensor(list(ids)))
+        return embedded
 
     def _project(self, layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         normed, attention = layer.input_layernorm(hidden), layer.self_attn
@@ -191,13 +193,15 @@ class BlendReference:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("nhd,mhd->hnm", q, k) / self._head_dim**0.5
         future = torch.arange(len(k))[None, None] > positions[None, :, None]
-        return scores.masked_fill(future, float("-inf")).softmax(-1)
+        weights: torch.Tensor = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return weights
 
     def _finish(self, layer: Any, hidden: torch.Tensor, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         v = v.repeat_interleave(weights.shape[0] // v.shape[1], 1)
         out = torch.einsum("hnm,mhd->nhd", weights, v).flatten(1)
         hidden = hidden + layer.self_attn.o_proj(out)
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return output
 
 
 def pad_suffix(kv: LayerKV, tokens: int) -> list[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_blend.blend.controller import MIN_PREFILL_TOKENS, RATIO_STEP, TRY_AGAIN, Average, LoadingController
-from vllm_blend.kv_store.tiered import DISK, MEMORY, Choice
+from vllm_blend.kv_store.tiers import DISK, MEMORY, ChunkLoad
 
 BYTES = 1000  # of a token
 FLOOR = 0.15
@@ -21,7 +21,7 @@ def controller(load: float | None = None, prefill: float | None = None, tier: st
     """A controller that has seen loads and prefills of so many seconds a token."""
     made = LoadingController(BYTES)
     if load is not None:
-        made.loaded(Choice(tier, 100 * BYTES, 100), 100 * load)
+        made.loaded(ChunkLoad(tier, 100 * BYTES, 100), 100 * load)
     if prefill is not None:
         made.prefilled(1000, 1000 * prefill)
     return made
@@ -69,7 +69,7 @@ def test_what_arrives_before_a_request_runs_hides_nothing() -> None:
 
 def test_what_arrives_from_several_tiers_adds_up() -> None:
     made = controller(1e-5, 1e-4)
-    made.loaded(Choice(DISK, 100 * BYTES, 100), 100 * 6e-5)
+    made.loaded(ChunkLoad(DISK, 100 * BYTES, 100), 100 * 6e-5)
     assert made.choose_ratio(FLOOR, {MEMORY: 100 * BYTES, DISK: 50 * BYTES}, 100).ratio == pytest.approx(0.4)
 
 
@@ -78,19 +78,19 @@ def test_a_chunk_is_computed_where_loading_it_takes_longer(load: float, prefill:
     if math.isclose(load, prefill, rel_tol=1e-6):
         return
     made = controller(load, prefill, tier="disk")
-    assert made.recompute(Choice("disk", tokens * BYTES, tokens)) == (load > prefill)
+    assert made.recompute(ChunkLoad("disk", tokens * BYTES, tokens)) == (load > prefill)
     assert made.num_recomputed == (load > prefill)
-    assert not made.recompute(Choice("remote", tokens * BYTES, tokens)), "nothing is known of that tier"
+    assert not made.recompute(ChunkLoad("remote", tokens * BYTES, tokens)), "nothing is known of that tier"
 
 
 @pytest.mark.parametrize(("load", "prefill"), [(None, 1e-4), (1.0, None)])
 def test_what_is_unknown_is_loaded(load: float | None, prefill: float | None) -> None:
-    assert not controller(load, prefill, tier="disk").recompute(Choice("disk", BYTES, 1))
+    assert not controller(load, prefill, tier="disk").recompute(ChunkLoad("disk", BYTES, 1))
 
 
 def test_a_tier_that_was_slow_is_tried_again() -> None:
     made = controller(1.0, 1e-4, tier="disk")
-    chunk = Choice("disk", 100 * BYTES, 100)
+    chunk = ChunkLoad("disk", 100 * BYTES, 100)
     answers = [made.recompute(chunk) for _ in range(3 * (TRY_AGAIN + 1))]
     assert answers == ([True] * TRY_AGAIN + [False]) * 3
     for _ in range(60):
@@ -111,16 +111,16 @@ def test_speeds_are_moving_averages_of_all_but_tiny_steps() -> None:
     made.prefilled(MIN_PREFILL_TOKENS - 1, 1000.0)
     assert gauges(made)["controller_prefill_tokens_per_second"] == pytest.approx(1e4)
     assert "controller_ratio" not in gauges(made) and "controller_disk_bytes_per_second" not in gauges(made)
-    made.loaded(Choice("disk", 500, 1), 0.001)
+    made.loaded(ChunkLoad("disk", 500, 1), 0.001)
     assert gauges(made)["controller_disk_bytes_per_second"] == pytest.approx(5e5)
 
 
 def test_every_choice_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     made = controller(5e-5, 1e-4)
-    made.loaded(Choice("disk", BYTES, 1), 1.0)
+    made.loaded(ChunkLoad("disk", BYTES, 1), 1.0)
     with caplog.at_level(logging.DEBUG, "vllm_blend.blend.controller"):
         made.choose_ratio(FLOOR, {MEMORY: 1000 * BYTES}, 1000)
-        made.recompute(Choice("disk", 100 * BYTES, 100))
+        made.recompute(ChunkLoad("disk", 100 * BYTES, 100))
     ratio, chunk = (record.getMessage() for record in caplog.records)
     assert ratio == (
         "recompute ratio 0.50 for 1000 tokens, 1.0 MiB from the memory: loading takes about 50.00 ms, a full prefill "

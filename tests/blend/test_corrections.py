@@ -1,4 +1,4 @@
-"""What is done to tokens that are not computed again: moved as those that are, attended to more sharply."""
+"""How `mean_shift` moves tokens that are not computed again, as those of their chunk that are."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from tests.blend.reference import BlendReference
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import tiny_hf_model
-from vllm_blend.attention.metadata import LayerCache
+from vllm_blend.attention.context import NewKV
+from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan, Segment
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.layers.rotary import build_rotary
+from vllm_blend.layers.rope_frequencies import rope_spec
+from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops import rotary_embedding
+from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
-from vllm_blend.worker.corrections import correction_hooks
+from vllm_blend.worker.mean_shift import mean_shift_hook
 
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 LAYERS, HEADS, DIM, SIZE = 2, 2, 16, 8
@@ -44,13 +47,14 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
     positions = [4, 6, 8, 9, 10, 11, 13, 14, 15, 16]
     spans = [Span(other, 0, 3), Span(request, 0, 17, torch.tensor(positions))]
     metadata = build_batch(spans, SIZE, torch.device("cpu")).metadata
-    rotary = build_rotary(tiny_hf_model("llama", head_dim=DIM).config, 64)
-    [hook] = correction_hooks(spans, [rotary] * LAYERS)
+    rotary = RotaryEmbedding(rope_spec(tiny_hf_model("llama", head_dim=DIM).config, 64), 64)
+    hook = mean_shift_hook(spans, [rotary] * LAYERS)
+    assert hook is not None
     for layer in range(LAYERS):
         key, value = torch.randn(2, 6, SIZE, HEADS, DIM)
         before = [key.clone(), value.clone()]
         k, v = torch.randn(2, 3 + len(positions), HEADS, DIM)
-        hook.on_kv(layer, k, k, v, LayerCache(key, value), metadata)
+        hook.on_kv(LayerStep(k, PagedKV(key, value), metadata, 1.0, None, layer), NewKV(k, k, v))
         moved = {3: 0, 5: 0, 7: 0, 12: 1}  # position -> which chunk
         for position in range(17):
             where = (request.block_table[position // SIZE], position % SIZE)
@@ -73,29 +77,10 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
 
 
 @pytest.mark.cpu_only
-def test_a_temperature_divides_the_keys_of_what_is_reused() -> None:
-    """And of nothing else: 0 and 1 are exact, 3 and 6 are computed, 7 and 8 are the question."""
-    kvs = [ChunkKV(torch.randn(1, n, HEADS, DIM), torch.randn(1, n, HEADS, DIM)) for n in (2, 5)]
-    selector = make_selector("question_attention+temperature(value=0.5)")
-    plan = BlendPlan((Segment(0, kvs[0], exact=True), Segment(2, kvs[1])), tuple(range(9)), 7, selector, 0.5)
-    request = Request("one", list(range(9)), None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[2, 0])
-    spans = [Span(request, 0, 9, torch.tensor([3, 6, 7, 8]))]
-    metadata = build_batch(spans, SIZE, torch.device("cpu")).metadata
-    [hook] = correction_hooks(spans, [])
-    key, value = torch.randn(2, 3, SIZE, HEADS, DIM)
-    expected, values = key.clone(), value.clone()
-    expected[2, [2, 4, 5]] *= 2
-    k = torch.randn(4, HEADS, DIM)
-    hook.on_kv(0, k, k, k, LayerCache(key, value), metadata)
-    torch.testing.assert_close(key, expected)
-    assert torch.equal(value, values)
-
-
-@pytest.mark.cpu_only
 def test_no_hook_where_nobody_asked() -> None:
     plan = BlendPlan((), (1, 2), 1, make_selector("question_attention+smoothing"), 0.5)
     request = Request("one", [1, 2], None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[0])
-    assert correction_hooks([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) == []
+    assert mean_shift_hook([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) is None
 
 
 @pytest.mark.parametrize(
@@ -103,12 +88,10 @@ def test_no_hook_where_nobody_asked() -> None:
     [
         "question_attention+mean_shift",
         "value_deviation+mean_shift(strength=0.5)",
-        "question_attention+temperature(value=0.8)",
-        "question_attention+mean_shift+temperature(value=0.8)",
     ],
 )
 def test_batch_mates_change_nothing(rule: str) -> None:
-    """And what is stored stays as it is: the second time gives the same."""
+    """What is stored stays as it is, too: the second time gives the same."""
     rules = [rule, rule.split("+")[0], rule]
     prompts = [tiny_prompt(blend_selector=each, blend_recompute_ratio=0.3) for each in rules]
     with engine(tiny_model("llama"), enable_blending=True) as llm:
@@ -116,7 +99,7 @@ def test_batch_mates_change_nothing(rule: str) -> None:
         for _ in range(2):
             for output, one in zip(run(llm, prompts, PARAMS), alone, strict=True):
                 assert_same_logprobs(output, one)
-        (first, *_), (second, *_) = (output.outputs[0].logprobs for output in alone[:2])
+        (first, *_), (second, *_) = (output.outputs[0].logprobs or [] for output in alone[:2])
         assert first != second  # the correction is there
 
 
@@ -143,7 +126,8 @@ def shifted_in_float64(prompt: dict[str, Any], chosen: list[int], strength: floa
         keys = reference._rotate(both[0], positions)
         weights = reference._weights(reference._rotate(q, active), keys, active)
         hidden = reference._finish(layer, hidden, weights, both[1])
-    return reference.model.lm_head(reference.model.model.norm(hidden[-1])).log_softmax(-1)
+    logprobs: torch.Tensor = reference.model.lm_head(reference.model.model.norm(hidden[-1])).log_softmax(-1)
+    return logprobs
 
 
 @pytest.mark.cpu_only
@@ -153,30 +137,35 @@ def shifted_in_float64(prompt: dict[str, Any], chosen: list[int], strength: floa
     [("auto", 1.0), ("question_attention+mean_shift(strength=0.5)", 0.5), ("random+mean_shift", 1.0)],
 )
 def test_a_prompt_with_shifts_is_what_float64_makes_of_it(rule: str, strength: float, ratio: float) -> None:
-    """Of the weights of transformers, and nothing of ours but the choice. What is stored stays as it is."""
+    """The reference has transformers' weights, and only the choice is the engine's. What is stored stays as it is."""
     with engine(tiny_model("llama"), enable_blending=True) as llm:
         prompt = tiny_prompt(blend_selector=rule, blend_recompute_ratio=ratio)
         run(llm, tiny_prompt(blend_selector="none"), PARAMS)
         store = llm.llm_engine.chunk_store
         prefix, chunks = llm.llm_engine.identify_chunks(prompt["prefix"], prompt["chunks"])
-        stored = {piece.key: store.get(piece.key) for piece in (prefix, *chunks)}
-        before = {key: (kv.k.clone(), kv.v.clone()) for key, kv in stored.items()}
+        assert prefix is not None
+        before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for piece in (prefix, *chunks):
+            kv = store.get(piece.key)
+            assert kv is not None
+            before[piece.key] = kv.k.clone(), kv.v.clone()
         [output] = run(llm, prompt, greedy(1, logprobs=5, ignore_eos=True))
         chosen = recomputed_positions(llm, len(prompt["suffix"])).tolist()
         with torch.no_grad():
             expected = shifted_in_float64(prompt, chosen, strength)
             unmoved = shifted_in_float64(prompt, chosen, 0.0)
         assert len(chosen) == int(ratio * 53) and (expected - unmoved).abs().max() > 0.1
-        for token, found in output.outputs[0].logprobs[0].items():
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        for token, found in logprobs[0].items():
             assert found.logprob == pytest.approx(float(expected[token]), abs=1e-4)
         assert len(before) == 4
         for key, (k, v) in before.items():
-            assert torch.equal(store.get(key).k, k) and torch.equal(store.get(key).v, v)
+            kv = store.get(key)
+            assert kv is not None and torch.equal(kv.k, k) and torch.equal(kv.v, v)
 
 
 @pytest.mark.cpu_only
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"mean_shift: strength=2 must be in \(0, 1\]"):
         make_selector("question_attention+mean_shift(strength=2)")
-    with pytest.raises(ValueError, match=r"temperature: value=0 must be in \[0.1, 2\]"):
-        make_selector("question_attention+temperature(value=0)")

@@ -60,13 +60,13 @@ def test_ratio_1_is_full_prefill_on_the_demo_model(rule: str) -> None:
 @pytest.mark.parametrize("rule", [*RULES, "full"])
 @pytest.mark.parametrize("model", TINY)
 def test_ratio_1_with_old_kvs_is_full_prefill(rule: str, model: str) -> None:
-    """Whatever rubbish the reused KV holds."""
+    """It is, whatever rubbish the reused KV holds."""
     with engine(TINY[model]) as llm:
         ids = plain(tiny_prompt())["prompt_token_ids"]
         hooks = llm.llm_engine.decoder.cache_fuse_metadata
         hooks["collect"] = True
         run(llm, {"prompt_token_ids": ids[::-1]}, greedy(1))
-        layers = llm.llm_engine.decoder.layers
+        layers: Any = llm.llm_engine.decoder.layers
         llm.llm_engine.decoder.old_kvs = [layer.self_attn.hack_kv for layer in layers]
         hooks.update(collect=False, check=True, suffix_len=6, recomp_ratio=1.0, selector=rule)
         [output] = run(llm, {"prompt_token_ids": ids}, PARAMS)

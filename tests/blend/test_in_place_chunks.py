@@ -10,7 +10,7 @@ import pytest
 
 from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
-from tests.engine.engines import engine, greedy, hf_model, new_llm, run, tiny_model
+from tests.engine.engines import close_store, engine, greedy, hf_model, new_llm, run, tiny_model
 
 TINY = tiny_model("llama")
 PARAMS = greedy(8, logprobs=2, ignore_eos=True)
@@ -25,7 +25,9 @@ def test_a_prompt_of_which_nothing_is_stored_runs_as_a_plain_one_and_stores_noth
         assert llm.llm_engine.composer.num_encoded == before
         [again] = run(llm, plain(tiny_prompt()), PARAMS)
         assert_same_logprobs(output, again)
-        assert again.num_cached_tokens > 0, "what it computed is a prefix like any other"
+        assert again.num_cached_tokens is not None and again.num_cached_tokens > 0, (
+            "what it computed is a prefix like any other"
+        )
 
 
 @pytest.mark.parametrize("rule", ["question_attention", "value_deviation", "gradual", "first_tokens", "none"])
@@ -39,7 +41,8 @@ def test_what_is_stored_is_reused_and_the_rest_is_computed(rule: str, stored: li
         assert_counts_add_up(output)
         assert len(llm.llm_engine.chunk_store) == before
         known = [prompt["chunks"][i] for i in stored]
-        where, sizes = [], [len(chunk) for chunk in prompt["chunks"]]
+        where: list[int] = []
+        sizes = [len(chunk) for chunk in prompt["chunks"]]
         for index, chunk in enumerate(prompt["chunks"]):
             start = len(prompt["prefix"]) + sum(sizes[:index])
             where += range(start, start + sizes[index]) if chunk in known else []
@@ -87,7 +90,7 @@ def test_chunks_are_looked_for_below_the_memory(tmp_path: Path) -> None:
     prompt = tiny_prompt(blend_selector="full", in_place_chunks=ALL)
     first = new_llm(TINY, **arguments)
     first.encode_chunks(prompt["prefix"], [prompt["chunks"][2]])
-    first.llm_engine.chunk_store.close()
+    close_store(first)
     second = new_llm(TINY, **arguments)
     [output] = run(second, prompt, PARAMS)
     assert_counts_add_up(output)
@@ -97,7 +100,7 @@ def test_chunks_are_looked_for_below_the_memory(tmp_path: Path) -> None:
     assert other.blend is None and second.llm_engine.composer.num_encoded == 0
     for each in (output, other):
         assert_logprobs_match(each, hf_model(TINY))
-    second.llm_engine.chunk_store.close()
+    close_store(second)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_chunks_are_looked_for_below_the_memory(tmp_path: Path) -> None:
         ("01", "in_place_chunks must be a list of chunk numbers, not str"),
         ([4], "in_place_chunks[0] is 4: name the prompt's 4 chunks"),
         ([1, 1], "in_place_chunks[1] is 1: name the prompt's 4 chunks, from 0, each at most once"),
-        ([0.5], "in_place_chunks[0] is 0.5, which is no number of a chunk"),
+        ([0.5], "in_place_chunks[0] is 0.5: give the number of a chunk"),
     ],
 )
 def test_bad_numbers(value: Any, message: str) -> None:

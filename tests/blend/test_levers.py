@@ -11,13 +11,14 @@ import torch
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, run, tiny_model
-from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, best, choose, make_selector
+from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, choose, make_selector, top_indices
 from vllm_blend.blend.selectors.levers.base import above_all
 from vllm_blend.blend.selectors.levers.chunk_heads import ChunkHeads
 from vllm_blend.blend.selectors.levers.chunk_minimum import ChunkMinimum
 from vllm_blend.blend.selectors.levers.coverage import Coverage
 from vllm_blend.blend.selectors.levers.smoothing import Smoothing
 from vllm_blend.blend.selectors.spec import Composed, parse_selector
+from vllm_blend.registry import Registry
 
 # Chunks of 3, 4 and 2 tokens from position 10 on, all of them candidates.
 OFFSETS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1])
@@ -29,7 +30,6 @@ SPECS = [
     "first_tokens+smoothing",
     "question_attention+mean_shift",
     "gradual+mean_shift(strength=0.5)",
-    "attention_deviation+temperature",
 ]
 
 
@@ -86,7 +86,7 @@ def test_levers_apply_in_their_order() -> None:
 @pytest.mark.cpu_only
 def test_what_text_makes() -> None:
     plain = make_selector("question_attention(layer_share=0.5)")
-    assert plain.name == "question_attention" and plain.question_layers(12) == 6
+    assert plain.name == "question_attention" and plain.look(12).stop == 6
     composed = make_selector("question_attention(layer_share=0.5,first_round=0.25)+chunk_minimum")
     assert isinstance(composed, Composed) and composed.levers == (ChunkMinimum(2),)
     assert composed.looks_at is LooksAt.QUESTION and composed.first_share() == 0.25
@@ -105,27 +105,27 @@ def test_what_text_makes() -> None:
         ("question_attention(", "is unknown"),
         (
             "question_attention(depth=1)",
-            r"'depth=1' is no setting of 'question_attention': .*layer_share",
+            r"'depth=1' is not a setting of 'question_attention': .*layer_share",
         ),
-        ("question_attention(0.5)", "'0.5' is no setting"),
-        ("question_attention(tokens=1,tokens=2)", "'tokens=2' is no setting"),
+        ("question_attention(0.5)", "'0.5' is not a setting"),
+        ("question_attention(tokens=1,tokens=2)", "'tokens=2' is not a setting"),
         ("question_attention(layer_share=x)", "layer_share"),
         ("question_attention+smoothing(window=4)", "window=4 must be an odd number"),
-        ("question_attention+chunk_heads(tokens=0)", "tokens=0 must be a number of tokens from 1 on"),
+        ("question_attention+chunk_heads(tokens=0)", "tokens=0 must be a whole number of tokens, at least 1"),
         ("question_attention+chunk_minimum(tokens=1.5)", "tokens=1.5 must be"),
         ("question_attention+coverage(share=0)", r"share=0 must be in \(0, 1\]"),
-        ("value_deviation+coverage", "coverage is of the question's attention"),
+        ("value_deviation+coverage", "coverage measures the question's attention"),
         ("none+smoothing", "'none' leaves nothing to choose"),
         ("auto+smoothing", "'auto' has levers of its own"),
-        ("question_attention+mean_shift+smoothing+mean_shift", "the lever 'mean_shift' is there more than once"),
-        ("question_attention(layer_share=nan)", "layer_share=nan must be a number, as 0.75 is"),
+        ("question_attention+mean_shift+smoothing+mean_shift", "the lever 'mean_shift' is given more than once"),
+        ("question_attention(layer_share=nan)", "layer_share=nan must be a number, such as 0.75"),
         ("question_attention(layer_share=0.5))", r"layer_share=0.5\) must be a number"),
-        ("question_attention+mean_shift(strength=x)", "strength=x must be a number, as 1.0 is"),
+        ("question_attention+mean_shift(strength=x)", "strength=x must be a number, such as 1.0"),
         ("question_attention+chunk_heads(tokens=99999999999999999999)", "must be a whole number"),
         ("attention_deviation(power=inf)", "power=inf must be a number"),
-        ("attention_deviation(power=-1)", "power=-1 must be a number from 0 on"),
-        ("gradual(first=0.5)", "first=0.5 must be 1 or more"),
-        ("gradual(first=-2)", "first=-2 must be 1 or more"),
+        ("attention_deviation(power=-1)", "power=-1 must be a finite number, at least 0"),
+        ("gradual(first=0.5)", "first=0.5 must be a finite number, at least 1"),
+        ("gradual(first=-2)", "first=-2 must be a finite number, at least 1"),
         ("random(seed=1.5)", "seed=1.5 must be a whole number"),
         ("", "'' is unknown"),
     ],
@@ -163,13 +163,11 @@ def test_what_a_rule_of_ones_own_does_is_kept_under_levers() -> None:
         def mean_shift(self) -> float:
             return 0.5
 
-        def temperature(self) -> float:
-            return 0.75
-
-    composed = parse_selector("half+smoothing", {"half": Half})
+    selectors: Registry[type[Selector]] = Registry("selector", "blend_selector", {"half": Half})
+    composed = parse_selector("half+smoothing", selectors)
     assert len(choose(composed, evidence(), 8)) == 4
-    assert (composed.mean_shift(), composed.temperature()) == (0.5, 0.75)
-    assert parse_selector("half+mean_shift", {"half": Half}).mean_shift() == 1.0
+    assert composed.mean_shift() == 0.5
+    assert parse_selector("half+mean_shift", selectors).mean_shift() == 1.0
 
 
 @pytest.mark.cpu_only
@@ -178,9 +176,9 @@ def test_what_comes_first_keeps_its_order_however_small_its_scores(small: float,
     """In float32, adding more than the range of the scores would make small ones equal, and the largest as large."""
     scores = torch.tensor([0.0, 2 * small, small, largest])
     first = torch.tensor([True, True, True, False])
-    assert best(above_all(scores, first), 1).tolist() == [1]
-    assert best(above_all(scores, first), 2).tolist() == [1, 2]
-    assert best(above_all(scores, first), 3).tolist() == [0, 1, 2]
+    assert top_indices(above_all(scores, first), 1).tolist() == [1]
+    assert top_indices(above_all(scores, first), 2).tolist() == [1, 2]
+    assert top_indices(above_all(scores, first), 3).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["", ["auto"], "random(seed=x)", "question_attention+mean_shift+mean_shift"])

@@ -1,4 +1,4 @@
-"""Which tokens a plan allows, and what the narrowing keeps: never the future, always the suffix, in any company."""
+"""A plan's candidates and what narrowing keeps of them: never the future, always the suffix, in any batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
 from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import engine, greedy, hf_model, tiny_model
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.context import NewKV
+from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import LooksAt, make_selector
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.worker.hooks import NarrowingHook
 
 CPU = torch.device("cpu")
@@ -55,7 +57,7 @@ def test_positions_are_exact_candidates_holes_or_suffix(plan: BlendPlan) -> None
     context = set(range(plan.suffix_start))
     assert candidates == covered & context - exact
     assert holes == context - covered
-    assert plan.num_exact == len(exact & context)
+    assert plan.suffix_start - len(plan.candidates) - len(plan.holes) == len(exact & context)
     assert plan.candidates.tolist() == sorted(candidates)
     for segment in plan.segments:
         assert plan.chunk_offsets[segment.start : segment.stop].tolist() == list(range(segment.kv.num_tokens))
@@ -152,15 +154,18 @@ def narrowed(step: list[Member]) -> list[list[list[int]]]:
         offsets,
         [99] * len(step),
     )
-    blended = {i: (m.plan, m.positions, None) for i, m in enumerate(step) if m.plan is not None}
+    blended: dict[int, tuple[BlendPlan, torch.Tensor, torch.Tensor | None]] = {
+        i: (m.plan, m.positions, None) for i, m in enumerate(step) if m.plan is not None
+    }
     hook = NarrowingHook(blended, CPU)
     kept: list[list[list[int]]] = [[] for _ in step]
     for layer in range(LAYERS):
         rows = metadata.slot_mapping  # a row's slot is the row it had in the first layer
         fresh, stored = (torch.cat([getattr(m, name)[layer] for m in step], 1) for name in ("fresh", "stored"))
-        cache = LayerCache(stored[0].unsqueeze(1), stored[1].unsqueeze(1))
+        cache = PagedKV(stored[0].unsqueeze(1), stored[1].unsqueeze(1))
         before = metadata
-        result = hook.on_kv(layer, fresh[0][rows], fresh[0][rows], fresh[1][rows], cache, metadata)
+        k, v = fresh[0][rows], fresh[1][rows]
+        result = hook.on_kv(LayerStep(k, cache, metadata, 1.0, None, layer), NewKV(k, k, v))
         if result is not None:
             assert result.query_start_loc is not None
             assert result.rows.tolist() == sorted(set(result.rows.tolist()))
@@ -189,7 +194,7 @@ def test_narrowing(step: list[Member]) -> None:
             assert needed <= set(positions), "suffix, holes and generated tokens stay"
             assert set(positions) - needed <= set(plan.candidates.tolist()), "and nothing else but reused context"
             assert len(positions) == len(needed) + budget
-        assert narrowed([member]) == [history], "whoever else is in the step"
+        assert narrowed([member]) == [history], "the other requests of the step change nothing"
 
 
 def with_holes(llm: Any, prompt: dict[str, Any], keep: Any, max_tokens: int = 8) -> Any:

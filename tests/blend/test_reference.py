@@ -36,14 +36,14 @@ def pieces_of(llm: LLM, prompt: ChunkedPrompt) -> tuple[list[int], list[list[int
 
 @torch.no_grad()
 def projected(ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What k_proj and v_proj of transformers' own model give for a text, per layer [tokens, kv_heads * head_dim]."""
+    """Return what k_proj and v_proj of transformers' model give for a text, per layer [tokens, kv_heads * head_dim]."""
     model = hf_model(DEMO)
     seen: list[dict[str, torch.Tensor]] = [{} for _ in model.model.layers]
     handles = []
     for layer, kept in zip(model.model.layers, seen, strict=True):
         for name in ("k_proj", "v_proj"):
 
-            def keep(_: Any, __: Any, out: torch.Tensor, name: str = name, kept: dict = kept) -> None:
+            def keep(_: Any, __: Any, out: torch.Tensor, name: str = name, kept: dict[str, Any] = kept) -> None:
                 kept[name] = out[0]
 
             handles.append(getattr(layer.self_attn, name).register_forward_hook(keep))

@@ -346,7 +346,7 @@ def test_a_blend_has_no_prompt_logprobs() -> None:
 
 
 def test_broken_old_kvs_fail_alone() -> None:
-    """NaN spoils its own request; neither batch mates nor whoever gets the pages next notice."""
+    """NaN spoils its own request only: neither its batch mates nor the next owners of its pages are affected."""
     with engine(TINY, **pages_for(96)) as llm:
         broken = [[torch.full_like(tensor, torch.nan) for tensor in layer] for layer in stale(llm)]
         decoder_of(llm).old_kvs = broken

@@ -14,18 +14,21 @@ from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, bl
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
-from vllm_blend.blend.selectors import SELECTORS, QuestionAttention, best, make_selector
+from vllm_blend.blend.selectors import SELECTORS, make_selector, top_indices
 from vllm_blend.blend.selectors.late_attention import LateAttention
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
 TINY = tiny_model("llama")
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[Selector]], type[Selector]]]:
+def register() -> Iterator[Callable[[type[Selector]], type[Selector]]]:
     """`register_selector`, for the time of a test."""
-    monkeypatch.setattr("vllm_blend.blend.selectors.SELECTORS", dict(SELECTORS))
+    before = dict(SELECTORS)
     yield register_selector
+    SELECTORS.clear()
+    SELECTORS.update(before)
 
 
 def evidence(n: int, **fields: Any) -> Evidence:
@@ -35,9 +38,9 @@ def evidence(n: int, **fields: Any) -> Evidence:
 
 @pytest.mark.cpu_only
 def test_best_is_stable_and_ascending() -> None:
-    assert best(torch.tensor([1.0, 3.0, 1.0, 3.0, 0.0]), 3).tolist() == [0, 1, 3]
-    assert best(torch.tensor([0.0, 0.0, 0.0]), 2).tolist() == [0, 1]
-    assert best(torch.tensor([1.0]), 5).tolist() == [0]
+    assert top_indices(torch.tensor([1.0, 3.0, 1.0, 3.0, 0.0]), 3).tolist() == [0, 1, 3]
+    assert top_indices(torch.tensor([0.0, 0.0, 0.0]), 2).tolist() == [0, 1]
+    assert top_indices(torch.tensor([1.0]), 5).tolist() == [0]
 
 
 @pytest.mark.cpu_only
@@ -64,7 +67,7 @@ def test_gradual_narrows_to_the_ratio() -> None:
 
 @pytest.mark.cpu_only
 def test_first_tokens_takes_the_same_of_every_chunk() -> None:
-    chosen = best(make_selector("first_tokens").score(evidence(12)), 6)
+    chosen = top_indices(make_selector("first_tokens").score(evidence(12)), 6)
     assert chosen.tolist() == [0, 1, 4, 5, 8, 9]
 
 
@@ -108,12 +111,11 @@ def test_a_name_is_needed_and_belongs_to_one_selector(register: Callable[[type[S
 def test_auto_is_late_attention_whatever_the_model() -> None:
     assert make_selector("auto") == make_selector("late_attention+mean_shift")
     assert make_selector("auto").look(12) == LateAttention().look(12)
-    assert make_selector("auto", compressed=True) == QuestionAttention()
     looks = [LateAttention().look(layers) for layers in (1, 2, 10, 12, 32)]
     assert [(look.first, look.stop) for look in looks] == [(0, 1), (1, 2), (6, 10), (8, 12), (21, 32)]
     assert all(look.is_plain for look in looks)
     with pytest.raises(ValueError, match="'auto' has levers of its own"):
-        make_selector("auto+smoothing")  # a lever on a rule that nobody named
+        make_selector("auto+smoothing")  # a lever on a rule without a name
 
 
 def test_what_auto_stands_for_is_what_is_reported() -> None:
@@ -187,7 +189,7 @@ def test_the_question_looks_on_some_of_the_layers_whoever_looks_beside_it(
     names = [looking_on(share).name for share in shares]
     with engine(TINY, enable_blending=True) as llm:
         layers = llm.llm_engine.model_executor.driver_worker.num_layers
-        assert [QuestionAttention(share).question_layers(layers) for share in shares] == [1, 2, 3]
+        assert [QuestionAttention(share).look(layers).stop for share in shares] == [1, 2, 3]
         for name in names:
             run(llm, tiny_prompt(blend_selector=name), PARAMS)
         run(llm, [tiny_prompt(blend_selector=name) for name in reversed(names)], PARAMS)
@@ -199,7 +201,7 @@ def test_the_question_looks_on_some_of_the_layers_whoever_looks_beside_it(
 
 @pytest.mark.cpu_only
 def test_the_share_of_layers_is_rounded_up_and_checked() -> None:
-    assert [QuestionAttention().question_layers(n) for n in (1, 2, 12, 28, 32)] == [1, 2, 9, 21, 24]
+    assert [QuestionAttention().look(n).stop for n in (1, 2, 12, 28, 32)] == [1, 2, 9, 21, 24]
     for share in (0.0, -0.5, 1.01):
         with pytest.raises(ValueError, match="layer_share"):
             QuestionAttention(share)
@@ -231,7 +233,8 @@ def test_a_selector_that_fails_costs_its_own_request(
         looks_at: ClassVar[LooksAt] = kind
 
         def score(self, evidence: Evidence) -> torch.Tensor:
-            return failing(fault, evidence)
+            scores: torch.Tensor = failing(fault, evidence)
+            return scores
 
     register(Broken)
     good: list[Any] = [

@@ -109,7 +109,7 @@ def test_a_preempted_blend_gives_the_same_output(rule: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kib", [0.01, 8, 20])
 def test_eviction_changes_the_cost_and_nothing_else(kib: float) -> None:
-    """A store for no chunk, or for few: whoever waits for a chunk keeps what it has found already.
+    """The store holds no chunk, or few: a request that waits for a chunk keeps those that it has found already.
 
     The sizes are meant for heads of 16 in float32.
     """

@@ -20,14 +20,14 @@ _built: dict[str, ChunkedLLM] = {}
 
 
 def new_chunked_llm(model: str = TINY, **arguments: Any) -> ChunkedLLM:
-    """Where the run wants it (see `tests/settings.py`), with small pages."""
+    """Build an engine with small pages on the device that the run names (see `tests/settings.py`)."""
     with patience():
         return ChunkedLLM(model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | arguments))
 
 
 @contextmanager
 def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
-    """As good as new, and again at the end: no request, no chunk, no page in use."""
+    """Lend an engine that is as good as new, before and after: no request, no chunk, no page in use."""
     key = repr((model, sorted(arguments.items())))
     if key not in _built:
         _built[key] = new_chunked_llm(model, **arguments)
@@ -46,7 +46,7 @@ def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
             for _ in range(info.num_pins):
                 chunked.unpin_chunk(info.chunk.id)
             chunked.delete_chunk(info.chunk.id)
-    assert chunked.llm_engine.chunk_store.room == chunked.llm_engine.chunk_store.budget_bytes
+    assert chunked.llm_engine.chunk_store.free_bytes == chunked.llm_engine.chunk_store.budget_bytes
 
 
 def random_ids(count: int, seed: int) -> list[int]:
@@ -55,7 +55,7 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 
 def random_compositions(chunked: ChunkedLLM, count: int, **options: Any) -> list[ChunkComposition]:
-    """Of a handful of chunks, in any order and number, with and without a system prompt; at most 80 tokens."""
+    """Draw compositions of a few chunks in any order, with or without a system prompt, of up to 80 tokens."""
     generator = random.Random(7)
     system = [chunked.register_chunk(random_ids(n, 100 + n), "system_prompt").id for n in (1, 8, 13)]
     context = [chunked.register_chunk(random_ids(n, n)).id for n in (1, 2, 5, 7, 8, 11, 16)]

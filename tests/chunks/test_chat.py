@@ -9,7 +9,7 @@ import pytest
 from tests.chunks.llms import TINY, chunked_llm
 from tests.engine.engines import greedy
 from vllm_blend import ChunkedLLM
-from vllm_blend.chunks.preview import preview as preview_of
+from vllm_blend.entrypoints.composition_preview import preview as preview_of
 
 LLAMA3_LIKE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -27,7 +27,7 @@ QUESTION = "def f(x):\n    return x"
 
 def whole(chunked: ChunkedLLM, system: str | None, user: str, template: str) -> list[int]:
     messages = [] if system is None else [{"role": "system", "content": system}]
-    ids = chunked.get_tokenizer().apply_chat_template(
+    ids: Any = chunked.get_tokenizer().apply_chat_template(
         [*messages, {"role": "user", "content": user}],
         chat_template=template,
         tokenize=True,
@@ -112,7 +112,7 @@ def test_a_template_may_refuse_a_system_prompt() -> None:
 
 
 def test_a_template_that_strips_is_shown() -> None:
-    """As Llama 3's does: the ids are those of the chunks as they were registered."""
+    """Llama 3's template strips messages: the ids are still those of the chunks as they were registered."""
     template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}[assistant]"
     with chunked_llm(chat_template=template) as chunked:
         for text, strips in ((" The quick fox.\n", True), ("The quick fox.\n", False)):

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.engine.tiny_tokenizers import TEXTS, byte_fallback, byte_level, slow
-from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
-from vllm_blend.chunks.content_format import detect_content_format, template_variables
+from vllm_blend.chunks.chat_prompt import chat_prompts
+from vllm_blend.chunks.chat_template import detect_content_format, make_chat_template, template_variables
 from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.inputs import ParsedPrompt
 
@@ -42,7 +42,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def trimmed_offsets() -> PreTrainedTokenizerBase:
-    """As Llama 3 and GPT-2: white space is in tokens, but not in the offsets that the tokenizer gives."""
+    """Return a tokenizer like those of Llama 3 and GPT-2: tokens hold white space, but their offsets leave it out."""
     backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -54,12 +54,14 @@ def with_ids_of_its_own() -> PreTrainedTokenizerBase:
         def __call__(self, text: Any, *arguments: Any, **options: Any) -> Any:
             return super().__call__(text.lower(), *arguments, **options)
 
-    return Own(tokenizer_object=trimmed_offsets().backend_tokenizer)
+    kind: Any = Own
+    made: PreTrainedTokenizerBase = kind(tokenizer_object=trimmed_offsets().backend_tokenizer)
+    return made
 
 
 @lru_cache
 def full_stops_with_line_ends() -> PreTrainedTokenizerBase:
-    """As Qwen and Llama 3: a full stop and the line end behind it are one token."""
+    """Return a tokenizer like those of Qwen and Llama 3: a full stop and the line end behind it are one token."""
     backend = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
     split = pre_tokenizers.Split(words, "isolated")
@@ -139,7 +141,7 @@ def test_a_prefix_ends_before_the_first_part(question: str, cut: int, role: str)
 
 
 def test_white_space_belongs_to_its_token() -> None:
-    """Also where the tokenizer leaves it out of offsets: " fox" begins in the part before."""
+    """It does even if the tokenizer leaves it out of offsets: " fox" begins in the part before."""
     for tokenizer in (byte_level(), trimmed_offsets()):
         prompt = prompt_of([parts("The quick brown ", "fox jumps", QUESTION)], LISTS, tokenizer)
         assert chunk_texts(prompt, tokenizer) == ["The quick brown", " jumps"] and prompt.num_merged_parts == 2
@@ -186,7 +188,7 @@ def test_strings_blank_parts_and_repetitions() -> None:
     messages = [{"role": "user", "content": PASSAGES[0]}, quote, parts(PASSAGES[0], "", PASSAGES[0], QUESTION, " \n")]
     prompt = prompt_of(messages, CHATML_LIKE)
     assert chunk_texts(prompt) == [PASSAGES[0]] * 3
-    text = byte_level().decode(prompt.token_ids[: prompt.chunk_bounds[1][0]])
+    text = str(byte_level().decode(prompt.token_ids[: prompt.chunk_bounds[1][0]]))
     assert text.count(PASSAGES[0]) == 2 and text.endswith("user\n")
     assert prompt_of([{"role": "user", "content": QUESTION}], CHATML_LIKE).chunk_bounds == ()
 

@@ -14,7 +14,8 @@ from tests.chunks.llms import chunked_llm, new_chunked_llm, random_compositions,
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, assert_empty, greedy
 from vllm_blend import ChunkedLLM, RequestOutput
-from vllm_blend.chunks.errors import OutOfChunkMemoryError, UnknownChunkError
+from vllm_blend.chunks.chunk import OutOfChunkMemoryError, UnknownChunkError
+from vllm_blend.features.cascade.passes import CascadePasses
 
 PARAMS = greedy(8, logprobs=1, ignore_eos=True)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -40,9 +41,9 @@ def test_answers_are_those_of_a_plain_engine(feature: str, monkeypatch: pytest.M
         with chunked_llm() as chunked:
             expected = outputs_of(chunked, options, retain=False)
         with chunked_llm(**FEATURES[feature]) as chunked:
-            cascade = chunked.llm_engine.model_executor.driver_worker.model_runner.cascade
-            if cascade is not None:
-                monkeypatch.setattr(cascade, "min_saved_blocks", 1)
+            for extension in chunked.llm_engine.model_executor.driver_worker.extensions:
+                if isinstance(extension, CascadePasses):
+                    monkeypatch.setattr(extension.planner, "min_saved_blocks", 1)
             outputs = outputs_of(chunked, options, retain=True)
         for left, right in zip(expected, outputs, strict=True):
             assert_same_logprobs(left, right)
@@ -50,7 +51,7 @@ def test_answers_are_those_of_a_plain_engine(feature: str, monkeypatch: pytest.M
 
 
 def test_registered_chunks_outlive_the_process(tmp_path: Path) -> None:
-    """In a store on the disk: registering them again reads what was computed. Deleting one deletes it there too."""
+    """They are on the disk: registering them again reads what was computed. Deleting one deletes it there too."""
     ids = random_ids(20, 1)
     for computed in (1, 0, 1):
         chunked = new_chunked_llm(chunk_store_path=str(tmp_path))
@@ -61,8 +62,8 @@ def test_registered_chunks_outlive_the_process(tmp_path: Path) -> None:
         assert output.blend is not None and output.blend.num_exact_tokens == len(ids)
         if computed == 0:
             assert chunked.delete_chunk(chunk.id).num_bytes == 20 * engine.composer.bytes_per_token
-        engine.chunk_store.flush()  # type: ignore[union-attr]
-        engine.chunk_store.close()  # type: ignore[union-attr]
+        engine.chunk_store.flush()
+        engine.chunk_store.close()
         assert_empty(chunked.llm)
 
 
@@ -87,7 +88,10 @@ def test_anything_in_any_order(seed: int, ahead: bool) -> None:
                 )  # fmt: skip
             return known[key]
 
-        arguments = {"num_gpu_blocks_override": 160 // BLOCK_SIZE + 1, "blend_chunk_cache_gib": 45 * token / 2**30}
+        arguments: dict[str, Any] = {
+            "num_gpu_blocks_override": 160 // BLOCK_SIZE + 1,
+            "blend_chunk_cache_gib": 45 * token / 2**30,
+        }
         with chunked_llm(async_scheduling=ahead, max_num_seqs=4, **arguments) as chunked:
             streams: list[tuple[Iterator[RequestOutput], tuple[Any, ...]]] = []
             registered: dict[int, str] = {}
@@ -118,11 +122,11 @@ def test_anything_in_any_order(seed: int, ahead: bool) -> None:
                         assert_same_logprobs(output, expected(*case))
                 elif action == "read" and streams:
                     index = generator.randrange(len(streams))
-                    output = next(streams[index][0], None)  # type: ignore[arg-type]
-                    if output is None or output.finished:
+                    last = next(streams[index][0], None)
+                    if last is None or last.finished:
                         case = streams.pop(index)[1]
-                        if output is not None:
-                            assert_same_logprobs(output, expected(*case))
+                        if last is not None:
+                            assert_same_logprobs(last, expected(*case))
                 elif action == "drop" and streams and generator.random() < 0.3:
                     streams.pop(generator.randrange(len(streams)))
             streams.clear()

@@ -1,4 +1,4 @@
-"""A chunk goes when nobody uses it any more, with exactly its bytes and pages."""
+"""A chunk goes when no request uses it any more, with exactly its bytes and pages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.chunks.llms import chunked_llm, random_ids
-from tests.engine.engines import BLOCK_SIZE, assert_empty, greedy, tiny_model
+from tests.engine.engines import BLOCK_SIZE, assert_empty, greedy, memory_store, tiny_model
 from vllm_blend import ChunkedLLM
-from vllm_blend.chunks.errors import UnknownChunkError
+from vllm_blend.chunks.chunk import UnknownChunkError
 
 PARAMS = greedy(8, ignore_eos=True)
 
@@ -26,7 +26,10 @@ def test_deleting_frees_exactly_its_bytes() -> None:
         kept = chunked.register_chunk(random_ids(7, 1))
         before = store_bytes(chunked)
         chunk = chunked.register_chunk(random_ids(11, 2))
-        tensor = weakref.ref(chunked.llm_engine.chunk_store.get(chunk.id).k)  # type: ignore[union-attr]
+        stored = chunked.llm_engine.chunk_store.get(chunk.id)
+        assert stored is not None
+        tensor = weakref.ref(stored.k)
+        del stored
         assert store_bytes(chunked) - before == 11 * token
         chunked.generate_from_chunks(None, [kept.id, chunk.id], query=[5], sampling_params=PARAMS, retain=True)
         [pages] = chunked.get_chunk(chunk.id).page_tables
@@ -63,19 +66,19 @@ def test_deletion_waits_for_requests(ends: str) -> None:
             chunked.register_chunk(random_ids(11, 1))
             assert not chunked.get_chunk("x").deleting
         elif ends == "aborted":
-            second.close()  # type: ignore[attr-defined]
+            second.close()
         else:
             list(second)
         assert [output.outputs for output in first] == expected[1:]
         if ends == "refused":
-            second.close()  # type: ignore[attr-defined]
+            second.close()
             assert chunked.get_chunk("x").num_references == 0 and store_bytes(chunked) == used
         else:
             assert not chunked.list_chunks() and store_bytes(chunked) == 0
 
 
 def test_a_name_is_free_as_soon_as_its_chunk_is_deleted() -> None:
-    """Also while a request still uses that one: a passage is replaced under its name."""
+    """It is free even while a request still uses the chunk: a passage can be replaced under its name."""
     with chunked_llm() as chunked:
         old = chunked.register_chunk(random_ids(11, 1), name="page")
         stream = chunked.generate_from_chunks(None, ["page"], query=[5], sampling_params=PARAMS, stream=True)
@@ -104,7 +107,7 @@ def test_many_chunks_come_and_go() -> None:
     with chunked_llm(tiny_model("llama", num_hidden_layers=1)) as chunked:
         engine = chunked.llm_engine
         free = engine.blocks.num_free_blocks
-        registry, store = engine.chunk_registry, engine.chunk_store
+        registry, store = engine.chunk_registry, memory_store(chunked.llm)
         counts: list[int] = []
         for index in range(10_000):
             chunk = chunked.register_chunk([index % 89 + 3, index // 89 + 3], name="it")
@@ -115,7 +118,7 @@ def test_many_chunks_come_and_go() -> None:
             if index in (2_000, 9_999):
                 gc.collect()
                 counts.append(len(gc.get_objects()))
-        assert (store.num_bytes, len(store), len(registry), len(store._pins)) == (0, 0, 0, 0)  # type: ignore[union-attr]
+        assert (store.num_bytes, len(store), len(registry), len(store._pins)) == (0, 0, 0, 0)
         assert engine.blocks.num_free_blocks == free
         assert not engine.blocks.retained and not engine.blocks._retained_by and not engine.pages.chunk_page_tables
         assert counts[1] - counts[0] < 500  # objects of Python: a leak would make thousands

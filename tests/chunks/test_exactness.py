@@ -17,7 +17,7 @@ COUNT = 50
 
 
 def expected_outputs(compositions: list[ChunkComposition]) -> list[RequestOutput]:
-    """What an engine that reuses nothing says, one prompt at a time."""
+    """Return the answers of an engine that reuses nothing, one prompt at a time."""
     with engine(TINY, enable_prefix_caching=False) as llm:
         return [run(llm, {"prompt_token_ids": made.token_ids}, PARAMS)[0] for made in compositions]
 
@@ -44,8 +44,8 @@ def test_random_compositions_equal_standard_generation(options: dict[str, Any], 
     "options", [{"mode": "reuse"}, {"retain": False}, {"selector": "first_tokens"}], ids=["reuse", "blend", "retained"]
 )
 def test_a_batch_equals_the_same_alone(options: dict[str, Any]) -> None:
-    """Also where a batch shares the pages of contexts that several of its requests have, if the rule does not look at
-    the question."""
+    """They are equal even if a batch shares the pages of contexts that several of its requests have, as it does if the
+    rule does not look at the question."""
     with chunked_llm() as chunked:
         compositions = random_compositions(chunked, 24, **options)
         together = chunked.batch_generate_from_chunks(compositions, PARAMS)

@@ -12,9 +12,8 @@ from tests import tolerances
 from tests.chunks.llms import TINY, chunked_llm, random_ids
 from tests.engine.engines import BLOCK_SIZE, DEMO, greedy, hf_model, tiny_model
 from vllm_blend import ChunkedLLM, chunks
-from vllm_blend.chunks.chunk import ChunkType
+from vllm_blend.chunks.chunk import ChunkInUseError, ChunkType, OutOfChunkMemoryError, UnknownChunkError
 from vllm_blend.chunks.composition import ChunkComposition, Part
-from vllm_blend.chunks.errors import ChunkInUseError, OutOfChunkMemoryError, UnknownChunkError
 from vllm_blend.core.block_manager import OutOfBlocks
 
 MODELS = {
@@ -129,6 +128,7 @@ def test_what_can_be_wrong() -> None:
             with pytest.raises(TypeError, match=said):
                 wrong()
         assert len(chunked.list_chunks()) == 3 and chunked.llm_engine.composer.num_encoded == encoded
+        unknown: Any = "fast"
         for call, message in (
             (lambda: chunked.register_chunk([]), "the chunk is empty"),
             (lambda: chunked.register_chunk(""), "the chunk is empty"),
@@ -139,9 +139,9 @@ def test_what_can_be_wrong() -> None:
             (lambda: chunked.register_chunk([5], name=chunk.id), "names another chunk"),
             (lambda: chunked.register_chunk([5], "query", after=system.id), "after=.* is for context"),
             (lambda: chunked.register_chunk([5], after="a"), "after: chunk 'a' is of type CONTEXT, not SYSTEM_PROMPT"),
-            (lambda: chunked.delete_chunk("nobody"), "chunk 'nobody' is unknown"),
+            (lambda: chunked.delete_chunk("absent"), "chunk 'absent' is unknown"),
             (lambda: chunked.unpin_chunk("a"), "'a' is not pinned"),
-            (lambda: chunked.compose("nobody", ["a"], **ask), "chunk 'nobody' is unknown"),
+            (lambda: chunked.compose("absent", ["a"], **ask), "chunk 'absent' is unknown"),
             (
                 lambda: chunked.compose("a", [], **ask),
                 "system_chunk_id: chunk 'a' is of type CONTEXT, not SYSTEM_PROMPT",
@@ -154,7 +154,7 @@ def test_what_can_be_wrong() -> None:
             (lambda: chunked.compose(None, ["a"]), "give the question either as"),
             (lambda: chunked.compose(None, ["a"], query.id, [5]), "give the question either as"),
             (lambda: chunked.compose(None, ["a"], query=[]), "the query is empty"),
-            (lambda: chunked.compose(None, ["a"], mode="fast", **ask), "mode='fast' is unknown"),
+            (lambda: chunked.compose(None, ["a"], mode=unknown, **ask), "mode='fast' is unknown"),
             (lambda: chunked.compose(None, ["a"], mode="reuse", recompute_ratio=0.5, **ask), "mode='reuse' says what"),
             (
                 lambda: chunked.generate_from_chunks(None, ["a"] * 32, **ask),
@@ -272,7 +272,7 @@ def test_a_stream_runs_beside_other_calls() -> None:
 
 
 def test_a_batch_that_is_refused_leaves_nothing_behind() -> None:
-    """Also while somebody holds the error, as an interactive session does."""
+    """Nothing stays even while the error is held, as it is in an interactive session."""
     with chunked_llm() as chunked:
         chunk = chunked.register_chunk(random_ids(12, 1))
         good = {"context_chunk_ids": [chunk.id], "query": [5]}
@@ -304,7 +304,7 @@ def test_an_answer_becomes_a_chunk_like_any_other() -> None:
 
 def test_public_names() -> None:
     assert chunks.ChunkedLLM is ChunkedLLM
-    assert chunks.__all__ == sorted(chunks._HOMES)
+    assert chunks.__all__ == sorted(chunks.__all__) and set(chunks._LIVES_ABOVE) < set(chunks.__all__)
     assert [getattr(chunks, name).__name__ for name in chunks.__all__] == chunks.__all__
     with pytest.raises(AttributeError, match="no attribute 'Chunks'"):
         _ = chunks.Chunks

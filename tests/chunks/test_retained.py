@@ -18,7 +18,8 @@ RULE: dict[str, Any] = {"selector": "first_tokens"}  # does not look at the ques
 
 def ask(chunked: ChunkedLLM, chunks: list[str], seed: int, length: int = 5, **options: Any) -> RequestOutput:
     options = RULE | {"sampling_params": PARAMS} | options
-    return chunked.generate_from_chunks(None, chunks, query=random_ids(length, seed), **options)
+    output: RequestOutput = chunked.generate_from_chunks(None, chunks, query=random_ids(length, seed), **options)
+    return output
 
 
 def registered(chunked: ChunkedLLM, *lengths: int) -> list[str]:
@@ -29,7 +30,7 @@ def registered(chunked: ChunkedLLM, *lengths: int) -> list[str]:
 @pytest.mark.parametrize("context", [2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1, 5])
 @pytest.mark.parametrize("question", [1, 5, BLOCK_SIZE + 3])
 def test_the_second_question_computes_itself_alone(context: int, question: int, backend: str) -> None:
-    """With a context that ends within a page, at its end, or in its first page, and questions that share the page with
+    """The context ends within a page, at its end, or in its first page, and questions share the page with
     it or go beyond."""
     with chunked_llm(attention_backend=backend) as chunked:
         chunks = registered(chunked, context // 3, context - context // 3)
@@ -129,7 +130,7 @@ def test_pages_are_given_up_when_they_are_needed() -> None:
         expected = ask(chunked, chunks, 1, retain=False)
         assert_same_logprobs(ask(chunked, chunks, 1), expected)
         assert blocks.num_free_blocks == blocks.num_usable_blocks and len(blocks.retained) == 1
-        big = {"prompt_token_ids": random_ids(85, 9)}
+        big = random_ids(85, 9)
         waiting = chunked.generate_from_chunks(
             None, chunks, query=random_ids(5, 1), sampling_params=PARAMS, stream=True, **RULE
         )
@@ -184,7 +185,7 @@ def test_deleting_a_chunk_forgets_what_it_stands_in() -> None:
         chunked.delete_chunk(a)
         assert len(chunked.llm_engine.blocks.retained) == 1
         metrics = {metric.name: metric for metric in chunked.llm.get_metrics()}
-        assert metrics["vllm_blend:chunks_registered"].value == 2  # type: ignore[union-attr]
-        assert metrics["vllm_blend:compositions_retained"].value == 1  # type: ignore[union-attr]
+        assert metrics["vllm_blend:chunks_registered"].value == 2
+        assert metrics["vllm_blend:compositions_retained"].value == 1
         output = ask(chunked, [b, c], 2)
         assert output.blend is not None and output.blend.retained

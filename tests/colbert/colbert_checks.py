@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,20 +26,20 @@ TEXTS = ["zzz qqq zzz qqq jjj", "aaaa eeee bbbb", "0123 4567 89", "mmmm nnnn ppp
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_colbert(tmp_path_factory.mktemp("tiny-colbert"))
 
 
 @pytest.fixture
-def config(checkpoint, tmp_path) -> RetrievalConfig:
+def config(checkpoint: Path, tmp_path: Path) -> RetrievalConfig:
     return RetrievalConfig(backend="colbert", model_id=str(checkpoint), index_dir=str(tmp_path / "indexes"), top_k=2)
 
 
-def make_sample(question: str, texts: list[str] = TEXTS) -> dict:
+def make_sample(question: str, texts: list[str] = TEXTS) -> dict[str, Any]:
     return {"ctxs": [{"title": "", "text": text} for text in texts], "question": question, "answers": ["x"]}
 
 
-def test_the_passage_that_says_the_same_comes_first(config):
+def test_the_passage_that_says_the_same_comes_first(config: RetrievalConfig) -> None:
     samples = [make_sample(text) for text in TEXTS]
     retrieval = ColbertRetrieval(config)
     results = retrieval.retrieve(retrieval.prepare(samples))
@@ -49,7 +50,7 @@ def test_the_passage_that_says_the_same_comes_first(config):
         assert result["retrieved"][0]["text"] == result["question"]
 
 
-def test_an_index_is_kept_on_disk_and_used_again(config):
+def test_an_index_is_kept_on_disk_and_used_again(config: RetrievalConfig) -> None:
     first = ColbertRetrieval(config).prepare([make_sample(TEXTS[1])])[0]
     index = Path(first["r_text_index"])
     assert (index / "pid_docid_map.json").is_file()
@@ -61,7 +62,7 @@ def test_an_index_is_kept_on_disk_and_used_again(config):
     assert retrieval.find_sample_top_k(again)[0][0] == 3
 
 
-def test_other_passages_get_an_index_of_their_own(config):
+def test_other_passages_get_an_index_of_their_own(config: RetrievalConfig) -> None:
     samples = [make_sample(TEXTS[1]), {**make_sample(TEXTS[1], [*TEXTS[1:], TEXTS[0]]), "doc_id": "other/doc"}]
     first, second = ColbertRetrieval(config).prepare(samples)
     assert first["r_text_index"] != second["r_text_index"]
@@ -69,21 +70,21 @@ def test_other_passages_get_an_index_of_their_own(config):
     assert ColbertRetrieval(config).find_sample_top_k(second)[0][0] == 0
 
 
-def test_an_index_that_was_not_finished_is_built_again(config):
+def test_an_index_that_was_not_finished_is_built_again(config: RetrievalConfig) -> None:
     index = Path(ColbertRetrieval(config).prepare([make_sample(TEXTS[1])])[0]["r_text_index"])
     (index / "pid_docid_map.json").unlink()
     assert ColbertRetrieval(config).find_sample_top_k(make_sample(TEXTS[1]))[0][0] == 1
     assert (index / "pid_docid_map.json").is_file()
 
 
-def test_a_single_passage_needs_no_index(config):
+def test_a_single_passage_needs_no_index(config: RetrievalConfig) -> None:
     retrieval = ColbertRetrieval(config)
     (sample,) = retrieval.prepare([make_sample("a", ["a"])])
     indices, scores = retrieval.find_sample_top_k(sample)
     assert sample["r_text_index"] == "" and indices == [0] and scores[0] > 0
 
 
-def test_a_directory_without_colberts_settings_is_refused(config, tmp_path):
+def test_a_directory_without_colberts_settings_is_refused(config: RetrievalConfig, tmp_path: Path) -> None:
     folder = write_tiny_colbert(tmp_path / "incomplete")
     (folder / "artifact.metadata").unlink()
     with pytest.raises(FileNotFoundError, match=r"incomplete has no artifact\.metadata"):
@@ -91,7 +92,7 @@ def test_a_directory_without_colberts_settings_is_refused(config, tmp_path):
 
 
 @pytest.mark.parametrize("scope", ["sample", "corpus"])
-def test_the_command_with_the_colbert_backend(checkpoint, tmp_path, scope):
+def test_the_command_with_the_colbert_backend(checkpoint: Path, tmp_path: Path, scope: str) -> None:
     samples = [{**make_sample(text), "gold": [i], "kind": "1hop"} for i, text in enumerate(TEXTS)]
     data = write_json(tmp_path / "own_musique.json", samples)
     model = ["--backend", "colbert", "--model-id", str(checkpoint), "--index-dir", str(tmp_path / "indexes")]

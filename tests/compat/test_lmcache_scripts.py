@@ -62,7 +62,7 @@ lmcache_vllm.close_lmcache_engine()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a user works: the script, two texts, a configuration; and `site`, a folder on Python's path."""
+    """Make a user's folder: the script, two texts, a configuration; and `site`, a folder on Python's path."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "site").mkdir()
     for name in ("vllm", "lmcache_vllm"):
@@ -111,7 +111,7 @@ def test_a_wrong_configuration_ends_it_with_the_reason(folder: Path) -> None:
     done = run(folder, "kv_blend.py", config="wrong.yaml")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last == "ValueError: wrong.yaml: blend_recompute_ratio='much' is no number"
+    assert last == "ValueError: wrong.yaml: blend_recompute_ratio='much' must be a number"
 
 
 def test_from_the_command_line(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_from_the_command_line(folder: Path) -> None:
 def test_a_text_that_is_not_there(folder: Path) -> None:
     done = run(folder, "-m", "lmcache_vllm", "--model=m", "--question=q", "chunk3.txt")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "chunk3.txt is no text that can be read: [Errno 2] No such file" in done.stderr
+    assert "chunk3.txt cannot be read as text: [Errno 2] No such file" in done.stderr
 
 
 def test_the_names_are_where_scripts_look_for_them(folder: Path) -> None:

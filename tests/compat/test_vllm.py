@@ -29,7 +29,7 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_names_are_those_of_vllm_blend(site):
+def test_the_names_are_those_of_vllm_blend(site: Path) -> None:
     done = run(
         """
 import vllm, vllm_blend
@@ -55,7 +55,7 @@ assert lmcache_vllm.__file__.startswith({site!r})
     assert done.returncode == 0, done.stderr
 
 
-def test_a_script_for_vllm_runs_as_it_is(site):
+def test_a_script_for_vllm_runs_as_it_is(site: Path) -> None:
     done = run(
         """
 from vllm import LLM, SamplingParams
@@ -70,7 +70,7 @@ for output in llm.generate(["Where is it?", "Who"], SamplingParams(temperature=0
 
 
 @pytest.mark.parametrize("name", ["vllm", "lmcache_vllm"])
-def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path, name):
+def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path: Path, name: str) -> None:
     compat = ROOT / "vllm_blend/compat"
     for installed, other in itertools.product([True, False], repeat=2):
         package = tmp_path / f"{installed}-{other}"
@@ -89,7 +89,7 @@ def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path, name):
             assert done.stderr == ""
 
 
-def test_modules_that_callers_import_work_or_refuse_what_is_asked_of_them(site):
+def test_modules_that_callers_import_work_or_refuse_what_is_asked_of_them(site: Path) -> None:
     done = run(
         """
 import logging, torch

@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_blend.core.block_manager import BlockManager, ChunkSpan, OutOfBlocks, Retained
+from vllm_blend.core.block_manager import BlockManager, OutOfBlocks, Retained
 from vllm_blend.core.page_manager import PageManager
+from vllm_blend.inputs import StoredPiece
+from vllm_blend.kv_store.keys import ChunkId
 
 SIZE = 4
 
@@ -76,9 +78,9 @@ def test_what_was_used_last_stays_longest() -> None:
         manager.retain(key, Retained(tuple(table), 2 * SIZE))
         manager.release(table)
     assert manager.find_retained(b"old") is not None  # a use
-    manager.allocate(3)  # two of nobody's, one of the other's
+    manager.allocate(3)  # two unused blocks, and one of the other context
     assert set(manager.retained) == {b"old"}
-    manager.allocate(1)  # the other's second one: what is left of it is no use to anybody
+    manager.allocate(1)  # its second block: what is left of that context is of no use
     assert set(manager.retained) == {b"old"}
     manager.allocate(1)
     assert not manager.retained
@@ -98,6 +100,10 @@ def test_forgetting_says_how_many_blocks_nobody_uses() -> None:
     assert manager.num_free_blocks == 4
 
 
+def placed(chunk_id: str, start: int, stop: int) -> StoredPiece:
+    return StoredPiece(start, ChunkId(chunk_id, "", tuple(range(start, stop))), ())
+
+
 def test_pages_of_chunks() -> None:
     blocks = BlockManager(10, SIZE)
     pages = PageManager(blocks)
@@ -107,12 +113,10 @@ def test_pages_of_chunks() -> None:
         pages.allocate_for_chunk("a", 1)
     with pytest.raises(OutOfBlocks, match=r"needs 7 pages of 4 tokens .* 6 of 9 are free"):
         pages.allocate_for_chunk("b", 7 * SIZE)
-    pages.computed("a")
+    pages.release_computed("a")
     assert not pages.chunk_page_tables and blocks.num_free_blocks == 9
     context = blocks.allocate(3)
-    blocks.retain(
-        b"k", Retained(tuple(context), 11, (ChunkSpan("a", 0, 4), ChunkSpan("b", 4, 6), ChunkSpan("a", 6, 11)))
-    )
+    blocks.retain(b"k", Retained(tuple(context), 11, (placed("a", 0, 4), placed("b", 4, 6), placed("a", 6, 11))))
     one, two, three = context
     assert pages.chunk_page_tables == {"a": [(one,), (two, three)], "b": [(two,)]}
     pages.allocate_for_chunk("b", 1)

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.blend.plan import Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
+from vllm_blend.chunks.retention import RetentionKey
 from vllm_blend.core.block_manager import BlockManager
-from vllm_blend.core.scheduler import ScheduledRequest, Scheduler
+from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.outputs import RequestMetrics
-from vllm_blend.request import CompositionKey, Request, RequestStatus
+from vllm_blend.request import Request, RequestStatus
 from vllm_blend.sampling_params import SamplingParams
 
 SIZE = 2
@@ -123,7 +125,7 @@ class Simulation:
         )
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         if queue or was_running:
-            assert scheduled, "somebody could run, but nobody does"
+            assert scheduled, "a request could run, but none does"
 
     def check_budget(self, scheduled: list[ScheduledRequest]) -> None:
         def cost(item: ScheduledRequest) -> int:
@@ -161,7 +163,7 @@ class Simulation:
     caching=st.booleans(),
 )
 def test_random_traffic(plan: list[Arrival], spare_blocks: int, max_num_seqs: int, budget: int, caching: bool) -> None:
-    """Arrivals, aborts, chunks that come late and pools of barely one request: everybody finishes, nothing leaks."""
+    """Arrivals, aborts, late chunks and pools of barely one request: every request finishes, nothing leaks."""
     blocks = BlockManager(MAX_LEN // SIZE + 1 + spare_blocks, SIZE, caching)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
     simulation = Simulation(scheduler)
@@ -317,7 +319,7 @@ def test_a_step_that_preempts_admits_nothing() -> None:
     assert scheduled == set(requests[:2]) and list(scheduler.waiting) == requests[2:]
 
 
-def test_a_preempted_request_that_finds_its_own_blocks_has_no_hit() -> None:
+def test_a_preempted_request_that_finds_its_own_blocks_has_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(BlockManager(7, SIZE), 4, 4)
     old, young = (request_of(i, Arrival(0, [i] * 6, 5, "plain")) for i in range(2))
     scheduler.add(old)
@@ -325,8 +327,14 @@ def test_a_preempted_request_that_finds_its_own_blocks_has_no_hit() -> None:
     simulation = Simulation(scheduler)
     while not scheduler.num_preemptions:
         simulation.step()
-    outputs, schedule = [], scheduler.schedule
-    scheduler.schedule = lambda ahead=False: outputs.append(schedule(ahead)) or outputs[-1]  # type: ignore
+    outputs: list[SchedulerOutput] = []
+    schedule = scheduler.schedule
+
+    def noted(ahead: bool = False) -> SchedulerOutput:
+        outputs.append(schedule(ahead))
+        return outputs[-1]
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
     drain(simulation)
     again = next(item for output in outputs for item in output.scheduled if item.request is young)
     assert again.start > 0 == young.num_cached_tokens
@@ -335,7 +343,7 @@ def test_a_preempted_request_that_finds_its_own_blocks_has_no_hit() -> None:
 def test_a_preempted_blend_that_finds_its_own_context_has_no_hit() -> None:
     scheduler = Scheduler(BlockManager(40, SIZE), 4, 64)
     request = request_of(0, Arrival(0, [0, 1, 1, 0, 1, 0, 0, 1], 5, "blend"))
-    request.composition = CompositionKey(b"context", 6)
+    request.retention = RetentionKey(b"context", 6)
     scheduler.add(request)
     scheduler.advance(scheduler.schedule())
     scheduler.preempt_last()

@@ -30,7 +30,8 @@ _chosen: dict[int, tuple[BlendStats, list[int]]] = {}  # by identity of an outpu
 @lru_cache(maxsize=16)  # up to 7 MB each
 @torch.inference_mode()
 def _hf_logprobs(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
-    return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    logits: torch.Tensor = model(torch.tensor([ids])).logits
+    return logits[0].float().log_softmax(-1)
 
 
 def hf_logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
@@ -68,7 +69,7 @@ def assert_greedy(tokens: Sequence[int], expected: torch.Tensor) -> None:
 
 
 def assert_greedy_tokens(output: RequestOutput, model: Any) -> None:
-    """What a greedy request generated is what transformers would, each token after the output's own tokens."""
+    """Check that a greedy request generated what transformers would, each token after the output's own tokens."""
     [completion] = output.outputs
     expected = hf_logprobs(model, [*output.prompt_token_ids, *completion.token_ids])
     assert_greedy(completion.token_ids, expected[len(output.prompt_token_ids) - 1 : -1])
@@ -134,7 +135,7 @@ def record_chosen(llm: LLM) -> None:
 
     def recorded(request: Any, result: Any) -> None:
         record(request, result)
-        stats = inner.processor.groups[request].blend
+        stats = inner.requests.groups[request].blend
         _chosen.setdefault(id(stats), (stats, result.computed.tolist()))
 
     inner.results.record_blend = recorded

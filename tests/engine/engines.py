@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -24,12 +24,17 @@ from tests.models.tiny import save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.metadata import default_fuse_metadata
 from vllm_blend.engine import chunk_stores, composer
+from vllm_blend.engine.extension import Extension
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.kv_store.memory import MemoryChunkStore
 from vllm_blend.kv_store.prefetch import ChunkLoader
-from vllm_blend.kv_store.remote import RemoteStoreConfig
+from vllm_blend.kv_store.store_config import RemoteStoreConfig
 from vllm_blend.pipeline.datasets import load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
 
+E = TypeVar("E", bound=Extension)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "inputs" / "demo-model")
 TINY_VOCABULARY = len(byte_level())
@@ -79,7 +84,7 @@ def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> LLM:
     return new_llm(model, **{k: _thawed(v) for k, v in arguments})
 
 
-def pages_for(tokens: int) -> dict[str, int]:
+def pages_for(tokens: int) -> dict[str, Any]:
     """Engine arguments for small pages that hold this many tokens and hardly more."""
     return {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": -(-tokens // BLOCK_SIZE) + 1}
 
@@ -130,17 +135,24 @@ def assert_empty(llm: LLM) -> None:
     assert not inner.has_unfinished_requests()
     end_moves(llm)
     assert inner.blocks.num_free_blocks == inner.blocks.num_usable_blocks
-    assert not inner.processor.groups
+    assert not inner.requests.groups
+
+
+def feature(engine: LLMEngine, kind: type[E]) -> E:
+    """Return a feature that the engine must have."""
+    extension = engine.extension(kind)
+    assert extension is not None
+    return extension
 
 
 def end_moves(llm: LLM) -> None:
     """Chunks may still travel when their request has ended; the pages that they own come back with the next step."""
-    offload, deadline = llm.llm_engine.offload, time.monotonic() + PATIENCE
+    offload, deadline = llm.llm_engine.extension(ChunkOffload), time.monotonic() + PATIENCE
     if offload is not None:
-        while offload.scheduler.num_moving and time.monotonic() < deadline:
+        while offload.scheduler.moves and time.monotonic() < deadline:
             offload.scheduler.step({})
             time.sleep(0.001)
-        assert offload.scheduler.num_moving == 0
+        assert not offload.scheduler.moves
 
 
 def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
@@ -185,3 +197,17 @@ def ids_of(llm: LLM, prompt: ChunkedPrompt) -> list[int]:
     for piece in pieces:
         ids += tokenizer.encode(piece, add_special_tokens=False) if isinstance(piece, str) else list(piece)
     return ids
+
+
+def memory_store(llm: LLM) -> MemoryChunkStore:
+    """Return the chunk store of an engine that has one in memory alone."""
+    store = llm.llm_engine.chunk_store
+    assert not store.below
+    return store.memory
+
+
+def close_store(llm: LLM) -> None:
+    """Close the chunk store of an engine that has one on disk."""
+    store = llm.llm_engine.chunk_store
+    assert store.below
+    store.close()

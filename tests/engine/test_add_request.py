@@ -15,8 +15,8 @@ from vllm_blend import SamplingParams
 from vllm_blend.blend.selectors import make_selector, spec
 from vllm_blend.engine import llm_engine
 from vllm_blend.entrypoints import llm as llm_module
-from vllm_blend.inputs import parse_prompt
 from vllm_blend.kv_store import keys
+from vllm_blend.prompt_parser import parse_prompt
 
 TINY = tiny_model("llama")
 LONG = tiny_model("llama", max_position_embeddings=4096)
@@ -36,7 +36,7 @@ def test_work_grows_with_the_tokens_and_not_with_tokens_times_chunks(monkeypatch
         return dumps(*args, **kwargs)
 
     monkeypatch.setattr(keys, "_ids_digest", counting)
-    monkeypatch.setattr(keys.json, "dumps", describing)
+    monkeypatch.setattr(json, "dumps", describing)
     with engine(LONG, enable_blending=True, blend_min_tokens=1) as llm:
         inner, counts = llm.llm_engine, []
         for num_chunks in (50, 100):
@@ -120,7 +120,8 @@ def test_n_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_joins_an_encoding_was_not_scheduled_before_it_came() -> None:
     prompt: Any = {"prefix": [3] * 40, "chunks": [[5] * 20], "suffix": [7]}
     with engine(TINY, enable_blending=True, blend_min_tokens=1, max_num_batched_tokens=16, max_num_seqs=4) as llm:
-        inner, done = llm.llm_engine, {}
+        inner = llm.llm_engine
+        done: dict[str, Any] = {}
         inner.add_request("first", prompt, greedy(2), final_only=True)
         inner.step()  # of the prefix, some
         inner.add_request("second", prompt, greedy(2), final_only=True)
@@ -143,12 +144,14 @@ def test_a_request_arrives_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) 
         for output in run(llm, ["a", "b"], greedy(2)):
             metrics = output.metrics
             assert metrics is not None and metrics.arrival_time <= parsed_at[0]
+            assert metrics.first_token_time is not None and metrics.time_in_prefill is not None
             assert metrics.first_token_latency == metrics.first_token_time - metrics.arrival_time
             assert metrics.first_token_latency >= metrics.time_in_prefill > 0
 
 
 def test_a_conversation_arrives_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered_at, chat_prompts = [], llm_module.chat_prompts
+    rendered_at: list[float] = []
+    chat_prompts = vars(llm_module)["chat_prompts"]
 
     def render(*args: Any) -> Any:
         rendered_at.append(time.time())
@@ -171,7 +174,7 @@ def test_a_request_arrives_before_it_waits_for_a_step_to_end() -> None:
                 time.sleep(0)
             end_of_step = time.time()
         thread.join()
-        assert inner._groups["x"].metrics.arrival_time <= end_of_step
+        assert inner.requests.by_id["x"].metrics.arrival_time <= end_of_step
         inner.abort_request("x")
 
 
@@ -188,7 +191,8 @@ def test_a_text_far_too_long_is_refused_without_reading_it_to_the_end(
 
         def recorded(text: str, **options: Any) -> list[int]:
             lengths.append(len(text))
-            return encode(text, **options)
+            ids: list[int] = encode(text, **options)
+            return ids
 
         monkeypatch.setattr(tokenizer, "encode", recorded)
         if kind == "chat":
@@ -197,7 +201,7 @@ def test_a_text_far_too_long_is_refused_without_reading_it_to_the_end(
         else:
             good, bad = run(llm, ["a", long], greedy(2))
         assert good.error is None
-        assert bad.error is not None and "tokens, but max_model_len=96 must hold it" in bad.error
+        assert bad.error is not None and "max_model_len=96 tokens, which must hold it" in bad.error
         assert sum(lengths) < 150_000
 
 

@@ -28,9 +28,9 @@ MODEL = tiny_model("llama")
 ROOM: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": BLOCK_SIZE}
 
 
-def prompts() -> list[dict[str, Any]]:
+def prompts() -> list[Any]:
     plain = [{"prompt_token_ids": IDS[i : i + n]} for i, n in ((0, 3), (5, 20), (0, 19), (30, 8), (5, 24))]
-    chunked = {"prefix": IDS[:4], "chunks": [IDS[10:20], IDS[20:26]], "suffix": IDS[40:43]}
+    chunked: dict[str, Any] = {"prefix": IDS[:4], "chunks": [IDS[10:20], IDS[20:26]], "suffix": IDS[40:43]}
     return [*plain, chunked, chunked | {"blend_selector": "value_deviation"}]
 
 

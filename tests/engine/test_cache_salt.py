@@ -13,13 +13,13 @@ import pytest
 from tests.blend.prompts import plain, tiny_prompt
 from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import greedy, new_llm, run, threads, tiny_model
+from tests.engine.engines import feature, greedy, new_llm, run, threads, tiny_model
 from vllm_blend import LLM, RequestOutput
-from vllm_blend.chunks.composition import composition_key
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.chunks.retention import retention_key
+from vllm_blend.features.spec_decode.extension import SpeculativeDecoding
 from vllm_blend.kv_store.export_folder import export_folder
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
-from vllm_blend.kv_store.tiered import TieredChunkStore
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 TINY = tiny_model("llama")
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
@@ -53,9 +53,7 @@ def counted(llm: LLM, prompts: Any) -> tuple[list[RequestOutput], dict[str, floa
     """Return the outputs, and what these prompts have added to the engine's counters."""
     before = counters(llm)
     outputs = run(llm, prompts, PARAMS)
-    store = llm.llm_engine.chunk_store
-    if isinstance(store, TieredChunkStore):
-        assert store.flush(120)
+    assert llm.llm_engine.chunk_store.flush(120)
     return outputs, {name: value - before.get(name, 0) for name, value in counters(llm).items()}
 
 
@@ -133,9 +131,9 @@ def test_a_retained_context_is_named_by_the_salt_itself() -> None:
         chunk = chunked.register_chunk(random_ids(20, 1))
         parsed = chunked.compose(None, [chunk], query=[5], mode="reuse").parse()
         engine = chunked.llm_engine
-        asked = engine.composer.check(parsed)
+        asked = engine.planner.plan(parsed)
         plain_key, salted_key = (
-            composition_key(engine.fingerprint, replace(parsed, salt=salt), asked) for salt in (b"", b"salt")
+            retention_key(engine.fingerprint, replace(parsed, salt=salt), asked) for salt in (b"", b"salt")
         )
         assert plain_key is not None and salted_key is not None and plain_key.key != salted_key.key
 
@@ -170,7 +168,7 @@ def test_chunks_encoded_ahead_exported_and_imported_keep_their_salt(tmp_path: Pa
     writer = new_llm(TINY, enable_blending=True, chunk_store_path=str(tmp_path / "a"))
     writer.encode_chunks(*pieces, cache_salt="tenant-a")
     store = writer.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore) and store.flush(120)
+    assert store.below and store.flush(120)
     assert export_folder(tmp_path / "a", tmp_path / "folders")["written"] == 4
     import_folder(tmp_path / "folders", DiskStoreConfig(tmp_path / "b", 1 << 30, NO_MODEL))
     for path in tmp_path.rglob("*"):
@@ -191,7 +189,8 @@ def test_chunks_encoded_ahead_exported_and_imported_keep_their_salt(tmp_path: Pa
 
 def test_drafts_copied_from_chunks_have_one_salt() -> None:
     llm = new_llm(TINY, enable_blending=True, speculative_config={"method": "suffix", "num_speculative_tokens": 3})
-    cache: Any = llm.llm_engine.speculation.speculator.drafter.chunks  # type: ignore[union-attr, attr-defined]
+    drafter: Any = feature(llm.llm_engine, SpeculativeDecoding).speculator.drafter
+    cache = drafter.chunks
     built = []
     for salt in ("tenant-a", "tenant-a", "tenant-b", None):
         run(llm, salted(tiny_prompt(), salt), PARAMS)

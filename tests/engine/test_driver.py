@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.engine.engines import assert_empty, engine, greedy, new_llm, run, sam
 from tests.engine.threads import PATIENCE, Job, at_once
 from tests.engine.tiny_tokenizers import byte_level
 from vllm_blend import LLM, ChunkedLLM, SamplingParams
-from vllm_blend.engine.driver import TurnLock, interrupts_held_back
+from vllm_blend.engine.interrupts import interrupts_held_back
+from vllm_blend.engine.lock import FairLock
 
 TINY = tiny_model("llama")
 
@@ -98,7 +100,7 @@ def test_chunks_are_encoded_loaded_and_used_by_several_threads_at_once() -> None
                     llm.load_chunk(name, kv)
             return True
 
-        jobs = [lambda index=index: encode(index) for index in range(3)]
+        jobs: list[Job] = [partial(encode, index) for index in range(3)]
         jobs += [lambda: [answers(run(llm, prompt, greedy())) for _ in range(6)]] * 2
         assert at_once(*jobs) == [True] * 3 + [[expected] * 6] * 2
 
@@ -113,7 +115,7 @@ def test_the_chunk_api_in_several_threads() -> None:
         own, found = chunked.register_chunk([100 + index] * 8, name=f"own {index}"), []
         for turn in range(5):
             chunk = chunked.register_chunk(contents[(index + turn) % 6])
-            arguments = {"context_chunk_ids": [own, chunk], "query": [9, index]}
+            arguments: dict[str, Any] = {"context_chunk_ids": [own, chunk], "query": [9, index]}
             stream = chunked.generate_from_chunks(**arguments, **ask, stream=True)
             first = next(stream).outputs[0].token_ids
             whole = chunked.generate_from_chunks(**arguments, **ask)  # while the stream is under way
@@ -190,7 +192,7 @@ def test_a_direct_user_of_the_engine_gets_every_output() -> None:
     """`add_request`, `step` and `abort_request` in one thread, `generate` in others, with ids that clash."""
     with engine(TINY) as llm:
         inner = llm.llm_engine
-        prompts = [{"prompt_token_ids": [index + 3] * 9} for index in range(8)]
+        prompts: list[Any] = [{"prompt_token_ids": [index + 3] * 9} for index in range(8)]
         params = greedy(8, ignore_eos=True)
         expected = [tokens_of(run(llm, prompt, params))[0] for prompt in prompts]
 
@@ -255,7 +257,8 @@ def test_a_request_that_another_thread_aborts_ends_with_what_there_is(monkeypatc
 def test_hooks_are_for_one_thread() -> None:
     with engine(TINY) as llm:
         hooks = llm.llm_engine.decoder.cache_fuse_metadata
-        prompt, params = {"prompt_token_ids": [5, 6, 7, 8]}, greedy(3)
+        params = greedy(3)
+        prompt: Any = {"prompt_token_ids": [5, 6, 7, 8]}
         expected = answers(run(llm, prompt, params))
         hooks["collect"] = True
         [error] = at_once(lambda: run(llm, prompt, params))
@@ -330,7 +333,10 @@ def test_ctrl_c_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     with engine(TINY) as llm:
         prompt, params = {"prompt_token_ids": [5, 6, 7, 8]}, greedy(10, ignore_eos=True)
         expected = answers(run(llm, prompt, params))
-        inner, calls, found, struck, completed = llm.llm_engine, iter(range(1000)), [], [], []
+        inner, calls = llm.llm_engine, iter(range(1000))
+        found: list[Any] = []
+        struck: list[bool] = []
+        completed: list[bool] = []
         process, distribute = inner.results.process, inner.driver.distribute
 
         def interrupted(*args: Any) -> Any:
@@ -375,7 +381,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_thread_that_comes_back_queues_behind_those_that_wait() -> None:
-    lock, order = TurnLock(lambda: None), []
+    lock, order = FairLock(lambda: None), []
 
     def once() -> None:
         with lock:
@@ -398,7 +404,8 @@ def test_a_stream_has_one_reader_and_may_end_in_any_thread(monkeypatch: pytest.M
     chunked = ChunkedLLM(TINY, num_gpu_blocks_override=60, block_size=8, dtype="float32")
     params = greedy(5, ignore_eos=True)
     stream = chunked.generate_from_chunks(query=[5, 6, 7], sampling_params=params, stream=True)
-    streams, inside, step = [stream], [], chunked.llm_engine.step
+    streams, step = [stream], chunked.llm_engine.step
+    inside: list[Any] = []
 
     def reading() -> Any:
         if not inside:
@@ -466,7 +473,8 @@ def test_shutdown_frees_and_closes_everything(tmp_path: Path) -> None:
     with ChunkedLLM(TINY, num_gpu_blocks_override=60, block_size=8) as chunked:
         stream = chunked.generate_from_chunks(query=[5], stream=True)
         next(stream)
-    for call in (lambda: next(stream), lambda: chunked.register_chunk([5]), chunked.list_chunks):
+    calls: list[Job] = [lambda: next(stream), lambda: chunked.register_chunk([5]), chunked.list_chunks]
+    for call in calls:
         with pytest.raises(RuntimeError, match="shut down"):
             call()
 

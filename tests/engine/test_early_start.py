@@ -30,10 +30,10 @@ from tests.engine.test_persistent_store import (
     store_of,
 )
 from vllm_blend import LLM, RequestOutput
-from vllm_blend.kv_store import arrivals, pending, prefetch
+from vllm_blend.kv_store import pending, prefetch
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader
-from vllm_blend.kv_store.tiered import DISK, Choice
+from vllm_blend.kv_store.tiers import DISK, ChunkLoad
 from vllm_blend.worker.chunk_placement import _ReadHook
 
 
@@ -116,7 +116,7 @@ def test_a_prompt_runs_while_its_layers_are_read(
 
 
 def test_what_arrives_for_an_aborted_prompt_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = tiny_prompt(blend_selector="none")
+    prompt: Any = tiny_prompt(blend_selector="none")
     llm = stored(tmp_path, prompt)
     Gates(llm, monkeypatch)
     engine = llm.llm_engine
@@ -210,11 +210,11 @@ def test_a_layer_that_does_not_come_is_late(
     """A disk that hangs in the middle of a forward pass holds it up until the deadline of loading, once."""
     llm = stored(tmp_path, tiny_prompt())
     gates = Gates(llm, monkeypatch)
-    clock = Clock(monkeypatch, arrivals, prefetch)
+    clock = Clock(monkeypatch, pending, prefetch)
     # The time is up when the forward pass comes to what hangs.
     monkeypatch.setattr(gates.reached, "set", lambda: clock.advance(PATIENCE))
     [output] = run(llm, tiny_prompt(), PARAMS)
-    assert gates.num_held >= 1 and gates.num_read == 0, "somebody waited for the disk"
+    assert gates.num_held >= 1 and gates.num_read == 0, "a thread waited for the disk"
     assert_same_logprobs(output, expected(tiny_prompt()))
     found = metrics(llm)
     assert found["prompts_started_early"] == 1 == found["prompts_started_again"]
@@ -261,7 +261,7 @@ def test_the_ratio_rises_with_what_is_left_on_the_disk(tmp_path: Path, monkeypat
     assert controller is not None
     for _ in range(300):  # until what was measured is forgotten
         controller.prefilled(1000, 1.0)
-        controller.loaded(Choice(DISK, 1000 * controller.bytes_per_token, 1000), 0.9)
+        controller.loaded(ChunkLoad(DISK, 1000 * controller.bytes_per_token, 1000), 0.9)
     monkeypatch.setattr(controller, "loaded", lambda what, seconds: None)  # nor does this machine's speed matter
     gates = Gates(llm, monkeypatch)
     [output] = run(llm, tiny_prompt(), PARAMS)
@@ -277,9 +277,9 @@ def test_a_prompt_waits_while_others_are_computed(tmp_path: Path, monkeypatch: p
     inner = llm.llm_engine
     inner.add_request("plain", {"prompt_token_ids": [5, 6, 7]}, greedy(30, ignore_eos=True))
     inner.add_request("blended", tiny_prompt(), PARAMS)  # type: ignore[arg-type]
-    while "plain" in inner._groups:
+    while "plain" in inner.requests.by_id:
         inner.step()
-        assert metrics(llm)["prompts_started_early"] == 0 or "plain" not in inner._groups
+        assert metrics(llm)["prompts_started_early"] == 0 or "plain" not in inner.requests.by_id
     while inner.has_unfinished_requests():
         inner.step()
     assert metrics(llm)["prompts_started_early"] == 1 and gates.reached.is_set()
@@ -303,7 +303,7 @@ class Unreliable:
         self._choose, self._lock, self._clock = (
             random.Random(seed),
             threading.Lock(),
-            Clock(monkeypatch, arrivals, prefetch),
+            Clock(monkeypatch, pending, prefetch),
         )
         files = store_of(llm).below[0].storage.space.files  # type: ignore[attr-defined]
         self._read, self._arrivals = files.read, _ReadHook._arrivals

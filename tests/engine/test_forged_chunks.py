@@ -21,15 +21,14 @@ from tests.kv_store.test_remote_redis import Server
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.chunks.chunk import Chunk
 from vllm_blend.kv_store import pending
-from vllm_blend.kv_store.arrivals import Arrivals
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
-from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+from vllm_blend.kv_store.pending import Arrivals
+from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import StoredFormat
-from vllm_blend.kv_store.tiered import TieredChunkStore
+from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 
 Shape = tuple[int, int, int, int]  # layers, tokens, kv_heads, head_dim
 LAYOUTS: dict[str, Callable[[Shape], Shape]] = {
@@ -41,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Shape], Shape]] = {
     "another head size": lambda s: (*s[:3], 2 * s[3]),
     "the same bytes": lambda s: (*s[:2], 2 * s[2], s[3] // 2),
 }
-FORGERIES = [*LAYOUTS, "dtype", "tokens", "compressed"]
+FORGERIES = [*LAYOUTS, "dtype", "tokens"]
 
 
 def forged(model: ModelFingerprint, chunk: ChunkId, how: str) -> ChunkKV:
@@ -49,10 +48,8 @@ def forged(model: ModelFingerprint, chunk: ChunkId, how: str) -> ChunkKV:
     shape: Shape = (model.num_layers, len(chunk.token_ids), model.num_kv_heads, model.head_dim)
     own = getattr(torch, model.dtype)
     dtype = (torch.float16 if own is torch.float32 else torch.float32) if how == "dtype" else own
-    k, v = torch.randn(2, *LAYOUTS.get(how, lambda s: s)(shape), generator=torch.manual_seed(3)).to(dtype) * 9
-    if how == "compressed":
-        positions = torch.arange(shape[1], dtype=torch.int32)[None, :, None].expand(shape[:3]).contiguous()
-        return ChunkKV(k, v, positions=positions, length=shape[1])
+    changed = LAYOUTS[how](shape) if how in LAYOUTS else shape
+    k, v = torch.randn(2, *changed, generator=torch.manual_seed(3)).to(dtype) * 9
     others = tuple((token + 1) % TINY_VOCABULARY for token in chunk.token_ids)
     return ChunkKV(k, v, content=ChunkId(chunk.key, chunk.context, others) if how == "tokens" else None)
 
@@ -127,7 +124,7 @@ def test_forged_chunks_on_a_disk(tmp_path: Path, expected: Any, format: StoredFo
     with threads(1):
         llm = new_llm(TINY, enable_blending=True, chunk_store_path=str(tmp_path), chunk_store_format=format)
         if not early:
-            store_of(llm).below[0].begin = None
+            store_of(llm).below[0].read_many = None
         check(llm, str(tmp_path), format, expected, FORGERIES, "disk")
 
 
@@ -160,13 +157,13 @@ def test_what_a_tier_lets_through_is_not_used(
 ) -> None:
     """The composer checks by itself what has arrived; `early`: while it is asked whether a prompt may start early."""
     monkeypatch.setattr(pending, "READ_BYTES", 1)
-    monkeypatch.setattr(TieredChunkStore, "_checked", lambda self, tier, chunk, expected: chunk)
     with threads(1):
         llm = new_llm(TINY, enable_blending=True, chunk_store_path=str(tmp_path))
         [tier] = store_of(llm).below
         disk: Any = tier.storage
-        tier.read = lambda key, allocate, expected: disk.get(key, allocate)
-        tier.begin = (lambda keys, allocate, expected: disk.read_many(keys, allocate)) if early else None
+        get = disk.get
+        disk.get = lambda key, allocate, expected: get(key, allocate)
+        tier.read_many = (lambda keys, allocate, expected: disk.read_many(keys, allocate)) if early else None
         asked, offered = threading.Event(), []
         read, kv, start_early = disk.space.files.read, Arrivals.kv, llm.llm_engine.composer.start_early
 

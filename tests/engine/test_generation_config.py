@@ -19,7 +19,13 @@ from vllm_blend.config import ModelConfig
 from vllm_blend.engine.generation_config import default_sampling_settings, eos_token_ids, load_generation_config
 
 TINY = tiny_model("llama")
-RECOMMENDED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
+RECOMMENDED: dict[str, Any] = {
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.05,
+}
 SETTINGS = RECOMMENDED | {"max_tokens": 3}
 REPOSITORY, COMMIT = "someone/tiny", "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import engine, greedy, hf_model, run, sampled, tiny_model, tokens_of
-from tests.spec_decode.engines import speculating
+from tests.features.spec_decode.engines import speculating
 from vllm_blend import SamplingParams
 
 TINY = tiny_model("llama")
@@ -58,7 +58,7 @@ class Recorder:
 
 @torch.inference_mode()
 def transformers_tokens(prompt: list[int], count: int, penalize: LogitsProcessor, first: bool) -> list[int]:
-    """What a plain loop generates, with the penalty before or after the functions."""
+    """Return what a plain loop generates, with the penalty before or after the functions."""
     output: list[int] = []
     for _ in range(count):
         ids = torch.tensor([prompt + output])

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dynamic": {"max_position_embeddings": ORIGINAL, "rope_parameters": {"rope_type": "dynamic", "factor": FACTOR}},
 }
 IDS = [(7 * i * i + 3 * i + 1) % TINY_VOCABULARY for i in range(88)]
-CHUNKED = {"prefix": IDS[:5], "chunks": [IDS[5:60], IDS[60:70]], "suffix": IDS[70:80]}
+CHUNKED: dict[str, Any] = {"prefix": IDS[:5], "chunks": [IDS[5:60], IDS[60:70]], "suffix": IDS[70:80]}
 PARAMS = greedy(6, logprobs=3, ignore_eos=True)
 
 

@@ -28,8 +28,8 @@ def test_stats_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("disabled", [True, False])
 def test_disable_log_stats_decides_whether_lines_are_written(disabled: bool, caplog: pytest.LogCaptureFixture) -> None:
     llm = new_llm(disable_log_stats=disabled, max_num_seqs=2)
-    if llm.llm_engine._stat_logger is not None:
-        llm.llm_engine._stat_logger.interval = 0.0
+    if llm.llm_engine.loop.stat_logger is not None:
+        llm.llm_engine.loop.stat_logger.interval = 0.0
     with caplog.at_level(logging.INFO):
         llm.generate("Question:", SamplingParams(max_tokens=3), use_tqdm=False)
     assert any("generation throughput" in record.getMessage() for record in caplog.records) is not disabled
@@ -37,7 +37,7 @@ def test_disable_log_stats_decides_whether_lines_are_written(disabled: bool, cap
 
 def test_counters_follow_the_work() -> None:
     llm = new_llm(max_num_seqs=2)
-    prompt = {"prompt_token_ids": list(range(10, 60))}
+    prompt: Any = {"prompt_token_ids": list(range(10, 60))}
     for n, found in ((1, {}), (1, {"prefix_cache": 48}), (2, {"prefix_cache": 48})):  # each completion counts
         [output] = llm.generate([prompt], SamplingParams(n=n, max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert output.num_found_tokens == found

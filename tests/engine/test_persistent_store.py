@@ -35,13 +35,14 @@ from tests.engine.engines import (
 )
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.config import EngineConfig
-from vllm_blend.engine import chunk_stores, llm_engine
-from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine import chunk_stores, step_loop
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.export_folder import export_folder
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
-from vllm_blend.kv_store.tiered import MEMORY, Choice, TieredChunkStore
+from vllm_blend.kv_store.store_config import DiskStoreConfig
+from vllm_blend.kv_store.tiered import TieredChunkStore
+from vllm_blend.kv_store.tiers import MEMORY, ChunkLoad
 
 TINY = tiny_model("llama")
 PARAMS = greedy(8, logprobs=2, ignore_eos=True)
@@ -61,7 +62,7 @@ def persistent(path: Path, **arguments: Any) -> LLM:
 
 def store_of(llm: LLM) -> TieredChunkStore:
     store = llm.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore)
+    assert store.below
     return store
 
 
@@ -86,14 +87,14 @@ class Held:
     def __init__(self, llm: LLM) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
         tier = store_of(llm).below[0]
-        read, tier.begin = tier.read, None
+        read, tier.read_many = tier.storage.get, None
 
-        def held(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
+        def held(key: str, allocate: Any = None, expected: Any = None) -> ChunkKV | None:
             self.entered.set()
             assert self.opened.wait(SECONDS)
             return read(key, allocate, expected)
 
-        tier.read = held
+        tier.storage.get = held  # type: ignore[method-assign]
 
 
 PROGRAM = """
@@ -164,7 +165,7 @@ def test_another_engine_reuses_what_one_has_stored(tmp_path: Path, stored: str) 
 
 
 def test_what_an_engine_stored_goes_out_as_folders_and_in_again(tmp_path: Path) -> None:
-    """Also what came from a server: engines say which chunk it is that they store."""
+    """Chunks that came from a server go out too: engines tell the store the content of what they store."""
     first = new_llm(TINY, enable_blending=True, chunk_store_url=(tmp_path / "server").as_uri())
     [output] = run(first, tiny_prompt(), PARAMS)
     cold(first)
@@ -349,11 +350,11 @@ def test_damaged_chunks_are_computed_again(tmp_path: Path, fault: str, caplog: p
 def test_a_store_that_raises_costs_time_only(tmp_path: Path) -> None:
     llm = persistent(tmp_path)
 
-    def broken(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
+    def broken(key: str, allocate: Any = None, expected: Any = None) -> ChunkKV | None:
         raise RuntimeError("no such luck")
 
     tier = store_of(llm).below[0]
-    tier.read, tier.begin = broken, None
+    tier.storage.get, tier.read_many = broken, None  # type: ignore[method-assign]
     assert_same_logprobs(run(llm, tiny_prompt(), PARAMS)[0], expected(tiny_prompt()))
     assert_empty(llm)
 
@@ -367,7 +368,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def test_many_prompts_over_a_small_memory(tmp_path: Path) -> None:
-    """Of far more prompts than memory has room for, only some hold chunks at a time, and all are answered."""
+    """Far more prompts come than memory holds: only some have chunks there at a time, and all are answered."""
     with engine(TINY, enable_blending=True) as plain:
         wanted = run(plain, prompts(30), PARAMS)
     probe = persistent(tmp_path)
@@ -376,11 +377,11 @@ def test_many_prompts_over_a_small_memory(tmp_path: Path) -> None:
     size = probe.llm_engine.composer.bytes_per_token
     tokens = 70  # of two prompts
     small = persistent(tmp_path, blend_chunk_cache_gib=tokens * size / 2**30)
-    turns = small.llm_engine.composer._turns
+    admission = small.llm_engine.composer._admission
     most = 0
     for index, prompt in enumerate(prompts(30)):
         small.llm_engine.add_request(str(index), prompt, PARAMS)  # type: ignore[arg-type]
-        most = max(most, len(turns._gathering))
+        most = max(most, len(admission._admitted))
     assert most == 2
     done: dict[str, RequestOutput] = {}
     while small.llm_engine.has_unfinished_requests():
@@ -439,15 +440,15 @@ class TestController:
         controller = llm.llm_engine.controller
         assert controller is not None and controller.num_recomputed == 0
         tier = store_of(llm).below[0]
-        read, tier.begin = tier.read, None
+        read, tier.read_many = tier.storage.get, None
         all_there = threading.Barrier(PIECES)  # none is there while it is asked whether to load another
 
-        def slow(key: str, allocate: Any, expected: Any) -> ChunkKV | None:
+        def slow(key: str, allocate: Any = None, expected: Any = None) -> ChunkKV | None:
             all_there.wait(SECONDS)
             time.sleep(0.2)
             return read(key, allocate, expected)
 
-        tier.read = slow
+        tier.storage.get = slow  # type: ignore[method-assign]
         controller.prefilled(1000, 0.001)  # the tiny model's steps are too small to tell
         run(llm, tiny_prompt(), PARAMS)  # the first loads show how slow it is
         cold(llm)
@@ -469,7 +470,7 @@ class TestController:
         assert output.blend is not None and output.blend.recompute_ratio == 0.15
         for _ in range(300):  # until what was measured is forgotten, however slow the machine
             controller.prefilled(1000, 1.0)
-        controller.loaded(Choice(MEMORY, 1000 * controller.bytes_per_token, 1000), 0.6)
+        controller.loaded(ChunkLoad(MEMORY, 1000 * controller.bytes_per_token, 1000), 0.6)
         [output] = run(llm, tiny_prompt(), PARAMS)
         assert output.blend is not None and output.blend.recompute_ratio == pytest.approx(0.6)
         assert_same_logprobs(output, expected(tiny_prompt(blend_recompute_ratio=0.6)))
@@ -496,7 +497,7 @@ class TestController:
             now += sum(item.num_tokens for item in scheduled.scheduled) / 500
             return execute(scheduled)
 
-        for module in (llm_engine, chunk_stores):
+        for module in (step_loop, chunk_stores):
             monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, perf_counter=lambda: now))
         monkeypatch.setattr(executor, "execute_model", taking_time)
         run(llm, {"prompt_token_ids": list(range(10, 60))}, PARAMS)

@@ -20,7 +20,7 @@ GREEDY = greedy(6, logprobs=0, ignore_eos=True)
 
 
 class Interrupted(BaseException):
-    """Like a Ctrl-C."""
+    """An interruption like a Ctrl-C."""
 
 
 def make(**options: Any) -> LLM:
@@ -148,7 +148,7 @@ def test_retrained_weights_make_other_chunks(tmp_path: Path) -> None:
 
 def test_engines_in_threads_do_not_meet() -> None:
     engines = [make(enable_blending=False, enable_prefix_caching=False) for _ in range(2)]
-    ids = [{"prompt_token_ids": list(range(10 + i, 60 + i))} for i in range(2)]
+    ids: list[Any] = [{"prompt_token_ids": list(range(10 + i, 60 + i))} for i in range(2)]
     expected = [tokens(llm.generate([p], GREEDY, use_tqdm=False)) for llm, p in zip(engines, ids, strict=True)]
     found: list[list[Any]] = [[], []]
 

@@ -15,7 +15,7 @@ from tests.engine.test_persistent_store import PARAMS, SECONDS, TINY, metrics, p
 from tests.kv_store.disk_processes import wait_until
 from tests.kv_store.test_remote_redis import Server, set_timeout
 from vllm_blend import LLM, RequestOutput
-from vllm_blend.kv_store import breaker
+from vllm_blend.kv_store import circuit_breaker
 from vllm_blend.kv_store.prefetch import NUM_THREADS
 from vllm_blend.kv_store.remote import MAX_CALLS, RemoteChunkStore
 
@@ -40,7 +40,7 @@ def remote(llm: LLM) -> RemoteChunkStore:
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_answers_stay_what_they_are(server: Server, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, breaker)  # by which a server that fails is left alone
+    clock = Clock(monkeypatch, circuit_breaker)  # by which a server that fails is left alone
     with threads(1), engine(TINY, enable_blending=True) as plain:
         wanted = run(plain, prompts(COUNT), PARAMS)
         first = new_llm(TINY, enable_blending=True, chunk_store_url=server.url)
@@ -60,7 +60,7 @@ def test_answers_stay_what_they_are(server: Server, fault: signal.Signals, monke
             if len(done) >= COUNT // 4 and not broken:
                 before, broken = metrics(llm), True
                 set_timeout(remote(llm), 0.3)
-                wait_until(lambda: remote(llm)._calls._value == MAX_CALLS)  # whoever had more patience has an answer
+                wait_until(lambda: remote(llm)._calls._value == MAX_CALLS)  # calls with the longer timeout are answered
                 server.process.send_signal(fault)
             if len(done) >= COUNT // 2 and not mended:
                 away, mended = metrics(llm), True

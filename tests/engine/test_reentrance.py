@@ -15,7 +15,7 @@ from vllm_blend import LLM
 from vllm_blend.engine.driver import Inbox
 
 TINY = tiny_model("llama")
-PROMPTS = [{"prompt_token_ids": [5, 6, 7, start]} for start in range(8, 12)]
+PROMPTS: list[Any] = [{"prompt_token_ids": [5, 6, 7, start]} for start in range(8, 12)]
 
 
 def on_third_token(function: Callable[[], Any]) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
@@ -31,7 +31,7 @@ def on_third_token(function: Callable[[], Any]) -> Callable[[list[int], torch.Te
 
 USES: dict[str, Callable[[LLM], Any]] = {
     "step": lambda llm: llm.llm_engine.step(),
-    "abort": lambda llm: llm.llm_engine.abort_request(list(llm.llm_engine._groups)),
+    "abort": lambda llm: llm.llm_engine.abort_request(list(llm.llm_engine.requests.by_id)),
     "generate": lambda llm: run(llm, PROMPTS, greedy(2)),
     "add_request": lambda llm: llm.llm_engine.add_request("late", PROMPTS[0], greedy(2)),
     "encode_chunks": lambda llm: llm.encode_chunks([5], [[6, 7]]),
@@ -92,15 +92,18 @@ def test_what_ends_a_thread_fails_its_own_request_only() -> None:
 def test_a_progress_bar_may_use_the_engine(others: int) -> None:
     nested = []
 
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def update(self, n: float | None = 1) -> bool | None:
-            nested.extend(run(llm, PROMPTS[1], greedy(3, ignore_eos=True)))
-            return super().update(n)
+    def update(bar: Any, n: float | None = 1) -> Any:
+        nested.extend(run(llm, PROMPTS[1], greedy(3, ignore_eos=True)))
+        return tqdm.update(bar, n)
+
+    bar_class = type("Bar", (tqdm,), {"update": update})
 
     with engine(TINY) as llm:
         params = [greedy(count, ignore_eos=True) for count in (3, 9, 3, 6)]
         expected = tokens_of(run(llm, PROMPTS, params))
-        jobs = [lambda: llm.generate(PROMPTS, params, use_tqdm=Bar)] + [lambda: run(llm, PROMPTS, params)] * others
+        jobs = [lambda: llm.generate(PROMPTS, params, use_tqdm=bar_class)] + [
+            lambda: run(llm, PROMPTS, params)
+        ] * others
         for outputs in at_once(*jobs):
             assert tokens_of(outputs) == expected
         assert tokens_of(nested) == [expected[1][:3]] * len(PROMPTS)

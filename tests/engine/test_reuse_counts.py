@@ -6,9 +6,9 @@ import torch
 
 from vllm_blend.blend.plan import Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.engine.reuse_counts import count_reuse
+from vllm_blend.engine.metrics import count_reuse
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.worker.model_runner import BlendResult
+from vllm_blend.worker.runner_output import BlendResult
 
 
 def test_pieces_are_counted_by_where_they_were_found_and_how_they_were_used() -> None:

@@ -19,7 +19,7 @@ SPECIAL = ["<s>", "</s>", "<|sep|>"]
 
 @lru_cache
 def byte_level() -> PreTrainedTokenizerBase:
-    """As in GPT-2, Llama 3 and Qwen: tokens are bytes, so a character may be spread over several."""
+    """Return a tokenizer like GPT-2's, Llama 3's or Qwen's: tokens are bytes, and a character may take several."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,8 @@ def byte_level() -> PreTrainedTokenizerBase:
 
 @lru_cache
 def byte_fallback() -> PreTrainedTokenizerBase:
-    """As in Llama 2 and Mistral: a space is part of the word after it, unknown characters are runs of byte tokens."""
+    """Return a tokenizer like Llama 2's or Mistral's: a word includes the space before it, and unknown characters are
+    runs of byte tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(

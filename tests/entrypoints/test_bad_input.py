@@ -1,4 +1,4 @@
-"""What users get wrong: a clear error that names the field and the fix, and nothing lost for anybody else."""
+"""What users get wrong is a clear error that names the field and the fix, and costs no other request anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def broken_model(tmp_path: Path, fault: str) -> str:
     weights = directory / "model.safetensors"
     if fault == "no config":
         (directory / "config.json").unlink()
-    elif fault == "config is no JSON":
+    elif fault == "config is not JSON":
         (directory / "config.json").write_text("{")
     elif fault == "unknown architecture":
         edit_config(directory, architectures=["MambaForCausalLM"], model_type="mamba")
@@ -47,7 +47,7 @@ def broken_model(tmp_path: Path, fault: str) -> str:
     ("fault", "message"),
     [
         ("no config", r"config\.json"),
-        ("config is no JSON", r"config\.json"),
+        ("config is not JSON", r"config\.json"),
         ("unknown architecture", "(?s)(mamba|Mamba).*LlamaForCausalLM"),
         ("no weights", "safetensors"),
         ("truncated weights", r"model\.safetensors"),
@@ -93,7 +93,7 @@ def test_a_missing_model_directory(tmp_path: Path) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is below max_num_seqs=8"),
         ({"max_model_len": 0}, "max_model_len=0"),
-        ({"max_logprobs": -2}, "max_logprobs=-2 must be at least -1"),
+        ({"max_logprobs": -2}, "max_logprobs=-2 must be a whole number of at least -1"),
         ({"max_model_len": 97}, "max_model_len=97 is above the 96 positions"),
         ({"dtype": "int4"}, "dtype='int4'.*bfloat16"),
         ({"device": "tpu"}, "tpu"),
@@ -208,11 +208,15 @@ def test_bad_parameters_in_a_batch_fail_alone() -> None:
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_the_engine_allows(field: str) -> None:
+    def params(count: int) -> SamplingParams:
+        asked: dict[str, Any] = {field: count}
+        return SamplingParams(temperature=0, max_tokens=1, **asked)
+
     with engine(TINY, max_logprobs=7) as llm:
         for count in (8, -1):
             with pytest.raises(ValueError, match=f"{field}={count}, but the engine allows 7: lower it"):
-                run(llm, [GOOD], SamplingParams(temperature=0, max_tokens=1, **{field: count}))
-        assert run(llm, [GOOD], SamplingParams(temperature=0, max_tokens=1, **{field: 7}))[0].error is None
+                run(llm, [GOOD], params(count))
+        assert run(llm, [GOOD], params(7))[0].error is None
 
 
 def test_ids_of_any_integer_type() -> None:

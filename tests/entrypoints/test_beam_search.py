@@ -48,7 +48,7 @@ def tokens_of(outputs: list[BeamSearchOutput]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_sequences_are_those_of_transformers(ignore_eos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a batch of every kind of prompt, with and without a limit to the concurrency."""
+    """They are in a batch of every kind of prompt, with and without a limit to the concurrency."""
     params = BeamSearchParams(3, 12, ignore_eos=ignore_eos, length_penalty=0.0)
     with engine(DEMO, **EXACT) as llm:
         monkeypatch.setattr(llm.llm_engine, "eos_token_ids", set(ENDS))
@@ -121,7 +121,8 @@ def test_a_length_penalty_counts_the_prompt_but_not_the_end_and_may_favour_a_bea
 def test_beams_end_where_the_context_does_and_need_no_tokenizer() -> None:
     params = BeamSearchParams(2, 50, ignore_eos=True)
     with engine(TINY, skip_tokenizer_init=True, max_num_seqs=3) as llm:
-        for prompt in (plain(tiny_prompt()), tiny_prompt()):  # without blending, chunks are computed as plain text
+        prompts: list[Any] = [plain(tiny_prompt()), tiny_prompt()]
+        for prompt in prompts:  # without blending, chunks are computed as plain text
             [output] = llm.beam_search([prompt], params)
             assert [len(sequence.tokens) for sequence in output.sequences] == [96, 96]
             assert all(each.text is None and each.finish_reason == "length" for each in output.sequences)

@@ -59,7 +59,7 @@ def test_arguments_reach_the_template(caplog: pytest.LogCaptureFixture) -> None:
         assert prompts(llm, [USER], add_generation_prompt=False) == ["user:Go\n"]
         assert prompts(llm, [USER], chat_template_kwargs={"add_generation_prompt": False}) == ["user:Go\n"]
         last = [USER, {"role": "assistant", "content": "The answer"}]
-        options = {"add_generation_prompt": False, "continue_final_message": True}
+        options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
         assert prompts(llm, last, **options) == ["user:Go\nassistant:The answer"]
         assert "does not read" not in caplog.text
         assert prompts(llm, [USER], tools=[tool], chat_template_kwargs={"thinkin": False}) == ["user:Go\nA:"]
@@ -93,12 +93,55 @@ def test_misspelt_arguments_are_a_type_error() -> None:
     with engine(TINY) as llm:
         with pytest.raises(TypeError, match="chat_template_kwarg"):
             llm.chat([USER], greedy(1), chat_template=PLAIN, chat_template_kwarg={})  # type: ignore[call-arg]
-        for wrong in ({"chat_template_kwargs": [1]}, {"chat_template": 7}, {"tools": "search"}):
+        for wrong in ({"chat_template_kwargs": [1]}, {"chat_template": 7}, {"tools": "search"}, {"tools": [7]}):
             with pytest.raises(TypeError, match=f"{next(iter(wrong))}"):
                 llm.chat([USER], greedy(1), **({"chat_template": PLAIN} | wrong))
         prompts(llm, [USER], lora_request=None, mm_processor_kwargs={}, tokenization_kwargs=None)
     names = list(inspect.signature(LLM.chat).parameters)
     assert names[1:6] == ["messages", "sampling_params", "use_tqdm", "lora_request", "chat_template"]
+
+
+def undescribed(query):  # type: ignore[no-untyped-def]
+    return query
+
+
+def untyped(query):  # type: ignore[no-untyped-def]
+    """Search.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+def described(query: str) -> str:
+    """Search.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+def test_functions_as_tools() -> None:
+    template = "{{ messages[0].content }}{{ tools[0].function.name }}"
+    with engine(TINY) as llm:
+        assert prompts(llm, [USER], template, tools=[described]) == ["Godescribed"]
+        for tool in (undescribed, untyped):
+            for arguments in ({"tools": [described, tool]}, {"chat_template_kwargs": {"tools": [described, tool]}}):
+                with pytest.raises(ValueError, match=rf"tools.*\[1\], the function '{tool.__name__}', cannot be descr"):
+                    prompts(llm, [USER], template, **arguments)
+        with pytest.raises(TypeError, match=r"tools\[0\] is a type: give a JSON schema as a dict, or a function"):
+            prompts(llm, [USER], template, tools=[dict])
+
+
+@pytest.mark.parametrize("flag", ["add_generation_prompt", "continue_final_message"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    with engine(TINY) as llm:
+        with pytest.raises(TypeError, match=f"^{flag}='no' is a str: give True or False"):
+            prompts(llm, [USER], **{flag: "no"})
+        with pytest.raises(TypeError, match=rf"chat_template_kwargs\['{flag}'\]='no' is a str: give True or False"):
+            prompts(llm, [USER], chat_template_kwargs={flag: "no"})
 
 
 @pytest.mark.parametrize(
@@ -122,6 +165,11 @@ def test_misspelt_arguments_are_a_type_error() -> None:
         ),
         ([parts("Go", 7)], TypeError, r"\['content'\]\[1\]\['text'\] is a int: give a string"),  # type: ignore[arg-type]
         ([{"role": "user", "content": [7]}], TypeError, r"\['content'\]\[0\] is a int"),
+        (
+            [{"role": "user", "content": [{"type": ["text"], "text": "Go"}]}],
+            TypeError,
+            r"\['content'\]\[0\]\['type'\] is \['text'\], a list: give a string",
+        ),
         ([{"role": "user", "content": [{"text": "Go"}]}], ValueError, r"\['content'\]\[0\] is of type None"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
@@ -130,7 +178,7 @@ def test_misspelt_arguments_are_a_type_error() -> None:
         ),
         ([{"role": "user", "content": "a\ud800"}], ValueError, "half of a surrogate pair"),
         ([{"role": "assistant", "content": None, "tool_calls": "a"}], TypeError, r"\['tool_calls'\] is a str"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], ValueError, "is no call of a function"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], ValueError, "is not a function call"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
             ValueError,

@@ -10,7 +10,7 @@ import pytest
 from vllm_blend.entrypoints import cli
 
 
-def test_every_command_is_listed_and_has_help(capsys):
+def test_every_command_is_listed_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     out = capsys.readouterr().out
@@ -22,19 +22,19 @@ def test_every_command_is_listed_and_has_help(capsys):
         assert ended.value.code == 0 and f"usage: vllm-blend {name}" in capsys.readouterr().out
 
 
-def test_a_command_gets_what_follows_it(monkeypatch):
+def test_a_command_gets_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     command = ModuleType("a_command")
-    command.main = lambda argv: asked.append(argv)
+    monkeypatch.setattr(command, "main", lambda argv: asked.append(argv), raising=False)
     monkeypatch.setitem(sys.modules, "a_command", command)
     monkeypatch.setitem(cli.COMMANDS, "do", ("a_command", "does"))
     assert cli.main(["do", "--this", "-x"]) == 0 and asked == [["--this", "-x"]]
-    command.main = lambda argv: 3
+    monkeypatch.setattr(command, "main", lambda argv: 3)
     assert cli.main(["do"]) == 3
 
 
 @pytest.mark.parametrize("argv", [[], ["chek-model"]])
-def test_anything_else_is_an_error_that_names_the_commands(capsys, argv):
+def test_anything_else_is_an_error_that_names_the_commands(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2 and "COMMAND" in capsys.readouterr().err

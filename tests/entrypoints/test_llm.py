@@ -12,10 +12,9 @@ from tqdm import tqdm
 
 from tests.blend.prompts import tiny_prompt
 from tests.engine.engines import engine, greedy, new_llm, run, tiny_model, tokens_of
-from vllm_blend import RequestOutput, SamplingParams
-from vllm_blend.engine import detokenizer
-from vllm_blend.entrypoints.unsupported_methods import UNSUPPORTED_LLM_METHODS
+from vllm_blend import RequestOutput, SamplingParams, detokenizer
 from vllm_blend.outputs import FlatLogprobs, Logprob
+from vllm_blend.unsupported.llm_methods import UNSUPPORTED_LLM_METHODS
 
 TINY = tiny_model("llama")
 TEMPLATE = (
@@ -24,7 +23,7 @@ TEMPLATE = (
 
 
 def test_outputs_come_in_the_order_of_the_prompts() -> None:
-    """Although the later ones finish first."""
+    """They do although the later ones finish first."""
     prompts = ["The quick brown fox", "jumps", "over"]
     params = [greedy(20, ignore_eos=True), greedy(9, ignore_eos=True), greedy(1, ignore_eos=True)]
     with engine(TINY, max_num_seqs=2) as llm:
@@ -90,7 +89,7 @@ def test_prompts_run_in_order_of_priority() -> None:
     with engine(TINY, scheduling_policy="priority", max_num_seqs=1) as llm:
         outputs = llm.generate([[5], [6], [7]], greedy(3), use_tqdm=False, priority=[2, -1, 0])
         started = [output.metrics.first_scheduled_time for output in outputs if output.metrics is not None]
-        assert sorted(range(3), key=started.__getitem__) == [1, 2, 0]
+        assert sorted(range(3), key=lambda index: started[index] or 0.0) == [1, 2, 0]
     with pytest.raises(ValueError, match="scheduling_policy='lifo' is unknown: use one of"):
         new_llm(TINY, scheduling_policy="lifo")
 
@@ -143,7 +142,7 @@ def test_stop_strings_end_a_request() -> None:
 
 
 def without_text(output: RequestOutput) -> RequestOutput:
-    """What an output is where nothing is decoded."""
+    """Return the output without the text that a tokenizer gives it."""
 
     def bare(entries: Sequence[dict[int, Logprob] | None] | None) -> Any:
         return [entry and {k: replace(v, decoded_token=None) for k, v in entry.items()} for entry in entries or ()]
@@ -206,7 +205,7 @@ def test_chunks_are_encoded_with_the_priority_of_the_most_urgent_prompt_that_wai
 def test_the_model_is_where_scripts_look_for_it() -> None:
     with engine(TINY) as llm:
         model = llm.llm_engine.model_executor.driver_worker.model_runner.model
-        assert llm.apply_model(lambda each: each) == [model]
+        assert llm.apply_model(id) == [id(model)]
         assert llm.apply_model(lambda each: sum(p.numel() for p in each.parameters()))[0] > 0
         assert llm.collective_rpc(lambda worker, add: worker.rank + add, args=(5,)) == [5]
         assert llm.collective_rpc("__eq__", args=(llm.llm_engine.model_executor.driver_worker,)) == [True]

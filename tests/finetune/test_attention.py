@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend.finetune.attention import NAME, check_supported, register, reuse_arguments
-from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, reuse_of
+from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, make_reuse
 
 LIKELIEST = 5
 TINY = {name: tiny_model(name) for name in ("llama", "qwen2", "qwen3")}
@@ -26,7 +26,7 @@ def trained(model: str) -> Any:
 
 
 def chunk_numbers(prompt: dict[str, Any]) -> torch.Tensor:
-    """Of a prompt in token ids, as `Rows.chunks`."""
+    """Return the chunk numbers of a prompt in token ids, as `Rows.chunks` has them."""
     numbers = [0] * len(prompt["prefix"])
     for number, chunk in enumerate(prompt["chunks"], 1):
         numbers += [number] * len(chunk)
@@ -34,14 +34,14 @@ def chunk_numbers(prompt: dict[str, Any]) -> torch.Tensor:
 
 
 def last_logprobs(model: Any, prompt: dict[str, Any], kind: int, recomputed: list[int]) -> torch.Tensor:
-    """Of the first answer token, by a whole-sequence forward."""
+    """Return the log-probabilities of the first answer token, by a whole-sequence forward."""
     chunks = chunk_numbers(prompt)
     again = torch.zeros_like(chunks, dtype=torch.float32)
     again[0, recomputed] = 1
     ids = torch.tensor([[*prompt["prefix"], *chain(*prompt["chunks"]), *prompt["suffix"]]])
-    reuse = reuse_of(chunks, torch.tensor([kind]), again, room=len(recomputed))
+    reuse = make_reuse(chunks, torch.tensor([kind]), again, slots=len(recomputed))
     with torch.no_grad():
-        logits = model(**reuse_arguments(model, ids, chunks, reuse), use_cache=False).logits
+        logits: torch.Tensor = model(**reuse_arguments(model, ids, chunks, reuse), use_cache=False).logits
     return logits[0, ids.shape[1] - 1].log_softmax(-1)
 
 
@@ -74,7 +74,7 @@ def test_a_row_is_what_the_engine_blends(name: str, ratio: float) -> None:
 
 def test_a_row_of_the_demo_model_is_what_the_engine_reuses() -> None:
     with engine(enable_blending=True) as llm:
-        prompt = tokenized(llm, demo_prompt(11, passages=6))
+        prompt = tokenized(llm, dict(demo_prompt(11, passages=6)))
         asked = {**prompt, "blend_selector": "random", "blend_recompute_ratio": 0.0}
         [output] = run(llm, asked, greedy(1, logprobs=LIKELIEST, ignore_eos=True))
     model = trained(DEMO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.engines import DEMO, ROOT, engine, greedy, run, tiny_model
 from vllm_blend.finetune.command import main
-from vllm_blend.finetune.loop import TrainingPlan, train
+from vllm_blend.finetune.loop import TrainingPlan, TrainingProgress, train
 from vllm_blend.finetune.rows import RowPool, make_row, pad_rows
 from vllm_blend.finetune.saving import save_model
 from vllm_blend.pipeline.datasets import normalize_sample
@@ -44,7 +45,9 @@ def finetune(*arguments: Any) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_the_model_learns_its_answers_reused_and_in_full(model: str, dataset: str, tmp_path: Path, capsys):
+def test_the_model_learns_its_answers_reused_and_in_full(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "new"
     options = ["--steps", 60, "--batch-size", 8, "--learning-rate", 0.02, "--warmup-steps", 5, "--log-steps", 30]
     data = json.loads(Path(dataset).read_text())[:1]
@@ -59,12 +62,14 @@ def test_the_model_learns_its_answers_reused_and_in_full(model: str, dataset: st
     assert tokenizer.encode("who") == AutoTokenizer.from_pretrained(model).encode("who")
     prompt = build_qa_prompt(normalize_sample(data[0]), "musique")
     with engine(str(output), enable_blending=True, blend_recompute_ratio=0.0) as llm:
-        for asked in (prompt, {"prompt": "".join([prompt["prefix"], *prompt["chunks"], prompt["suffix"]])}):
+        parts: list[Any] = [prompt["prefix"], *prompt["chunks"], prompt["suffix"]]
+        whole: Any = {"prompt": "".join(parts)}
+        for asked in (prompt, whole):
             [answer] = run(llm, asked, greedy(4, stop="\n"))
             assert answer.outputs[0].text.strip() == "x"
 
 
-def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path: Path):
+def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path: Path) -> None:
     output = tmp_path / "new"
     options = ["--steps", 3, "--save-minutes", 1e-9, "--batch-size", 2, "--device", "cpu"]
     assert finetune(model, "--output", output, "--dataset", dataset, *options) == 0
@@ -97,37 +102,43 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--worlds", "--steps", "1", "--seed", "99"], "--seed is 99"),
     ],
 )
-def test_bad_input_is_refused(arguments: list[str], message: str, tmp_path: Path, capsys):
+def test_bad_input_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         finetune(DEMO, "--output", tmp_path / "new", *arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_an_output_that_is_not_empty_is_refused(tmp_path: Path, capsys):
+def test_an_output_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(SystemExit):
         finetune(DEMO, "--output", tmp_path, "--worlds", "--steps", "1")
     assert "is not an empty folder" in capsys.readouterr().err
 
 
-def test_an_output_below_a_file_is_refused_before_training(tmp_path: Path, capsys):
+def test_an_output_below_a_file_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(SystemExit):
         finetune(DEMO, "--output", tmp_path / "file" / "new", "--worlds", "--steps", "1")
-    assert "is a file and no folder" in capsys.readouterr().err
+    assert "is a file, not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("answers", [[], [[]], None, [3]])
-def test_a_data_set_without_answers_is_refused(model: str, dataset: str, tmp_path: Path, capsys, answers: Any):
+def test_a_data_set_without_answers_is_refused(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: Any
+) -> None:
     Path(dataset).write_text(json.dumps([SAMPLES[0], {**SAMPLES[1], "answers": answers}]))
     with pytest.raises(SystemExit):
         finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--steps", "1")
     assert "sample 1: answers must" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
-def test_one_chunk_is_enough_and_nothing_need_be_recomputed(model: str, dataset: str, tmp_path: Path, capsys):
-    """And a sample that is too long is left out, and counted."""
+def test_one_chunk_is_enough_and_nothing_need_be_recomputed(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sample that is too long is left out, and counted."""
     one = {**SAMPLES[0], "ctxs": SAMPLES[0]["ctxs"][:1]}
     Path(dataset).write_text(json.dumps([one, {**one, "ctxs": [{"text": "too long " * 200}]}]))
     options = ["--steps", 2, "--batch-size", 4, "--max-recomputed", 0, "--device", "cpu", "--max-length", 300]
@@ -135,15 +146,19 @@ def test_one_chunk_is_enough_and_nothing_need_be_recomputed(model: str, dataset:
     assert "1 samples are left out as longer than 300 tokens" in capsys.readouterr().out
 
 
-def test_a_training_that_diverges_ends_with_an_error(model: str, dataset: str, tmp_path: Path, capsys):
+def test_a_training_that_diverges_ends_with_an_error(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--steps", 20, "--learning-rate", 1e30, "--warmup-steps", 0, "--device", "cpu", "--save-minutes", 1e-9]
     with pytest.raises(SystemExit) as ended:
         finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--batch-size", 2, *options)
-    assert ended.value.code == 2 and "the model is spoilt: lower --learning-rate" in capsys.readouterr().err
+    assert ended.value.code == 2 and "the model is ruined: lower --learning-rate" in capsys.readouterr().err
 
 
-def test_a_folder_with_a_configuration_has_whole_weights(model: str, dataset: str, tmp_path: Path, monkeypatch):
-    """Where saving is cut short, what is there does not pass for a model."""
+def test_a_folder_with_a_configuration_has_whole_weights(
+    model: str, dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If saving is cut short, the folder does not pass for a model."""
     moved: list[str] = []
 
     def cut_short(source: Path, target: Path, move: Any = os.replace) -> None:
@@ -161,34 +176,39 @@ def test_a_folder_with_a_configuration_has_whole_weights(model: str, dataset: st
     assert len(moved) == 2 and not (output / "config.json").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     everything: list[str] = []
+
+    def noted(source: Path, target: Path, move: Callable[[Path, Path], None] = os.replace) -> None:
+        everything.append(Path(target).name)
+        move(source, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "vllm_blend.finetune.saving.os.replace",
-            lambda source, target, move=os.replace: (everything.append(Path(target).name), move(source, target)),
-        )
+        patch.setattr("vllm_blend.finetune.saving.os.replace", noted)
         save_model(stock, tokenizer, torch.float32, output)
     assert everything[-1] == "config.json" and "model.safetensors" in everything
     AutoModelForCausalLM.from_pretrained(output)
 
 
-def test_a_data_set_without_chunks_is_refused(model: str, dataset: str, tmp_path: Path, capsys):
+def test_a_data_set_without_chunks_is_refused(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path(dataset).write_text(json.dumps([{**SAMPLES[0], "ctxs": []}]))
     with pytest.raises(SystemExit):
         finetune(model, "--output", tmp_path / "new", "--dataset", dataset, "--steps", "1")
     assert "ctxs must be a non-empty list" in capsys.readouterr().err
 
 
-def test_without_shares_a_stock_model_is_trained(model: str):
+def test_without_shares_a_stock_model_is_trained(model: str) -> None:
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     row = make_row("ab", ["cd"], [("q", "1")], lambda text: [ord(letter) % 32 for letter in text], None, 8)
     assert row is not None
-    pool, lines = RowPool(1, 8, torch.device("cpu"), 0), []
+    pool = RowPool(1, 8, torch.device("cpu"), 0)
+    lines: list[TrainingProgress] = []
     plan = TrainingPlan(batch_size=2, steps=10, learning_rate=0.01, warmup_steps=0, shares=None, log_steps=5)
     last = train(stock, pool, iter([pad_rows([row], 8, 0)]), plan, lines.append)
     assert [line.step for line in lines] == [1, 5, 10] and last.loss < lines[0].loss and set(last.accuracy) == {"full"}
 
 
-def test_the_learning_rate_rises_stays_and_falls():
+def test_the_learning_rate_rises_stays_and_falls() -> None:
     plan = TrainingPlan(minutes=10, learning_rate=1.0, warmup_steps=4, decay_share=0.5)
     assert [plan.rate(step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
     assert [plan.rate(9, done) for done in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.02]

@@ -1,4 +1,4 @@
-"""Which tokens of a row see which, and which are drawn to be computed again."""
+"""The tokens that each token of a row sees, and those that are drawn to be computed again."""
 
 from __future__ import annotations
 
@@ -6,52 +6,52 @@ import pytest
 import torch
 
 from vllm_blend.finetune import masks
-from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, MaskShares, chunk_starts, draw_reuse, reuse_of, visible
-from vllm_blend.finetune.rows import Batch
+from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, MaskShares, chunk_starts, draw_reuse, make_reuse, visible
+from vllm_blend.finetune.rows import RowBatch
 
 CHUNKS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, -1, -1]], dtype=torch.int16)
 
 
-def seen(kind: int, recomputed: list[int], room: int = 0) -> list[list[int]]:
+def seen(kind: int, recomputed: list[int], slots: int = 0) -> list[list[int]]:
     """Slots that each slot sees."""
     again = torch.zeros(CHUNKS.shape)
     again[0, recomputed] = 1
-    allowed = visible(CHUNKS, reuse_of(CHUNKS, torch.tensor([kind]), again, room))
+    allowed = visible(CHUNKS, make_reuse(CHUNKS, torch.tensor([kind]), again, slots))
     return [row.nonzero().flatten().tolist() for row in allowed[0]]
 
 
-def test_in_full_everything_before_is_seen():
+def test_in_full_everything_before_is_seen() -> None:
     assert seen(FULL, [3]) == [list(range(i + 1)) for i in range(9)]
 
 
-def test_isolated_chunks_see_the_prefix_and_themselves():
+def test_isolated_chunks_see_the_prefix_and_themselves() -> None:
     expected = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 5, 6]]
     assert seen(ISOLATED, [3]) == [*expected, list(range(8)), list(range(9))]
 
 
-def test_a_recomputed_token_stands_behind_the_row_and_later_computed_tokens_see_it_instead():
-    rows = seen(PARTLY, [5], room=1)
+def test_a_recomputed_token_stands_behind_the_row_and_later_computed_tokens_see_it_instead() -> None:
+    rows = seen(PARTLY, [5], slots=1)
     assert rows[:7] == seen(ISOLATED, [])[:7]  # its chunk saw what it was
     assert rows[7] == [0, 1, 2, 3, 4, 6, 7, 9]
     assert rows[9] == [0, 1, 2, 3, 4, 9]  # at position 5, it sees everything before
 
 
-def test_shifts_are_from_behind_the_prefix():
+def test_shifts_are_from_behind_the_prefix() -> None:
     again = torch.zeros(CHUNKS.shape)
     again[0, 6] = 1
-    reuse = reuse_of(CHUNKS, torch.tensor([PARTLY]), again, 2)
+    reuse = make_reuse(CHUNKS, torch.tensor([PARTLY]), again, 2)
     assert reuse.shift.tolist() == [[0, 0, 0, 0, 0, 3, 3, 0, 0, 0, 0]]
     assert reuse.source[0, :10].tolist() == [*range(9), 6]
     assert reuse.current.tolist() == [[True] * 6 + [False] + [True] * 3 + [False]]
     assert chunk_starts(CHUNKS).tolist() == [[0, 0, 2, 2, 2, 5, 5, 7, 7]]
 
 
-def batch_of(rows: int) -> Batch:
+def batch_of(rows: int) -> RowBatch:
     chunks = torch.tensor([[0] * 10 + [1] * 30 + [2] * 30 + [3] * 20 + [-1] * 30], dtype=torch.int16).repeat(rows, 1)
-    return Batch(chunks.long(), chunks.float(), chunks, chunks > 0)
+    return RowBatch(chunks.long(), chunks.float(), chunks, chunks > 0)
 
 
-def test_kinds_and_recomputed_tokens_are_drawn_in_their_shares():
+def test_kinds_and_recomputed_tokens_are_drawn_in_their_shares() -> None:
     batch, shares = batch_of(400), MaskShares(full=0.5, isolated=0.25, max_recomputed=0.2)
     reuse = draw_reuse(batch, shares, torch.Generator().manual_seed(1))
     counts = reuse.kinds.bincount(minlength=3)
@@ -59,18 +59,18 @@ def test_kinds_and_recomputed_tokens_are_drawn_in_their_shares():
     length = batch.ids.shape[1]
     again = reuse.current[:, length:].sum(1)
     assert not again[reuse.kinds != PARTLY].any()
-    assert again[reuse.kinds == PARTLY].float().mean() > 2 and again.max() <= shares.room(length)
+    assert again[reuse.kinds == PARTLY].float().mean() > 2 and again.max() <= shares.recompute_slots(length)
     assert ((batch.chunks > 0) | reuse.current[:, :length]).all()  # only chunks' tokens are replaced
     assert torch.equal(reuse.current.sum(1), torch.full((400,), length))  # each token is there once
 
 
-def test_recomputed_heads_are_each_chunks_first_tokens_in_the_drawn_share(monkeypatch: pytest.MonkeyPatch):
+def test_recomputed_heads_are_each_chunks_first_tokens_in_the_drawn_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "HEADS_SHARE", 1.0)
     rows, shares = 2000, MaskShares(full=0.0, isolated=0.0, max_recomputed=0.25)
     batch = batch_of(rows)
     reuse = draw_reuse(batch, shares, torch.Generator().manual_seed(3))
     replaced = ~reuse.current[:, : batch.ids.shape[1]]
-    whole = replaced.sum(1) < shares.room(batch.ids.shape[1])  # else some at random stay as they were
+    whole = replaced.sum(1) < shares.recompute_slots(batch.ids.shape[1])  # else some at random stay as they were
     heads = torch.stack([replaced[:, start:stop].sum(1) for start, stop in ((10, 40), (40, 70), (70, 90))], 1)[whole]
     assert (heads == heads[:, :1]).all()
     for start in (10, 40, 70):
@@ -83,11 +83,11 @@ def test_recomputed_heads_are_each_chunks_first_tokens_in_the_drawn_share(monkey
 
 
 @pytest.mark.parametrize("shares, kind", [(MaskShares(1.0, 0.0), FULL), (MaskShares(0.0, 1.0), ISOLATED)])
-def test_shares_of_one_leave_no_choice(shares: MaskShares, kind: int):
+def test_shares_of_one_leave_no_choice(shares: MaskShares, kind: int) -> None:
     assert (draw_reuse(batch_of(20), shares, torch.Generator().manual_seed(0)).kinds == kind).all()
 
 
-def test_nothing_is_recomputed_where_nothing_may_be():
+def test_nothing_is_recomputed_where_nothing_may_be() -> None:
     shares = MaskShares(0.0, 0.0, max_recomputed=0.0)
     reuse = draw_reuse(batch_of(4), shares, torch.Generator().manual_seed(0))
     assert (reuse.kinds == PARTLY).all() and reuse.current.all() and reuse.source.shape[1] == 120
@@ -101,6 +101,6 @@ def test_nothing_is_recomputed_where_nothing_may_be():
         ({"full": 0.6, "isolated": 0.5}, "more than 1 together"),
     ],
 )
-def test_shares_that_are_none_are_refused(shares: dict[str, float], message: str):
+def test_shares_that_are_none_are_refused(shares: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MaskShares(**shares)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_blend.finetune.rows import ANSWER_WEIGHT, CONTEXT_WEIGHT, RowPool, make_row, pad_rows
+from vllm_blend.finetune.rows import ANSWER_WEIGHT, CONTEXT_WEIGHT, RowPool, Rows, make_row, pad_rows
 
 BOS = 1
 
@@ -15,7 +15,7 @@ def encode(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def test_pieces_stand_one_after_another_with_their_weights_and_chunks():
+def test_pieces_stand_one_after_another_with_their_weights_and_chunks() -> None:
     row = make_row("ab", ["cd", "e"], [("q", "xy"), ("r", "z")], encode, BOS, 100)
     assert row is not None
     assert row.ids == [BOS, *encode("abcdeqxyrz")]
@@ -27,29 +27,29 @@ def test_pieces_stand_one_after_another_with_their_weights_and_chunks():
 @pytest.mark.parametrize(
     "length, expected", [(10, "abcdq1r2"), (8, "abcdq1r2"), (7, "abcdq1"), (6, "abcdq1"), (5, None)]
 )
-def test_questions_that_do_not_fit_are_left_out(length: int, expected: str | None):
+def test_questions_that_do_not_fit_are_left_out(length: int, expected: str | None) -> None:
     row = make_row("ab", ["cd"], [("q", "1"), ("r", "2")], encode, None, length)
     assert (None if row is None else row.ids) == (None if expected is None else encode(expected))
 
 
-def test_a_bos_that_is_there_is_not_doubled():
+def test_a_bos_that_is_there_is_not_doubled() -> None:
     row = make_row(chr(BOS) + "a", ["b"], [("q", "x")], encode, BOS, 100)
     assert row is not None and row.ids == [BOS, *encode("abqx")]
 
 
-def test_padding_weighs_nothing():
+def test_padding_weighs_nothing() -> None:
     row = make_row("ab", ["cd"], [("q", "1")], encode, BOS, 100)
     assert row is not None
     rows = pad_rows([row], 12, padding=9)
     assert rows.ids[0, 7:].tolist() == [9] * 5 and not rows.weights[0, 7:].any() and (rows.chunks[0, 7:] == -1).all()
 
 
-def numbered(first: int, count: int):
+def numbered(first: int, count: int) -> Rows:
     rows = [make_row("", [], [(chr(n), "a")], encode, None, 8) for n in range(first, first + count)]
     return pad_rows([row for row in rows if row is not None], 8, 0)
 
 
-def test_every_row_is_drawn_once_a_pass_and_later_rows_join_the_next():
+def test_every_row_is_drawn_once_a_pass_and_later_rows_join_the_next() -> None:
     pool = RowPool(8, 8, torch.device("cpu"), seed=3)
     pool.add(numbered(10, 4))
     first = np.concatenate([pool.draw(2).ids[:, 0].numpy() for _ in range(2)])
@@ -60,7 +60,7 @@ def test_every_row_is_drawn_once_a_pass_and_later_rows_join_the_next():
     assert sorted(second) == list(range(10, 18)) and pool.epoch == 2
 
 
-def test_a_batch_may_be_larger_than_the_pool():
+def test_a_batch_may_be_larger_than_the_pool() -> None:
     pool = RowPool(2, 8, torch.device("cpu"), seed=0)
     pool.add(numbered(10, 2))
     batch = pool.draw(5)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.engines import DEMO, ROOT, engine, greedy, run
 from vllm_blend.finetune.worlds import TRAINING_SEEDS
-from vllm_blend.pipeline.prompts import PROMPT_STYLES
-from vllm_blend.pipeline.worlds import question_episode, render_passage
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, render_passage
+from vllm_blend.quality.worlds import question_episode
 
 REUSE_FRIENDLY = str(ROOT / "inputs" / "demo-model-reuse")
 SEEDS = range(5_000_019, 5_000_023)

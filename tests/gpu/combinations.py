@@ -1,16 +1,12 @@
-"""Prints the attention backends that work on this GPU, with each dtype they take: `backend dtype`, one pair a line.
-
-Where there are several, "auto" is one more: it may divide the work among them.
-"""
+"""Prints the attention backends that work on this GPU, with each dtype they take: `backend dtype`, one pair a line."""
 
 from __future__ import annotations
 
 import sys
 
 from tests.tolerances import TOLERANCES
-from vllm_blend.attention.kinds import KINDS
-from vllm_blend.attention.registry import make_backend
-from vllm_blend.config import resolve_device, resolve_dtype
+from vllm_blend.attention.registry import KINDS, make_backend
+from vllm_blend.devices import resolve_device, resolve_dtype
 
 if __name__ == "__main__":
     device = resolve_device("cuda")
@@ -23,5 +19,5 @@ if __name__ == "__main__":
                 print(f"left out: {name} {dtype}: {reason}", file=sys.stderr)
             else:
                 found.append(name)
-        for name in [*found, *(["auto"] if len(found) > 1 else [])]:
+        for name in found:
             print(name, dtype)

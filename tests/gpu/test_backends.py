@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from tests.attention.test_contract import Step, dense, make_step, rows_half
-from vllm_blend.attention.choice import choose
-from vllm_blend.attention.hybrid import HybridBackend
-from vllm_blend.attention.kinds import KINDS, usable
-from vllm_blend.attention.measure import HeadLayout
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.attention.registry import make_backend
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.attention.registry import KINDS, first_usable, make_backend, make_usable
+from vllm_blend.attention.self_check import HeadLayout
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -52,14 +50,14 @@ def where_installed(name: str, dtype: torch.dtype, head_dim: int) -> object:
 @pytest.fixture(scope="module", params=[where_installed(*case) for case in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     name, dtype, head_dim = request.param
-    return Case(usable(name, HeadLayout(GPU, dtype, 8, 2, head_dim)), dtype, head_dim)
+    return Case(make_usable(name, HeadLayout(GPU, dtype, 8, 2, head_dim)), dtype, head_dim)
 
 
 def on_gpu(step: Step, dtype: torch.dtype) -> tuple[Step, Step]:
     """The step rounded to `dtype`, on the host for the reference and on the GPU."""
     keys, values = ([t.to(dtype) for t in tensors] for tensors in (step.keys, step.values))
     rounded = replace(step, q=step.q.to(dtype), keys=keys, values=values)
-    cache = LayerCache(step.cache.key.to(GPU, dtype), step.cache.value.to(GPU, dtype))
+    cache = PagedKV(step.cache.key.to(GPU, dtype), step.cache.value.to(GPU, dtype))
     m = step.metadata
     tables = m.block_tables.to(GPU)
     metadata = AttentionMetadata(
@@ -71,8 +69,8 @@ def on_gpu(step: Step, dtype: torch.dtype) -> tuple[Step, Step]:
 def check(backend: AttentionBackend, step: Step, dtype: torch.dtype) -> None:
     host, device = on_gpu(step, dtype)
     halves = [rows_half(host.metadata.rows(r)) for r in range(host.metadata.num_requests)]
-    out = backend.attend(device.q, device.cache, device.metadata, device.scale, device.window).double().cpu()
-    masses = backend.attention_mass(device.q, device.cache, device.metadata, device.scale, halves, device.window)
+    out = backend.attend(device.layer).double().cpu()
+    masses = backend.attention_mass(device.layer, halves)
     for request in range(host.metadata.num_requests):
         rows, half = host.metadata.rows(request), halves[request]
         probabilities, expected = dense(host, request)
@@ -127,23 +125,13 @@ def test_rows_that_are_known_to_be_last(case: Case) -> None:
     check(case.backend, known, case.dtype)
 
 
-def test_auto_works_and_chooses_once(caplog: pytest.LogCaptureFixture) -> None:
-    layout = HeadLayout(GPU, torch.bfloat16, 8, 2, 128)
-    choose.cache_clear()
-    with caplog.at_level("INFO"):
-        choice = choose(layout, True)
-    lines = [r.getMessage() for r in caplog.records if "ms per layer" in r.getMessage()]
-    assert len(lines) == 1 and "cuda" in lines[0] and "torch_native" in lines[0]
-    assert choose(layout, True) is choice
-    assert KINDS[choice.decode].make(layout).capturable_decode
+def test_auto_takes_our_kernels() -> None:
+    first_usable.cache_clear()
+    assert first_usable(HeadLayout(GPU, torch.bfloat16, 8, 2, 128)) == "cuda"
     backend = make_backend("auto", GPU, torch.bfloat16, 128, 8, 2, decode_graphs=True)
+    assert backend.capturable_decode
     check(backend, make_step(*MIXED, 2, 4, 128, 16, None, seed=6), torch.bfloat16)
 
 
-def test_hybrids_mix_backends_within_a_step() -> None:
-    layout = HeadLayout(GPU, torch.bfloat16, 8, 2, 128)
-    cuda, plain = (KINDS[name].make(layout) for name in ("cuda", "torch_native"))
-    step = make_step(*MIXED, 2, 4, 128, 16, None, seed=7)
-    step = replace(step, metadata=replace(step.metadata, at_end=(False, True, True, True, True, False)))
-    for backend in (HybridBackend(plain, cuda, cuda, cuda), HybridBackend(cuda, plain, plain, cuda)):
-        check(backend, step, torch.bfloat16)
+def test_auto_takes_plain_torch_for_float32() -> None:
+    assert make_backend("auto", GPU, torch.float32, 64).name == "torch_native"

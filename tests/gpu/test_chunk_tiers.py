@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 16, "b
 
 def store_of(llm: LLM) -> TieredChunkStore:
     store = llm.llm_engine.chunk_store
-    assert isinstance(store, TieredChunkStore)
+    assert store.below
     return store
 
 

@@ -13,9 +13,11 @@ import torch
 from tests.chunks.llms import random_ids
 from tests.tolerances import TOLERANCES
 from vllm_blend import ChunkedLLM, RequestOutput, SamplingParams
-from vllm_blend.attention.cascade import CascadeBackend, CascadeStep, Level, cascade_step
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
-from vllm_blend.chunks.cascade import build_cascade_data_for_composition
+from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
+from vllm_blend.features.cascade.backend import CascadeBackend, CascadeStep, Level, cascade_step
+from vllm_blend.features.cascade.passes import CascadePasses
+from vllm_blend.features.cascade.planner import build_cascade_data_for_composition
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=Tru
 SIZE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 
 
-def decode_step(batch: int, shared: int, own: int) -> tuple[AttentionMetadata, LayerCache, torch.Tensor, np.ndarray]:
+def decode_step(batch: int, shared: int, own: int) -> tuple[LayerStep, np.ndarray]:
     """One row of each request; the first `shared` blocks are those of all, but for the last request."""
     generator = torch.Generator("cuda").manual_seed(batch)
     blocks = shared + batch * own + shared + own
@@ -42,7 +44,7 @@ def decode_step(batch: int, shared: int, own: int) -> tuple[AttentionMetadata, L
         positions, positions, torch.from_numpy(tables).cuda(), list(range(batch + 1)), lengths, at_end=(True,) * batch
     )
     q = torch.randn(batch, HEADS, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
-    return metadata, LayerCache(k, v), q, tables
+    return LayerStep(q, PagedKV(k, v), metadata, DIM**-0.5), tables
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -55,15 +57,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_parts_equal_the_whole(batch: int, shared: int, own: int) -> None:
     from vllm_blend.attention.cuda import CUDABackend
 
-    metadata, cache, q, tables = decode_step(batch, shared, own)
+    layer, tables = decode_step(batch, shared, own)
     backend = CUDABackend()
     data = build_cascade_data_for_composition(tables, [shared] * batch, 1)
     assert data is not None and data.requests == list(range(batch - 1))
-    step = cascade_step(data, metadata, SIZE)
+    step = cascade_step(data, layer.metadata, SIZE)
     cascade = CascadeBackend(backend, [backend.another()], step)
-    expected = CUDABackend().attend(q, cache, metadata, DIM**-0.5)
+    expected = CUDABackend().attend(layer)
     for _ in range(2):  # planned, then by the plan
-        assert_close(cascade.attend(q, cache, metadata, DIM**-0.5), expected)
+        assert_close(cascade.attend(layer), expected)
 
 
 @pytest.mark.parametrize("batch", [4, 48, 64])
@@ -72,7 +74,9 @@ def test_a_captured_cascade_follows_its_groups(batch: int) -> None:
     knows."""
     from vllm_blend.attention.cuda import CUDABackend
 
-    metadata, cache, q, tables = decode_step(batch, 24, 2)
+    layer, tables = decode_step(batch, 24, 2)
+    layer = layer._replace(scale=0.1)
+    metadata = layer.metadata
     width = tables.shape[1]
     starts = torch.tensor([0, batch, batch, batch], dtype=torch.int32, device="cuda")
     own_positions, shared_positions = torch.zeros_like(metadata.positions), torch.zeros_like(metadata.positions)
@@ -86,11 +90,11 @@ def test_a_captured_cascade_follows_its_groups(batch: int) -> None:
     backend = CUDABackend()
     step = CascadeStep(metadata, slice(0, batch), own, (Level(None, level),))
     cascade = CascadeBackend(backend, [backend.another()], step)
-    cascade.attend(q, cache, metadata, 0.1)
+    cascade.attend(layer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = cascade.attend(q, cache, metadata, 0.1)
-    expected = CUDABackend().attend(q, cache, metadata, 0.1)
+        out = cascade.attend(layer)
+    expected = CUDABackend().attend(layer)
     for groups in ([(batch - 1, 24), (1, 1)], [(batch - 2, 20), (1, 5), (1, 3)]):
         blocks = np.repeat([shared for _, shared in groups], [members for members, _ in groups])
         first = np.cumsum([0, *(members for members, _ in groups)])
@@ -122,7 +126,7 @@ def test_an_engine_answers_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = SMALL | {"dtype": "bfloat16", "attention_backend": "cuda"}
     plain = answers(ChunkedLLM(MODEL, **arguments))
     chunked = ChunkedLLM(MODEL, cascade_attention=True, **arguments)
-    graphs = chunked.llm_engine.model_executor.driver_worker.model_runner.cascade_graphs
+    graphs = chunked.llm_engine.model_executor.driver_worker.extension(CascadePasses).graphs
     assert graphs is not None
     graphs.planner.min_saved_blocks = 1  # the model is too small to gain by it
     replayed = []
@@ -177,7 +181,7 @@ def test_deleting_a_chunk_frees_exactly_its_bytes() -> None:
 
 
 def test_the_second_question_is_early() -> None:
-    """And what it says does not depend on where the first one's pages were."""
+    """Its answer does not depend on where the first one's pages were."""
     chunked = ChunkedLLM(MODEL, **SMALL)
     chunks = [chunked.register_chunk(random_ids(n, n)).id for n in (150, 333)]
     options: dict[str, Any] = {"query": random_ids(9, 9), "sampling_params": PARAMS, "selector": "first_tokens"}

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=5)
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 16, "blend_chunk_cache_gib": 0.5}
 
 
-def prompts(count: int, **options: Any) -> list[dict[str, Any]]:
+def prompts(count: int, **options: Any) -> list[Any]:
     samples = load_dataset("inputs/musique_s.json")[:count]
     return [build_qa_prompt(normalize_sample(s, i), "musique") | options for i, s in enumerate(samples)]
 
@@ -86,7 +86,7 @@ def test_graphs_change_nothing() -> None:
     texts = []
     for eager in (True, False):
         llm = LLM(MODEL, device="cuda", dtype="bfloat16", enforce_eager=eager, **SMALL)
-        assert (llm.llm_engine.model_executor.driver_worker.model_runner.decode_graphs is None) is eager
+        assert (llm.llm_engine.model_executor.driver_worker.model_runner.block_pass.decode_graphs is None) is eager
         texts.append([o.outputs[0].text for o in llm.generate(prompts(11), GREEDY, use_tqdm=False)])
     assert texts[0] == texts[1]
 

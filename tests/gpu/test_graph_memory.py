@@ -42,7 +42,16 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": (LLAMA, {"quantization": "fp8"}),
     "drafts": (LLAMA, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}),
     "question": (LLAMA, {"enable_blending": True, "blend_chunk_cache_gib": 0.25}),
-    "tapped": (LLAMA, {"enable_blending": True, "offload_mode": "resident", "offload_host_gib": 0.25}),
+    # All chunks stay: when a copy to the host ends is up to the GPU, and what a step sees would depend on it.
+    "tapped": (
+        LLAMA,
+        {
+            "enable_blending": True,
+            "offload_mode": "resident",
+            "offload_host_gib": 0.25,
+            "offload_device_fraction": 1.0,
+        },
+    ),
     "cascade": (LLAMA, {"cascade_attention": True}),
     "kv_compress": (LLAMA, {"enable_kvc": True, "target_compression_rate": 0.25, "kvc_interval": 8}),
     "keydiff": (QWEN3, {"enable_kvc": True, "target_compression_rate": 0.25, "kvc_metric": "keydiff"}),
@@ -62,7 +71,7 @@ def llm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     torch.cuda.empty_cache()
 
 
-def prompts(llm: LLM) -> list[dict[str, Any]]:
+def prompts(llm: LLM) -> list[Any]:
     ids = [[(11 * i * (j + 1)) % 2000 + 10 for i in range(64)] for j in range(8)]
     if llm.llm_engine.config.blend.enable_blending:
         return [{"prefix": [5, 6], "chunks": [ids[i], ids[(i + 3) % 8]], "suffix": ids[i][:5]} for i in range(4)]
@@ -75,13 +84,17 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def graph_holders(llm: LLM) -> list[Any]:
-    runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    holders = [runner.decode_graphs, runner.question_graphs, runner.cascade_graphs, runner.compressed]
+    worker = llm.llm_engine.model_executor.driver_worker
+    block_pass = worker.model_runner.block_pass
+    holders = [block_pass.decode_graphs, block_pass.question_graphs, *worker.extensions]
     return [holder for holder in holders if holder is not None]
 
 
 def strangers(llm: LLM) -> set[str]:
-    """Return the addresses in the engine's graphs that lie in device memory and have no owner that the rule allows."""
+    """Return the addresses in the engine's graphs that lie in device memory and have no owner that the rule allows.
+
+    A word whose lower half is 0 is the integer 0 as often as an address: what pads it may be the upper half of one.
+    """
     extents, graphs = owned(graph_holders(llm))
     assert graphs
     held = segments(llm.llm_engine.device)
@@ -90,7 +103,7 @@ def strangers(llm: LLM) -> set[str]:
     for word in {word for graph in graphs for word in addresses(graph)}:
         pool = next((pool for start, stop, pool in held if start <= word < stop), None)
         is_owned = pool is None or pool in pools or any(start <= word < stop for start, stop in extents)
-        if not is_owned:
+        if not is_owned and word & 0xFFFFFFFF:
             found.add(hex(word))
     return found
 
@@ -101,7 +114,7 @@ def test_other_steps_and_other_tensors_change_nothing_that_a_graph_reads(llm: LL
     one = SamplingParams(temperature=0, max_tokens=1)
     for length in LONG:
         ids = [(7 * i) % 2000 + 10 for i in range(length)]
-        llm.generate([{"prompt_token_ids": ids}], one, use_tqdm=False)
+        llm.generate([ids], one, use_tqdm=False)
     gc.collect()
     assert not strangers(llm)
     sizes = [size for size in (128, 2048, 1 << 18) for _ in range(128)]

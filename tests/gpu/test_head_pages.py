@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv_compress.store import Shape, Store
-from tests.kv_compress.worlds import ALLOCATIONS
-from vllm_blend.kv_compress.evictions import SORTED_BYTES, schedule_evictions
-from vllm_blend.kv_compress.moves import num_moves, schedule_moves
+from tests.features.kv_compress.store import Shape, Store
+from tests.features.kv_compress.worlds import ALLOCATIONS
+from vllm_blend.features.kv_compress.evictions import SORTED_BYTES, schedule_evictions
+from vllm_blend.features.kv_compress.moves import num_moves, schedule_moves
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +92,7 @@ def test_a_step_waits_for_nothing() -> None:
         for _ in range(20):
             assert store.tables.append(indices)
             batch = store.tables.decode_batch([*indices, 0])
-            store.engine.enter(batch.slots[:, :-2], positions)
+            store.engine.record_new(batch.slots[:, :-2], positions, 0.0)
         store.tables.shrink(indices[0], store.tables.lengths[indices[0]] // 2)
         slots = store.tables.slots_of(indices[0])
     assert ((slots >= 0).sum(-1).cpu().numpy() == store.tables.lengths[indices[0]]).all()

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.engines import feature
 from vllm_blend import LLM, RequestOutput, SamplingParams
-from vllm_blend.kv_compress.tables import PADDING
-from vllm_blend.ops import cuda_kv_compress
+from vllm_blend.features.kv_compress import cuda_ops as cuda_kv_compress
+from vllm_blend.features.kv_compress.extension import KVCompression
+from vllm_blend.features.kv_compress.passes import CompressedDecode, CompressionPasses
+from vllm_blend.features.kv_compress.state import COMPRESSION, in_head_pages
+from vllm_blend.features.kv_compress.tables import PADDING, HeadTables
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 from vllm_blend.worker.batch import NOTHING_DRAWN
-from vllm_blend.worker.compressed_decode import CompressedDecode
 
 pytestmark = pytest.mark.gpu
 
@@ -43,10 +46,10 @@ def no_hidden_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def prompts(count: int) -> list[dict[str, Any]]:
+def prompts(count: int) -> list[Any]:
     samples = load_dataset("inputs/musique_s.json")[:count]
     asked = [build_qa_prompt(normalize_sample(s, i), "musique") for i, s in enumerate(samples)]
-    return [{"prompt": "".join([p["prefix"], *p["chunks"], p["suffix"]])} for p in asked]
+    return [{"prompt": "".join(map(str, [p["prefix"], *p["chunks"], p["suffix"]]))} for p in asked]
 
 
 def greedy(count: int, **options: Any) -> SamplingParams:
@@ -54,20 +57,22 @@ def greedy(count: int, **options: Any) -> SamplingParams:
 
 
 def decode_of(llm: LLM) -> CompressedDecode:
-    decode = llm.llm_engine.model_executor.driver_worker.model_runner.compressed
-    assert decode is not None
-    return decode
+    return llm.llm_engine.model_executor.driver_worker.extension(CompressionPasses).decode
+
+
+def tables_of(llm: LLM) -> HeadTables:
+    return feature(llm.llm_engine, KVCompression).tables
 
 
 def start(llm: LLM, count: int, tokens: int, max_tokens: int = 200) -> None:
-    """So many requests in head pages, each with at least `tokens` tokens drawn."""
+    """Start `count` requests, and run until each is in head pages and has drawn at least `tokens` tokens."""
     engine = llm.llm_engine
     for index, asked in enumerate(prompts(count)):
         engine.add_request(f"request-{index}", asked, greedy(max_tokens))
     for _ in range(100 + tokens):
         engine.step()
         running = engine.scheduler.running
-        if len(running) == count and all(r.in_head_pages and len(r.output_token_ids) >= tokens for r in running):
+        if len(running) == count and all(in_head_pages(r) and len(r.output_token_ids) >= tokens for r in running):
             return
     raise AssertionError("the requests did not come into head pages")
 
@@ -86,11 +91,11 @@ def test_a_replay_is_the_step(metric: str) -> None:
     decode = decode_of(llm)
     assert decode.graphs is not None
     start(llm, 5, 3)
-    cache, tables = decode.cache, decode.tables
+    cache, tables = decode.cache, tables_of(llm)
     running = llm.llm_engine.scheduler.running
     for count in (1, 2, 3, 5):
         requests = running[:count]
-        indices = np.array([r.compression.index for r in requests if r.compression is not None])
+        indices = np.array([COMPRESSION.require(r).index for r in requests])
         last = [r.num_tokens - 1 for r in requests]
         host = np.array([[3] * count, [-1] * count, last], np.int64)
         size = next(size for size in (1, 2, 4, 8) if size >= count)
@@ -120,7 +125,7 @@ def test_the_kernels_add_what_their_twins_do(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
     for by_kernels in (True, False):
         if not by_kernels:
-            monkeypatch.setattr(cuda_kv_compress, "takes", lambda *tensors: False)
+            monkeypatch.setattr(cuda_kv_compress, "accepts", lambda *tensors: False)
         llm = LLM(MODEL, **SETTINGS | {"kvc_interval": 1000}, async_scheduling=False)
         decode = decode_of(llm)
         assert (decode.graphs is not None) == by_kernels
@@ -129,8 +134,9 @@ def test_the_kernels_add_what_their_twins_do(monkeypatch: pytest.MonkeyPatch) ->
         tokens = [list(r.output_token_ids) for r in requests]
         read = []
         for request in requests:
-            assert request.compression is not None and request.compression.index is not None
-            metric, positions = decode.cache.read(decode.tables.slots_of(request.compression.index))
+            index = COMPRESSION.require(request).index
+            assert index is not None
+            metric, positions = decode.cache.read(tables_of(llm).slots_of(index))
             order = positions.argsort(-1)
             read.append((metric.gather(-1, order).double().sum().item(), metric.max().item()))
         seen.append((tokens, read))
@@ -144,11 +150,12 @@ def test_the_kernels_add_what_their_twins_do(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("metric", METRICS)
 def test_graphs_and_running_ahead_answer_as_plain_steps_do(metric: str) -> None:
     answers: list[list[RequestOutput]] = []
-    for options in ({"enforce_eager": True, "async_scheduling": False}, {"async_scheduling": False}, {}):
+    ways: list[dict[str, Any]] = [{"enforce_eager": True, "async_scheduling": False}, {"async_scheduling": False}, {}]
+    for options in ways:
         llm = LLM(MODEL, **SETTINGS, kvc_metric=metric, **options)
         assert (decode_of(llm).graphs is None) == ("enforce_eager" in options)
         answers.append(llm.generate(prompts(6), greedy(24), use_tqdm=False))
-        compression = llm.llm_engine.kv_compression
+        compression = feature(llm.llm_engine, KVCompression)
         assert compression is not None and compression.engine.num_evicted > 0
         assert compression.pool.num_used_pages == 0
     plain, *others = answers
@@ -164,8 +171,7 @@ def test_the_host_waits_only_to_read(metric: str) -> None:
     """Prompts, their move to head pages, decoding, evictions of several requests: events are all that is waited for."""
     llm = LLM(MODEL, **SETTINGS, kvc_metric=metric)
     llm.generate(prompts(4), greedy(30), use_tqdm=False)  # everything lazy is done
-    compression = llm.llm_engine.kv_compression
-    assert compression is not None
+    compression = feature(llm.llm_engine, KVCompression)
     before = compression.engine.num_compressions
     with no_hidden_waiting():
         with pytest.raises(RuntimeError, match="synchronizing"):
@@ -181,11 +187,11 @@ def test_tables_that_grow_are_not_captured() -> None:
     decode = decode_of(llm)
     assert decode.graphs is not None
     addresses = [tensor.data_ptr() for tensor in vars(decode.graphs.tables).values()]
-    short = {"prompt_token_ids": list(range(20, 120))}
-    long = {"prompt_token_ids": list(range(20, 920))}
+    short: Any = {"prompt_token_ids": list(range(20, 120))}
+    long: Any = {"prompt_token_ids": list(range(20, 920))}
     first = llm.generate([short], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
-    width = decode.tables.tables.shape[3]
+    width = tables_of(llm).tables.shape[3]
     llm.generate([long], greedy(8), use_tqdm=False)
-    assert decode.tables.tables.shape[3] > width
+    assert tables_of(llm).tables.shape[3] > width
     assert llm.generate([short], greedy(8), use_tqdm=False)[0].outputs[0].token_ids == first
     assert [tensor.data_ptr() for tensor in vars(decode.graphs.tables).values()] == addresses

@@ -59,10 +59,10 @@ def alone() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def largest_prompts(blending: bool) -> list[dict[str, Any]]:
+def largest_prompts(blending: bool) -> list[Any]:
     """The longest prompt with the rest of the batch beside it; with blending, one computed whole up to its check
     layer, whose chunks are encoded first."""
-    prompts = [{"prompt_token_ids": [7 + i] * 3} for i in range(63)]
+    prompts: list[Any] = [{"prompt_token_ids": [7 + i] * 3} for i in range(63)]
     prompts.append({"prompt_token_ids": [5] * (LENGTH - 4)})
     if blending:
         chunks = [[10 + i] * 1000 for i in range(8)]

@@ -11,12 +11,13 @@ import torch
 
 from tests import settings
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import demo_prompt, engine, greedy, run
-from tests.offload.placements import move_at_once
+from tests.engine.engines import demo_prompt, engine, feature, greedy, run
+from tests.features.offload.placements import move_at_once
 from tests.settings import Settings
-from vllm_blend.offload.block_pool import HostBlockPool
-from vllm_blend.offload.copies import StreamCopies
-from vllm_blend.offload.promotion import ChunkScorer
+from vllm_blend.features.offload.block_pool import HostBlockPool
+from vllm_blend.features.offload.copies import StreamCopies
+from vllm_blend.features.offload.extension import ChunkOffload
+from vllm_blend.features.offload.promotion import ChunkScorer
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def params() -> Any:
     return greedy(12, logprobs=5, ignore_eos=True)
 
 
-def test_blocks_cross_the_link_and_come_back():
+def test_blocks_cross_the_link_and_come_back() -> None:
     key, value = (torch.randn(3, 9, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     before = key.clone(), value.clone()
     host = HostBlockPool(64 << 20, 3, 16, 2, 64, torch.bfloat16, pinned=True)
@@ -66,9 +67,9 @@ def _wait(ticket: Any) -> None:
 
 @pytest.mark.parametrize(
     ("share", "predictor"),
-    [(0.0, "retrieval_rank"), (0.5, "query_digest"), (0.5, "attention_mass"), (1.0, "query_digest")],
+    [(0.0, "retrieval_rank"), (0.5, "query_digest"), (1.0, "query_digest")],
 )
-def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor):
+def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu: dict[str, Any], share: float, predictor: str) -> None:
     prompts = [demo_prompt(index, 6) for index in range(3)]
     with engine(**on_gpu) as llm:
         expected = run(llm, prompts, params())
@@ -77,13 +78,14 @@ def test_exact_mode_gives_the_answers_of_all_on_the_gpu(on_gpu, share, predictor
     with engine(**on_gpu, **moving) as llm:
         for left, right in zip(run(llm, prompts, params()), expected, strict=True):
             assert_same_logprobs(left, right)
-        offload = llm.llm_engine.offload
-        assert offload is not None
+        offload = feature(llm.llm_engine, ChunkOffload)
         assert (offload.scheduler.num_evictions > 0) == (share < 1)
 
 
 @pytest.mark.parametrize("predictor", ["retrieval_rank", "query_digest"])
-def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor, monkeypatch):
+def test_resident_mode_is_the_same_with_and_without_graphs(
+    on_gpu: dict[str, Any], predictor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is seen depends on when copies arrive, so all chunks are told to leave, and leave before the second step."""
     prompts = [demo_prompt(index, 6) for index in range(3)]
     moving = MOVING | {"offload_mode": "resident", "offload_predictor": predictor, "async_scheduling": False}
@@ -91,36 +93,37 @@ def test_resident_mode_is_the_same_with_and_without_graphs(on_gpu, predictor, mo
     for eager in (False, True):
         with engine(**on_gpu, **moving, offload_resident_chunks=0, enforce_eager=eager) as llm:
             move_at_once(llm, monkeypatch)
-            graphs = llm.llm_engine.model_executor.driver_worker.model_runner.decode_graphs
+            graphs = llm.llm_engine.model_executor.driver_worker.model_runner.block_pass.decode_graphs
             assert (graphs is None) is (eager or on_gpu["dtype"] not in _graph_dtypes())
             outputs.append(run(llm, prompts, params()))
-            offload = llm.llm_engine.offload
+            offload = feature(llm.llm_engine, ChunkOffload)
             assert offload is not None and offload.scheduler.num_evictions > 0
     for left, right in zip(*outputs, strict=True):
         assert_same_logprobs(left, right)
 
 
 def _graph_dtypes() -> list[str]:
-    """Where a backend has decode graphs: not plain torch, the only one for float32."""
+    """Return the dtypes for which a backend has decode graphs: plain torch, the only one for float32, has none."""
     return ["bfloat16"]
 
 
-def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu):
+def test_chunks_that_move_leave_the_prompts_of_other_requests_alone(on_gpu: dict[str, Any]) -> None:
     """Blocks that leave are given to others at once: answers of a second batch are those of a fresh engine."""
     prompts = [demo_prompt(index, 6) for index in range(6)]
     with engine(**on_gpu) as llm:
         expected = run(llm, prompts, params())
     small = on_gpu | {"num_gpu_blocks_override": 200, "max_model_len": 1024}
-    with engine(**small, **MOVING, offload_mode="exact", offload_predictor="attention_mass") as llm:
+    with engine(**small, **MOVING, offload_mode="exact", offload_predictor="query_digest") as llm:
         for batch in (prompts, prompts[::-1]):
             wanted = expected if batch is prompts else expected[::-1]
             for left, right in zip(run(llm, batch, params()), wanted, strict=True):
                 assert_same_logprobs(left, right)
 
 
-def test_memory_that_late_scores_read_is_not_given_away(monkeypatch):
+def test_memory_that_late_scores_read_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are computed on a stream of their own, perhaps after their request has ended and was forgotten."""
-    score, read = ChunkScorer._score, set()
+    score = ChunkScorer._score
+    read: set[tuple[int, int]] = set()
 
     def late(scorer: ChunkScorer, residency: Any, memory: Any, *arguments: Any) -> None:
         torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
@@ -132,9 +135,10 @@ def test_memory_that_late_scores_read_is_not_given_away(monkeypatch):
     monkeypatch.setattr(ChunkScorer, "_score", late)
     with engine(**COMMON, **MOVING, dtype="bfloat16", offload_mode="resident") as llm:
         run(llm, [demo_prompt(0, 6)], params())
-        offload = llm.llm_engine.offload
+        offload = feature(llm.llm_engine, ChunkOffload)
         assert offload is not None and read and not offload.scorer._memory
         taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for _, size in read for _ in range(2000)]
-        assert not offload.scorer._stream.query()  # they are still to be computed
+        stream = offload.scorer._stream
+        assert stream is not None and not stream.query()  # they are still to be computed
         assert not {tensor.data_ptr() for tensor in taken} & {address for address, _ in read}
         torch.cuda.synchronize()

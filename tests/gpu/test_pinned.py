@@ -12,10 +12,9 @@ from tests.engine.compare import blend_of
 from tests.gpu.test_engine import MODEL, TOLERANCE, first_difference, prompts
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
-from vllm_blend.kv_store.arena import Arena
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import PinnedChunkStore
-from vllm_blend.kv_store.pinned import pinned_buffer
+from vllm_blend.kv_store.host_memory import Arena, pinned_buffer
+from vllm_blend.kv_store.memory import PinnedChunkStore
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 
 pytestmark = pytest.mark.gpu
@@ -173,10 +172,10 @@ def test_mixed_batches_answer_bit_for_bit_as_from_the_gpu(engines: tuple[LLM, LL
 def test_chunks_live_in_pinned_memory(engines: tuple[LLM, LLM]) -> None:
     llm = engines[1]
     llm.generate(prompts(2), GREEDY, use_tqdm=False)
-    store = llm.llm_engine.chunk_store
+    store = llm.llm_engine.chunk_store.memory
     assert isinstance(store, PinnedChunkStore)
     assert store.arena.num_bytes == store.budget_bytes == 1 << 28
-    assert all(chunk.k.is_pinned() for chunk in store._chunks.values())
+    assert all(stored.chunk.k.is_pinned() for stored in store._chunks.values())
     assert len(store) > 0
     assert store.num_unpinned == 0
 
@@ -233,9 +232,7 @@ def test_a_blend_waits_for_the_device_only_to_read_its_token(selector: str) -> N
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    engine.model_executor.execute_model = strictly  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.model_executor, "execute_model", strictly)
         outputs = llm.generate(asked, params, use_tqdm=False)
-    finally:
-        del engine.model_executor.execute_model
     assert all(output.error is None for output in outputs)

@@ -25,19 +25,19 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     torch.cuda.empty_cache()
 
 
-def prompt(suffix: int, chunk: int = 40) -> dict[str, Any]:
+def prompt(suffix: int, chunk: int = 40) -> Any:
     chunks = [[(7 * i + 3 * j) % 900 + 20 for i in range(chunk)] for j in range(6)]
     return {"prefix": [5, 6, 7], "chunks": chunks, "suffix": [(11 * i) % 700 + 30 for i in range(suffix)]}
 
 
 @pytest.mark.parametrize("suffix", [1, 5, 31, 32, 33, 100, 128])
 def test_same_mass_as_without_a_graph(llm: LLM, suffix: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after longer contexts and with fewer rows than the time before: nothing is left over from a replay."""
+    """Masses are the same even after longer contexts and with fewer rows than before: a replay leaves nothing over."""
     compared = []
     replay = QuestionGraphs.run
 
     def both(self: QuestionGraphs, request: Any, positions: Any, num_suffix: int) -> torch.Tensor | None:
-        [eager] = blend_runner.question_mass([request], self.model, self.cache, self.backend)
+        [eager] = blend_runner.question_mass([request], self.parts)
         mass = replay(self, request, positions, num_suffix)
         assert mass is not None
         compared.append((mass.clone(), eager))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.test_engine import MODEL, prompts
-from vllm_blend import LLM, SamplingParams
-from vllm_blend.ops import cuda
+from vllm_blend import LLM, SamplingParams, ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -68,4 +67,4 @@ def test_the_current_device_is_what_cuda_means() -> None:
 def test_a_kernel_refuses_tensors_of_another_device() -> None:
     x = torch.ones(4, 64, dtype=torch.bfloat16, device="cuda:1")
     with pytest.raises(RuntimeError, match="current device of this thread is cuda:0"):
-        cuda.rms_norm(x, x[0].contiguous(), 1e-5)
+        ops.rms_norm(x, x[0].contiguous(), 1e-5)

@@ -41,9 +41,9 @@ def write_tasks(folder: Path) -> None:
     data = folder / "docs.json"
     data.write_text(json.dumps(docs))
     shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_text": "{{context}}"}
+    choose: dict[str, Any] = {"task": "choose", "output_type": "multiple_choice", "doc_to_text": "{{context}}"}
     choose |= {"doc_to_choice": "{{choices}}", "doc_to_target": "label", "metric_list": [{"metric": "acc"}]}
-    write = {"task": "write", "output_type": "generate_until", "doc_to_text": "{{context}}"}
+    write: dict[str, Any] = {"task": "write", "output_type": "generate_until", "doc_to_text": "{{context}}"}
     write |= {"doc_to_target": " {{answer}}", "metric_list": [{"metric": "exact_match"}]}
     write |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}}
     for task in (choose, write):

@@ -15,10 +15,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, key, same, sized
+from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, hold, key, same, sized
 from vllm_blend.kv_store import segment
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 DEADLINE = 120.0  # seconds for anything that a test waits for: no machine is so slow
 
@@ -26,8 +27,8 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
 
 
-def open_store(folder: Path, budget_pages: int, **settings: object) -> DiskChunkStore:
-    """With a deadline that no machine is too slow for, unless `settings` have another one."""
+def open_store(folder: Path, budget_pages: int, **settings: Any) -> DiskChunkStore:
+    """Open a store whose deadline no machine is too slow for, unless `settings` have another one."""
     return DiskChunkStore(DiskStoreConfig(folder, budget_pages * PAGE, MODEL, **({"timeout": DEADLINE} | settings)))
 
 
@@ -36,7 +37,7 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *arguments: object, **named: object) -> None:
         self.connection, theirs = context.Pipe()
-        whole = {"target": function, "args": (theirs, *arguments), "kwargs": named}
+        whole: dict[str, Any] = {"target": function, "args": (theirs, *arguments), "kwargs": named}
         self.process: BaseProcess = context.Process(**whole, daemon=True)
         self.process.start()
         theirs.close()
@@ -70,12 +71,12 @@ def churn(
     mistakes: int | None = None,
     says: int | None = None,
 ) -> None:
-    """Put, get, pin and remove chunks until somebody kills this process, or `mistakes` rounds have gone by. Sends what
+    """Put, get, hold and remove chunks until this process is killed, or `mistakes` rounds have gone by. Sends what
     was wrong; and before that how many rounds it has done, once, when these are `says` (0: before it opens the
     store)."""
     if says == 0:
         connection.send(says)
-    choose, pinned = random.Random(seed), []
+    choose, held = random.Random(seed), list[Entry]()
     store = open_store(folder, budget_pages, segment_bytes=budget_pages * PAGE // 2, num_threads=2)
     wrong: list[str] = []
     rounds = 0
@@ -95,17 +96,17 @@ def churn(
                     wrong.append(f"{one} is not what was put")
         elif what < 0.95:
             store.remove(name)
-        elif store.pin(name):
-            pinned.append(name)
-            if len(pinned) > 3:
-                store.unpin(pinned.pop(0))
+        elif (entry := hold(store, name)) is not None:
+            held.append(entry)
+            if len(held) > 3:
+                store.space.release(held.pop(0))
         if store.num_bytes > store.config.budget_bytes:
             wrong.append("the budget is exceeded")
         if rounds == says:
             connection.send(rounds)
-    wrong += [f"{kind}: {count}" for kind, count in store.tally.misses.items() if kind != "absent"]
-    refused = store.tally.refused.keys() - {"present", "no_room"}
-    connection.send((wrong + sorted(refused), store.num_hits))
+    wrong += [f"{kind}: {count}" for kind, count in store.stats.misses.items() if kind != "absent"]
+    refused = store.stats.refused.keys() - {"present", "no_room"}
+    connection.send((wrong + sorted(refused), store.stats.num_hits))
     store.close()
 
 
@@ -123,10 +124,12 @@ def die_at_step(connection: Connection, folder: Path, step: int | None) -> None:
 
     class Connected(sqlite3.Connection):
         def execute(self, *arguments: Any) -> sqlite3.Cursor:
-            return touch(super().execute, *arguments)
+            cursor: sqlite3.Cursor = touch(super().execute, *arguments)
+            return cursor
 
         def executemany(self, *arguments: Any) -> sqlite3.Cursor:
-            return touch(super().executemany, *arguments)
+            cursor: sqlite3.Cursor = touch(super().executemany, *arguments)
+            return cursor
 
     sqlite3.connect = partial(sqlite3.connect, factory=Connected)  # type: ignore[assignment]
     for module, name in ((os, "pwritev"), (os, "fdatasync"), (os, "open"), (os, "fsync"), (segment, "_punch")):
@@ -152,7 +155,7 @@ def check_after_a_crash(folder: Path, budget_pages: int, expected: Callable[[str
         live = store.space.index.live()
         for entry in live:
             assert any(same(store.get(entry.key), kv) for kv in expected(entry.key))
-        assert store.num_misses == 0
+        assert store.stats.num_misses == 0
         assert not store.space.index.unfinished()
         sums = store.num_bytes, sum(entry.extent.num_bytes for entry in live), bytes_on_disk(folder)
         assert len(set(sums)) == 1, sums
@@ -177,12 +180,12 @@ def put_in_turns(connection: Connection, folder: Path, name: str, tokens: int, r
         while not connection.poll():
             for number in range(rounds):
                 store.put(name, chunk(name, tokens + number % 2))
-        connection.send(store.tally.refused.keys() - {"present"})
+        connection.send(store.stats.refused.keys() - {"present"})
 
 
-def hold_pins(connection: Connection, folder: Path, names: list[str]) -> None:
+def hold_chunks(connection: Connection, folder: Path, names: list[str]) -> None:
     store = open_store(folder, 8, num_threads=1)
-    connection.send([store.pin(name) for name in names])
+    connection.send([hold(store, name) is not None for name in names])
     time.sleep(10 * DEADLINE)
 
 

@@ -9,14 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ENXIO
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.disk import DiskChunkStore
+from vllm_blend.kv_store.index import Entry
 
 MODEL, OTHER_MODEL = "ab" * 16, "cd" * 16
 PAGE = 4096
 LAYERS, HEADS, HEAD_DIM = 4, 2, 32
+
+
+T = TypeVar("T")
+
+
+def there(found: T | None) -> T:
+    """Return what was found: it must be there."""
+    assert found is not None
+    return found
 
 
 def key(number: int) -> str:
@@ -39,11 +51,16 @@ def sized(pages: int) -> ChunkKV:
 
 
 def same(a: ChunkKV | None, b: ChunkKV) -> bool:
-    """Whether there is a chunk, bit for bit the other one."""
+    """Return whether there is a chunk, bit for bit the other one."""
     return a is not None and all(
         x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         for x, y in ((a.k, b.k), (a.v, b.v))
     )
+
+
+def hold(store: DiskChunkStore, name: str) -> Entry | None:
+    """Keep a chunk from leaving, as one does that reads it, until `store.space.release`; None where it is not there."""
+    return store.space.hold([name]).get(name)
 
 
 def segments(folder: Path) -> list[Path]:
@@ -51,8 +68,8 @@ def segments(folder: Path) -> list[Path]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """What the file system holds of the segments, holes left out. (Its own tables, which `du` counts, are left out too:
-    a file of many holes takes a page for them.)"""
+    """Return the bytes that the segments take, without holes. (Tables of the file system, which `du` counts, are left
+    out: a file of many holes takes a page for them.)"""
     total = 0
     for path in segments(folder):
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_blend.kv_store.arena import ALIGNMENT, Arena, piece_bytes
+from vllm_blend.kv_store.host_memory import PAGE, Arena, piece_bytes
 
 PAGES = 16
 
@@ -21,11 +21,11 @@ class Pieces(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(np.zeros(PAGES * ALIGNMENT + 100, np.uint8))
+        self.arena = Arena(np.zeros(PAGES * PAGE + 100, np.uint8))
         self.alive: list[torch.Tensor] = []
         self.count = 0
 
-    @rule(num_bytes=st.integers(1, PAGES * ALIGNMENT + 1))
+    @rule(num_bytes=st.integers(1, PAGES * PAGE + 1))
     def allocate(self, num_bytes: int) -> None:
         free = self.free_ranges()
         piece = self.arena.allocate(num_bytes)
@@ -56,18 +56,18 @@ class Pieces(RuleBasedStateMachine):
         edges = [0]
         for start, size in self.ranges():
             edges += [start, start + size]
-        edges.append(PAGES * ALIGNMENT)
+        edges.append(PAGES * PAGE)
         return [stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
     @invariant()
     def pieces_are_apart_and_counted(self) -> None:
         ranges = self.ranges()
-        assert all(start % ALIGNMENT == 0 for start, _ in ranges)
+        assert all(start % PAGE == 0 for start, _ in ranges)
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
         assert self.arena.num_bytes_used == sum(size for _, size in ranges) <= self.arena.num_bytes
 
     @invariant()
-    def nobody_else_wrote(self) -> None:
+    def only_their_owners_wrote_slots(self) -> None:
         assert all(int(p.min()) == int(p.max()) for p in self.alive)
 
 
@@ -76,19 +76,19 @@ TestPieces.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_everything_comes_back_in_one_range() -> None:
-    arena = Arena(np.zeros(PAGES * ALIGNMENT, np.uint8))
-    pieces = [arena.allocate(ALIGNMENT) for _ in range(PAGES)]
+    arena = Arena(np.zeros(PAGES * PAGE, np.uint8))
+    pieces = [arena.allocate(PAGE) for _ in range(PAGES)]
     assert arena.allocate(1) is None
     for index in (3, 1, 2, 0):
         pieces[index] = None
-    assert arena.allocate(4 * ALIGNMENT) is not None
+    assert arena.allocate(4 * PAGE) is not None
     del pieces
-    assert arena.allocate(PAGES * ALIGNMENT) is not None
+    assert arena.allocate(PAGES * PAGE) is not None
 
 
 def test_a_piece_may_be_dropped_in_another_thread() -> None:
-    arena = Arena(np.zeros(ALIGNMENT, np.uint8))
-    held = [arena.allocate(ALIGNMENT)]
+    arena = Arena(np.zeros(PAGE, np.uint8))
+    held = [arena.allocate(PAGE)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
@@ -96,7 +96,7 @@ def test_a_piece_may_be_dropped_in_another_thread() -> None:
 
 
 def test_pieces_outlive_the_arena() -> None:
-    arena = Arena(np.full(ALIGNMENT, 7, np.uint8))
+    arena = Arena(np.full(PAGE, 7, np.uint8))
     piece = arena.allocate(10)
     assert piece is not None
     del arena
@@ -106,10 +106,10 @@ def test_pieces_outlive_the_arena() -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 5000])
 def test_what_does_not_fit_is_none(num_bytes: int) -> None:
-    assert Arena(np.zeros(ALIGNMENT, np.uint8)).allocate(num_bytes) is None
+    assert Arena(np.zeros(PAGE, np.uint8)).allocate(num_bytes) is None
 
 
 def test_a_buffer_below_a_page_holds_nothing() -> None:
-    arena = Arena(np.zeros(ALIGNMENT - 1, np.uint8))
+    arena = Arena(np.zeros(PAGE - 1, np.uint8))
     assert arena.num_bytes == 0
     assert arena.allocate(1) is None

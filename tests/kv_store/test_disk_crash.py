@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ MOST_ROUNDS = 25  # that a process has done before it is killed
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_moments(tmp_path, seed):
+def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
     """30 times with each seed. What is left by the last process is what the next one starts with."""
     choose, most = random.Random(seed), 0
     for number in range(30):
@@ -32,7 +33,7 @@ def test_killed_at_random_moments(tmp_path, seed):
     assert most > 10  # they did work
 
 
-def test_killed_next_to_others_that_go_on(tmp_path):
+def test_killed_next_to_others_that_go_on(tmp_path: Path) -> None:
     """Three processes, of which one at a time is killed and replaced, 30 times; a fourth is never killed."""
     choose = random.Random(9)
     with Child(churn, tmp_path, BUDGET, 1, 400) as witness:
@@ -53,7 +54,7 @@ def test_killed_next_to_others_that_go_on(tmp_path):
     check_after_a_crash(tmp_path, BUDGET, lambda name: [chunk(name)])
 
 
-def test_killed_before_every_single_step():
+def test_killed_before_every_single_step() -> None:
     """Every statement for the index and every call for a file, while chunks are put, evicted, replaced and removed."""
     with memory_folder() as parent:
         with Child(die_at_step, parent / "whole", None) as child:

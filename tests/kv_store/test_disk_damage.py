@@ -9,20 +9,21 @@ import sqlite3
 import struct
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
-from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, PAGE, bytes_on_disk, chunk, key, same, segments
+from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, PAGE, bytes_on_disk, chunk, key, same, segments, there
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.serialization import ChunkLayout
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 COUNT = 6
 WARNING = "not used, it will be computed again"
 
 
-def open_store(folder: Path, model: str = MODEL, **settings: object) -> DiskChunkStore:
+def open_store(folder: Path, model: str = MODEL, **settings: Any) -> DiskChunkStore:
     return DiskChunkStore(DiskStoreConfig(folder, 64 << 20, model, **settings))
 
 
@@ -43,11 +44,11 @@ def flip(path: Path, at: int, bit: int = 4) -> None:
 
 
 def places(folder: Path) -> dict[int, tuple[int, ChunkLayout]]:
-    """Where each chunk lies in the only segment."""
+    """Return where each chunk lies in the only segment."""
     with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
         rows = index.execute("SELECT key, offset FROM chunks").fetchall()
     index.close()
-    return {int(name, 16): (offset, ChunkLayout.of(chunk(name), "auto")) for name, offset in rows}
+    return {int(name, 16): (offset, ChunkLayout.from_kv(chunk(name), "auto")) for name, offset in rows}
 
 
 def check_one_lost(store: DiskChunkStore, lost: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,7 +57,7 @@ def check_one_lost(store: DiskChunkStore, lost: int, kind: str, caplog: pytest.L
     assert store.get(key(lost)) is None
     assert key(lost) not in store and store.num_bytes < before
     assert store.get(key(lost)) is None
-    assert store.tally.misses == {kind: 1, "absent": 1}
+    assert store.stats.misses == {kind: 1, "absent": 1}
     assert caplog.text.count(WARNING) == 1 and key(lost) in caplog.text
     for number in set(range(COUNT)) - {lost}:
         assert same(store.get(key(number)), chunk(key(number)))
@@ -67,7 +68,9 @@ def check_one_lost(store: DiskChunkStore, lost: int, kind: str, caplog: pytest.L
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.999])
 @pytest.mark.parametrize("bit", [0, 7])
-def test_a_flipped_bit_of_any_layer_is_a_miss(folder, layer, where, bit, caplog):
+def test_a_flipped_bit_of_any_layer_is_a_miss(
+    folder: Path, layer: int, where: float, bit: int, caplog: pytest.LogCaptureFixture
+) -> None:
     offset, layout = places(folder)[2]
     start, stop = layout.layer_span(layer)
     flip(segments(folder)[0], offset + start + int(where * (stop - start)), bit)
@@ -75,17 +78,17 @@ def test_a_flipped_bit_of_any_layer_is_a_miss(folder, layer, where, bit, caplog)
         check_one_lost(store, 2, "damaged", caplog)
 
 
-def test_a_flipped_bit_is_found_in_layers_that_are_read_by_themselves(tmp_path):
+def test_a_flipped_bit_is_found_in_layers_that_are_read_by_themselves(tmp_path: Path) -> None:
     kv = chunk(key(0), tokens=9000)
     with open_store(tmp_path) as store:
         store.put(key(0), kv)
-        flip(segments(tmp_path)[0], ChunkLayout.of(kv, "auto").layer_span(2)[0])
-        pending = store.read(key(0))
+        flip(segments(tmp_path)[0], ChunkLayout.from_kv(kv, "auto").layer_span(2)[0])
+        pending = there(store.read(key(0)))
         assert pending.wait() is None and pending.layer(2) is None
-        assert store.tally.misses == {"damaged": 1} and len(store) == 0
+        assert store.stats.misses == {"damaged": 1} and len(store) == 0
 
 
-def test_a_hole_is_a_miss(folder, caplog):
+def test_a_hole_is_a_miss(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     offset, layout = places(folder)[1]
     with segments(folder)[0].open("r+b") as file:
         file.seek(offset)
@@ -96,7 +99,9 @@ def test_a_hole_is_a_miss(folder, caplog):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("cut", [1, PAGE - 1, PAGE, 3 * PAGE])
-def test_a_truncated_segment_loses_its_last_chunk(folder, cut, direct, caplog):
+def test_a_truncated_segment_loses_its_last_chunk(
+    folder: Path, cut: int, direct: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     last = max(places(folder).items(), key=lambda item: item[1][0])[0]
     path = segments(folder)[0]
     with path.open("r+b") as file:
@@ -106,31 +111,33 @@ def test_a_truncated_segment_loses_its_last_chunk(folder, cut, direct, caplog):
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE + 5])
-def test_what_is_left_of_a_segment_is_used(folder, size):
+def test_what_is_left_of_a_segment_is_used(folder: Path, size: int) -> None:
     with segments(folder)[0].open("r+b") as file:
         file.truncate(size)
     with open_store(folder) as store:
         for number in range(COUNT):
             assert store.get(key(number)) is None
-        assert store.tally.misses["truncated"] == COUNT and len(store) == store.num_bytes == 0
+        assert store.stats.misses["truncated"] == COUNT and len(store) == store.num_bytes == 0
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_a_vanished_segment_is_a_miss_for_each_of_its_chunks(folder, opened, caplog):
+def test_a_vanished_segment_is_a_miss_for_each_of_its_chunks(
+    folder: Path, opened: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_store(folder) as store:
         if opened:
             assert store.get(key(0)) is not None
         segments(folder)[0].unlink()
         for _ in range(2):
             assert all(store.get(key(number)) is None for number in range(COUNT))
-        assert store.tally.misses == {"vanished": COUNT, "absent": COUNT}
+        assert store.stats.misses == {"vanished": COUNT, "absent": COUNT}
         assert caplog.text.count(WARNING) == COUNT
         assert len(store) == store.num_bytes == 0
         store.put(key(0), chunk(key(0)))
         assert same(store.get(key(0)), chunk(key(0)))
 
 
-def test_segments_that_changed_places_are_misses(tmp_path):
+def test_segments_that_changed_places_are_misses(tmp_path: Path) -> None:
     with open_store(tmp_path, segment_bytes=PAGE) as store:
         for number in range(2):
             store.put(key(number), chunk(key(number), tokens=16))
@@ -140,17 +147,17 @@ def test_segments_that_changed_places_are_misses(tmp_path):
     (tmp_path / "third").rename(other)
     with open_store(tmp_path) as store:
         assert store.get(key(0)) is None and store.get(key(1)) is None
-        assert store.tally.misses == {"damaged": 2}
+        assert store.stats.misses == {"damaged": 2}
 
 
-def test_chunks_of_another_model_are_foreign(folder, caplog):
+def test_chunks_of_another_model_are_foreign(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(folder, OTHER_MODEL) as store:
         assert store.get(key(0)) is None
-        assert store.tally.misses == {"foreign": 1} and "another model" in caplog.text
+        assert store.stats.misses == {"foreign": 1} and "another model" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["magic", "key", "shape", "checksum of a layer", "its own checksum"])
-def test_a_damaged_header_is_a_miss(folder, part, caplog):
+def test_a_damaged_header_is_a_miss(folder: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
     at = {"magic": 2, "key": 20, "shape": 50, "checksum of a layer": 66, "its own checksum": -3}[part]
     with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
         [[header]] = index.execute("SELECT header FROM chunks WHERE key = ?", (key(4),)).fetchall()
@@ -180,7 +187,9 @@ def resigned(header: bytes, more: bytes) -> bytes:
         ("segment", "../x", "absent"),
     ],
 )
-def test_a_forged_row_costs_no_other_chunk_and_is_dropped(folder, column, value, kind, caplog):
+def test_a_forged_row_costs_no_other_chunk_and_is_dropped(
+    folder: Path, column: str, value: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Chunks asked for together with it are found, its lock ends, and its key can be stored again."""
     with open_store(folder) as store:
         with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
@@ -191,8 +200,8 @@ def test_a_forged_row_costs_no_other_chunk_and_is_dropped(folder, column, value,
         for _ in range(2):
             pending = store.read_many([key(number) for number in range(COUNT)])
             for number, one in enumerate(pending):
-                assert one is None if number == 4 else same(one.wait(), chunk(key(number)))
-        assert store.tally.misses == Counter([kind, "absent"])
+                assert one is None if number == 4 else same(there(one).wait(), chunk(key(number)))
+        assert store.stats.misses == Counter([kind, "absent"])
         assert caplog.text.count(WARNING) + caplog.text.count("is dropped from the index") == 1
         assert not store.space.locks._readers and len(store) == COUNT - 1
         assert store.num_bytes == sum(entry.extent.num_bytes for entry in store.space.index.live())
@@ -202,7 +211,9 @@ def test_a_forged_row_costs_no_other_chunk_and_is_dropped(folder, column, value,
         assert len(store) == COUNT
 
 
-def test_a_row_that_points_elsewhere_is_a_miss_and_harms_no_other_chunk(folder, caplog):
+def test_a_row_that_points_elsewhere_is_a_miss_and_harms_no_other_chunk(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
         index.execute("UPDATE chunks SET offset = offset + 4096 * 100000 WHERE key = ?", (key(3),))
     index.close()
@@ -210,14 +221,16 @@ def test_a_row_that_points_elsewhere_is_a_miss_and_harms_no_other_chunk(folder, 
         check_one_lost(store, 3, "truncated", caplog)
 
 
-def test_a_row_of_another_size_than_its_header_is_a_miss_and_harms_no_other_chunk(folder, caplog):
+def test_a_row_of_another_size_than_its_header_is_a_miss_and_harms_no_other_chunk(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
         index.execute("UPDATE chunks SET bytes = bytes - 4096 WHERE key = ?", (key(3),))
         index.execute("UPDATE totals SET bytes = bytes - 4096")
     index.close()
     with open_store(folder) as store:
         assert store.get(key(3)) is None
-        assert store.tally.misses == {"damaged": 1} and caplog.text.count(WARNING) == 1
+        assert store.stats.misses == {"damaged": 1} and caplog.text.count(WARNING) == 1
         for number in set(range(COUNT)) - {3}:
             assert same(store.get(key(number)), chunk(key(number)))
         store.put(key(3), chunk(key(3)))
@@ -237,7 +250,9 @@ def test_a_row_of_another_size_than_its_header_is_a_miss_and_harms_no_other_chun
         "DROP TRIGGER less",
     ],
 )
-def test_an_index_that_contradicts_itself_is_started_anew(folder, statement, caplog):
+def test_an_index_that_contradicts_itself_is_started_anew(
+    folder: Path, statement: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with sqlite3.connect(folder / "v1" / "index.sqlite3") as index:
         index.execute(statement)
     index.close()
@@ -255,7 +270,7 @@ def check_empty_and_usable(store: DiskChunkStore, folder: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"x", b"no database" * 1000, b"\0" * 8192])
 @pytest.mark.parametrize("suffix", ["", "-wal"])
-def test_an_index_that_is_none_is_started_anew(folder, content, suffix):
+def test_an_index_that_is_none_is_started_anew(folder: Path, content: bytes, suffix: str) -> None:
     path = folder / "v1" / f"index.sqlite3{suffix}"
     path.write_bytes(content)
     with open_store(folder) as store:
@@ -265,14 +280,16 @@ def test_an_index_that_is_none_is_started_anew(folder, content, suffix):
             check_empty_and_usable(store, folder)
 
 
-def test_without_its_index_a_folder_is_empty(folder):
+def test_without_its_index_a_folder_is_empty(folder: Path) -> None:
     (folder / "v1" / "index.sqlite3").unlink()
     with open_store(folder) as store:
         check_empty_and_usable(store, folder)
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_of_the_index_changes_what_is_read(folder, tmp_path_factory, caplog):
+def test_no_flipped_bit_of_the_index_changes_what_is_read(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
     """Most are found when the index is opened; the others in the chunk itself, or they hide a chunk."""
     caplog.set_level(logging.CRITICAL)
     choose, path = random.Random(5), folder / "v1" / "index.sqlite3"
@@ -298,7 +315,7 @@ def test_no_flipped_bit_of_the_index_changes_what_is_read(folder, tmp_path_facto
     assert right > 200 * COUNT * 0.3 and anew > 5  # both happen
 
 
-def test_an_index_that_breaks_while_it_is_open_is_no_error(folder, caplog):
+def test_an_index_that_breaks_while_it_is_open_is_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(folder) as store:
         assert store.get(key(0)) is not None
         store._flush_uses()
@@ -320,7 +337,9 @@ def test_an_index_that_breaks_while_it_is_open_is_no_error(folder, caplog):
         check_empty_and_usable(store, folder)
 
 
-def test_a_file_that_cannot_be_read_now_is_a_miss_and_stays(folder, monkeypatch, caplog):
+def test_a_file_that_cannot_be_read_now_is_a_miss_and_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
@@ -328,21 +347,23 @@ def test_a_file_that_cannot_be_read_now_is_a_miss_and_stays(folder, monkeypatch,
         monkeypatch.setattr(store.space.files, "read", fail)
         assert store.get(key(0)) is None and store.get(key(1)) is None
         monkeypatch.undo()
-        assert store.tally.misses == {"error": 2} and caplog.text.count("Too many open files") == 1
+        assert store.stats.misses == {"error": 2} and caplog.text.count("Too many open files") == 1
         assert same(store.get(key(0)), chunk(key(0)))
 
 
-def test_damage_that_two_readers_find_at_once_is_warned_of_once(folder, caplog):
+def test_damage_that_two_readers_find_at_once_is_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     offset, _ = places(folder)[0]
     flip(segments(folder)[0], offset)
     with open_store(folder) as store:
         pending = [store.read(key(0)) for _ in range(5)]
         assert all(p.wait() is None for p in pending if p is not None)
-        assert store.num_misses == 5 and caplog.text.count(WARNING) == 1
+        assert store.stats.num_misses == 5 and caplog.text.count(WARNING) == 1
         assert len(store) == COUNT - 1 and store.num_bytes == bytes_on_disk(folder)
 
 
-def test_a_faulty_chunk_that_cannot_be_dropped_is_absent_and_is_stored_anew(folder, monkeypatch):
+def test_a_faulty_chunk_that_cannot_be_dropped_is_absent_and_is_stored_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While its row stays, the chunk must not count as present: the one that is computed again could never replace
     it."""
 
@@ -357,7 +378,7 @@ def test_a_faulty_chunk_that_cannot_be_dropped_is_absent_and_is_stored_anew(fold
         monkeypatch.undo()
         assert len(store) == COUNT and store.space.index.find(key(2)) is not None  # the row has stayed
         assert key(2) not in store and key(1) in store
-        assert store.get(key(2)) is None and store.tally.misses == {"damaged": 1, "absent": 1}
+        assert store.get(key(2)) is None and store.stats.misses == {"damaged": 1, "absent": 1}
         store.put(key(2), chunk(key(2)))
-        assert store.tally.refused == {} and store.tally.num_stored == 1
+        assert store.stats.refused == {} and store.stats.num_stored == 1
         assert key(2) in store and same(store.get(key(2)), chunk(key(2)))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, key, memory_folder, same, segments, sized
+from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, hold, key, memory_folder, same, segments, sized
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
+from vllm_blend.kv_store.index import Entry
 from vllm_blend.kv_store.serialization import ChunkLayout
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 NUMBERS = st.integers(0, 5)
 WHO = st.integers(0, 1)
@@ -39,11 +41,16 @@ class SharedFolder(RuleBasedStateMachine):
     def start(self, budget: int, segment: int, how: str) -> None:
         self.stack = ExitStack()
         self.folder = self.stack.enter_context(memory_folder())
-        settings = {"segment_bytes": segment * PAGE, "format": how, "num_threads": 1, "staging_bytes": 1 << 20}
+        settings: dict[str, Any] = {
+            "segment_bytes": segment * PAGE,
+            "format": how,
+            "num_threads": 1,
+            "staging_bytes": 1 << 20,
+        }
         self.config = DiskStoreConfig(self.folder, budget * PAGE, MODEL, **settings)
         self.stores = [DiskChunkStore(self.config) for _ in range(2)]
         self.versions: list[Version] = []  # in the order of their ids
-        self.pins: list[list[Version]] = [[], []]  # of each store
+        self.holds: list[list[tuple[Version, Entry]]] = [[], []]  # of each store
         self.clock = 0.0
 
     def teardown(self) -> None:
@@ -55,7 +62,7 @@ class SharedFolder(RuleBasedStateMachine):
     @rule(who=WHO, number=NUMBERS, pages=st.integers(1, 9), cost=st.integers(1, 50))
     def put(self, who: int, number: int, pages: int, cost: int) -> None:
         self.stores[who].put(key(number), sized(pages), cost)
-        size = ChunkLayout.of(sized(pages), self.config.format).payload_bytes
+        size = ChunkLayout.from_kv(sized(pages), self.config.format).payload_bytes
         old = self.live(number)
         if size > self.config.budget_bytes:
             return
@@ -68,7 +75,7 @@ class SharedFolder(RuleBasedStateMachine):
         dead = [version for version in self.versions if not version.live]
         leaving = []
         for version in [*dead, *sorted(filter(lambda v: v.live, self.versions), key=lambda v: v.priority)]:
-            if missing > 0 and not self.pinned(version):
+            if missing > 0 and not self.held(version):
                 leaving.append(version)
                 missing -= version.bytes
         if missing > 0:
@@ -101,25 +108,24 @@ class SharedFolder(RuleBasedStateMachine):
             self.give_up(version)
 
     @rule(who=WHO, number=NUMBERS)
-    def pin(self, who: int, number: int) -> None:
-        version = self.live(number)
-        assert self.stores[who].pin(key(number)) == (version is not None)
-        self.pins[who] += [version] if version is not None else []
+    def hold(self, who: int, number: int) -> None:
+        version, entry = self.live(number), hold(self.stores[who], key(number))
+        assert (entry is None) == (version is None)
+        if entry is not None and version is not None:
+            self.holds[who].append((version, entry))
 
-    @precondition(lambda self: any(self.pins))
+    @precondition(lambda self: any(self.holds))
     @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        choices = [(who, version.number) for who, pins in enumerate(self.pins) for version in pins]
-        who, number = data.draw(st.sampled_from(choices))
-        self.stores[who].unpin(key(number))  # the last pin of this key
-        self.pins[who].remove(next(v for v in reversed(self.pins[who]) if v.number == number))
+    def release(self, data: st.DataObject) -> None:
+        who, index = data.draw(st.sampled_from([(who, i) for who in range(2) for i in range(len(self.holds[who]))]))
+        self.stores[who].space.release(self.holds[who].pop(index)[1])
 
     @rule(who=WHO)
     def reopen(self, who: int) -> None:
         self.stores[who].close()
-        self.pins[who].clear()
+        self.holds[who].clear()
         self.stores[who] = DiskChunkStore(self.config)
-        self.versions = [version for version in self.versions if version.live or self.pinned(version)]
+        self.versions = [version for version in self.versions if version.live or self.held(version)]
 
     @invariant()
     def counted_exactly(self) -> None:
@@ -130,27 +136,27 @@ class SharedFolder(RuleBasedStateMachine):
             assert len(store) == sum(version.live for version in self.versions)
             assert store.num_bytes == sum(version.bytes for version in self.versions)
             assert store.num_bytes == bytes_on_disk(self.folder) <= self.config.budget_bytes
-            assert not store.tally.misses.keys() - {"absent"}
-            assert not store.tally.refused.keys() - {"present", "too_large", "no_room"}
+            assert not store.stats.misses.keys() - {"absent"}
+            assert not store.stats.refused.keys() - {"present", "too_large", "no_room"}
         assert len(segments(self.folder)) <= len(self.versions)
 
     def live(self, number: int) -> Version | None:
         return next((version for version in self.versions if version.live and version.number == number), None)
 
-    def pinned(self, version: Version) -> bool:
-        return any(version in pins for pins in self.pins)
+    def held(self, version: Version) -> bool:
+        return any(version is one for holds in self.holds for one, _ in holds)
 
     def give_up(self, version: Version) -> None:
         version.live = False
-        if not self.pinned(version):
+        if not self.held(version):
             self.space_back(version)
 
     def space_back(self, version: Version) -> None:
-        """A segment goes as a whole when nothing is left in it but what was given up and nobody holds any more."""
+        """A segment goes as a whole when all that is left in it was given up and is no longer held."""
         if version in self.versions:
             self.versions.remove(version)
         others = [other for other in self.versions if other.segment == version.segment]
-        if not any(other.live or self.pinned(other) for other in others):
+        if not any(other.live or self.held(other) for other in others):
             self.versions = [other for other in self.versions if other not in others]
 
     def use(self, version: Version) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kv_store.disk_processes import open_store
-from tests.kv_store.stored_chunks import PAGE, bytes_on_disk, chunk, key, same, segments, sized
+from tests.kv_store.stored_chunks import PAGE, bytes_on_disk, chunk, hold, key, same, segments, sized, there
 from vllm_blend.kv_store import pending
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.host_memory import aligned_empty
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import ChunkFault, aligned_empty
+from vllm_blend.kv_store.serialization import ChunkFault
 
 
 class Calls:
@@ -24,112 +28,112 @@ class Calls:
         for name in self.counts:
             monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
 
-    def _counted(self, name, function):
-        def counted(*arguments):
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
             self.counts[name] += 1
             return function(*arguments)
 
         return counted
 
 
-def test_many_chunks_take_one_write_and_one_wait(tmp_path, monkeypatch):
+def test_many_chunks_take_one_write_and_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, 64) as store:
         calls = Calls(monkeypatch)
         store.put_many([(key(number), sized(1 + number)) for number in range(8)])
         assert calls.counts == {"preadv": 0, "pwritev": 1, "fdatasync": 1}
-        assert len(store) == store.tally.num_stored == 8 and store.num_bytes == bytes_on_disk(tmp_path) == 36 * PAGE
-        found = [each.wait() for each in store.read_many([key(number) for number in range(8)])]
+        assert len(store) == store.stats.num_stored == 8 and store.num_bytes == bytes_on_disk(tmp_path) == 36 * PAGE
+        found = [there(each).wait() for each in store.read_many([key(number) for number in range(8)])]
         assert calls.counts["preadv"] == 1
         assert all(same(kv, sized(1 + number)) for number, kv in enumerate(found))
-        assert store.num_hits == 8 and store.tally.bytes_read == 36 * PAGE
+        assert store.stats.num_hits == 8 and store.stats.bytes_read == 36 * PAGE
     with open_store(tmp_path, 64) as store:
         assert all(same(store.get(key(number)), sized(1 + number)) for number in range(8))
 
 
-def test_full_segments_split_a_write(tmp_path, monkeypatch):
+def test_full_segments_split_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, 64, segment_bytes=8 * PAGE) as store:
         calls = Calls(monkeypatch)
         store.put_many([(key(number), sized(3)) for number in range(7)])
         assert len(segments(tmp_path)) == 3
         assert calls.counts["pwritev"] == calls.counts["fdatasync"] == 3
-        found = [each.wait() for each in store.read_many([key(number) for number in range(6, -1, -1)])]
+        found = [there(each).wait() for each in store.read_many([key(number) for number in range(6, -1, -1)])]
         assert calls.counts["preadv"] == 3
-        assert all(same(kv, sized(3)) for kv in found) and store.num_misses == 0
+        assert all(same(kv, sized(3)) for kv in found) and store.stats.num_misses == 0
 
 
-def test_only_neighbours_are_read_at_once_and_not_too_many(tmp_path, monkeypatch):
+def test_only_neighbours_are_read_at_once_and_not_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "READ_BYTES", 6 * PAGE)
     with open_store(tmp_path, 64) as store:
         store.put_many([(key(number), sized(2)) for number in range(8)])
         calls = Calls(monkeypatch)
         for chosen, reads in (([0, 1, 2], 1), ([0, 1, 2, 3], 2), ([5, 3, 1], 3), ([7, 6, 4, 5, 0], 3), ([3, 3], 1)):
             calls.counts["preadv"] = 0
-            found = [each.wait() for each in store.read_many([key(number) for number in chosen])]
+            found = [there(each).wait() for each in store.read_many([key(number) for number in chosen])]
             assert all(same(kv, sized(2)) for kv in found) and calls.counts["preadv"] == reads, chosen
 
 
-def test_a_damaged_chunk_does_not_harm_its_neighbours(tmp_path):
+def test_a_damaged_chunk_does_not_harm_its_neighbours(tmp_path: Path) -> None:
     with open_store(tmp_path, 64) as store:
         store.put_many([(key(number), sized(2)) for number in range(5)])
-        extent = store.space.index.find(key(2)).extent
+        extent = there(store.space.index.find(key(2))).extent
         [path] = segments(tmp_path)
         with path.open("r+b") as file:
             file.seek(extent.offset + 5000)
             file.write(b"\xff\x00\xff")
         found = [None if each is None else each.wait() for each in store.read_many([key(n) for n in range(5)])]
         assert [kv is None for kv in found] == [False, False, True, False, False]
-        assert store.tally.misses == {"damaged": 1} and store.num_hits == 4 and len(store) == 4
+        assert store.stats.misses == {"damaged": 1} and store.stats.num_hits == 4 and len(store) == 4
 
 
-def test_a_truncated_segment_costs_the_chunks_behind_its_end(tmp_path):
+def test_a_truncated_segment_costs_the_chunks_behind_its_end(tmp_path: Path) -> None:
     with open_store(tmp_path, 64) as store:
         store.put_many([(key(number), sized(2)) for number in range(5)])
         [path] = segments(tmp_path)
         os.truncate(path, 5 * PAGE)
         found = [None if each is None else each.wait() for each in store.read_many([key(n) for n in range(5)])]
         assert [kv is None for kv in found] == [False, False, True, True, True]
-        assert store.tally.misses == {"truncated": 3}
+        assert store.stats.misses == {"truncated": 3}
 
 
-def test_what_cannot_be_stored_is_refused_by_itself(tmp_path):
+def test_what_cannot_be_stored_is_refused_by_itself(tmp_path: Path) -> None:
     """Too large, not finite, there already; and where all do not fit together, those that do are stored."""
     infinite = ChunkKV(torch.full((1, 40, 2, 32), float("inf")), torch.zeros(1, 40, 2, 32))
     with open_store(tmp_path, 8, format="int8") as store:
         fine = chunk(key(1), 40)
         store.put(key(1), fine)
         store.put_many([(key(1), fine), (key(2), infinite), (key(3), chunk(key(3), 1000)), (key(4), chunk(key(4), 9))])
-        assert store.tally.refused == {"present": 1, "not_quantizable": 1, "too_large": 1}
+        assert store.stats.refused == {"present": 1, "not_quantizable": 1, "too_large": 1}
         assert key(1) in store and key(4) in store and len(store) == 2
     with open_store(tmp_path / "small", 8) as store:
         store.put_many([(key(number), sized(3)) for number in range(4)], 10)
         assert len(store) == 2 and store.num_bytes == bytes_on_disk(tmp_path / "small") == 6 * PAGE
-        assert store.pin(key(3)) and store.pin(key(2))
+        assert hold(store, key(3)) and hold(store, key(2))
         store.put_many([(key(number), sized(2)) for number in (5, 6)], 10)
         assert len(store) == 3 and key(6) in store, "the second took the place of the first"
         store.put_many([(key(number), sized(3)) for number in (7, 8)], 10)
-        assert len(store) == 3 and store.tally.refused["no_room"] == 2
+        assert len(store) == 3 and store.stats.refused["no_room"] == 2
         with pytest.raises(ValueError, match="chunk key"):
             store.put_many([(key(7), sized(1)), ("x", sized(1))])
         assert key(7) not in store
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, 64) as store:
         store.put(key(9), sized(2))
 
-        def full(fd):
+        def full(fd: int) -> None:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", full)
             store.put_many([(key(number), sized(2)) for number in range(4)])
-        assert store.tally.refused == {"failed": 4} and len(store) == 1
+        assert store.stats.refused == {"failed": 4} and len(store) == 1
         assert store.num_bytes == bytes_on_disk(tmp_path) == 2 * PAGE
         assert not store.space.index.unfinished() and same(store.get(key(9)), sized(2))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_files_write_and_read_pieces_of_any_order(tmp_path, seed):
+def test_files_write_and_read_pieces_of_any_order(tmp_path: Path, seed: int) -> None:
     """Against memory: pieces here and there, written and read in one call each, with short reads and writes."""
     choose = random.Random(seed)
     files = SegmentFiles(tmp_path, direct=False)
@@ -141,10 +145,17 @@ def test_files_write_and_read_pieces_of_any_order(tmp_path, seed):
         payload.random_(0, 256, generator=torch.manual_seed(page))
         image[name][page * PAGE : page * PAGE + len(payload)] = payload.numpy().tobytes()
         pieces.append((Extent(name, page * PAGE, len(payload)), payload))
-    real = os.pwritev, os.preadv
-    os.pwritev = lambda fd, views, at: real[0](fd, [views[0][: choose.choice([PAGE, 3 * PAGE])], *views[1:2]][:1], at)
-    os.preadv = lambda fd, views, at: real[1](fd, [views[0][:PAGE]], at)
-    try:
+    write, read = os.pwritev, os.preadv
+
+    def short_write(fd: int, views: Sequence[memoryview], at: int) -> int:
+        return write(fd, [views[0][: choose.choice([PAGE, 3 * PAGE])]], at)
+
+    def short_read(fd: int, views: Sequence[memoryview], at: int) -> int:
+        return read(fd, [views[0][:PAGE]], at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", short_write)
+        patch.setattr(os, "preadv", short_read)
         files.write(pieces)
         for name, content in image.items():
             stored = (tmp_path / f"{name}.segment").read_bytes()
@@ -157,5 +168,3 @@ def test_files_write_and_read_pieces_of_any_order(tmp_path, seed):
         assert b"".join(part.numpy().tobytes() for part in parts) == bytes(whole[: size * PAGE])
         with pytest.raises(ChunkFault, match="ends at byte"):
             files.read_adjacent(name, 0, [*parts, aligned_empty(PAGE)])
-    finally:
-        os.pwritev, os.preadv = real

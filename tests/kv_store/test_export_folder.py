@@ -6,30 +6,31 @@ import os
 import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kv_store.test_import_folder import MODELS, chunk
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.export_folder import export_folder, main
 from vllm_blend.kv_store.format import load_chunk
 from vllm_blend.kv_store.import_folder import import_folder
 from vllm_blend.kv_store.keys import ModelFingerprint
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 
-def opened(folder: Path, model: ModelFingerprint, **settings: object) -> DiskChunkStore:
-    return DiskChunkStore(DiskStoreConfig(folder, 1 << 20, model.digest, fingerprint=model, **settings))  # type: ignore[arg-type]
+def opened(folder: Path, model: ModelFingerprint, **settings: Any) -> DiskChunkStore:
+    return DiskChunkStore(DiskStoreConfig(folder, 1 << 20, model.digest, fingerprint=model, **settings))
 
 
-def fill(folder: Path, **settings: object) -> None:
+def fill(folder: Path, **settings: Any) -> None:
     """Three chunks of one model and one of another."""
     for number in range(4):
         model = MODELS[number // 3]
         ids, kv = chunk(model, number)
         with opened(folder, model, **settings) as store:
-            store.put(ids.key, kv.of(ids))
+            store.put(ids.key, kv.with_content(ids))
 
 
 def index_of(folder: Path) -> sqlite3.Connection:
@@ -61,13 +62,13 @@ def test_rounded_chunks_are_written_in_the_models_dtype(tmp_path: Path, how: str
 
 
 def test_what_cannot_be_exported_is_counted(tmp_path: Path) -> None:
-    """Chunks whose content nobody told, and chunks that are damaged."""
+    """They are chunks whose content the store was never told, and damaged chunks."""
     fill(tmp_path / "store")
     with opened(tmp_path / "store", MODELS[0]) as store:
         ids, kv = chunk(MODELS[0], 7)
         store.put(ids.key, kv)
         other, kv = chunk(MODELS[0], 8)
-        store.put(ids.key[::-1], kv.of(other))  # under a key that is not its own
+        store.put(ids.key[::-1], kv.with_content(other))  # under a key that is not its own
         damaged = store.space.index.find(chunk(MODELS[0], 1)[0].key)
         assert damaged is not None
     [segment] = (tmp_path / "store").rglob("*.segment")
@@ -110,7 +111,7 @@ def test_a_store_of_an_earlier_version_is_used_and_learns_names(tmp_path: Path) 
     ids, kv = chunk(MODELS[0], 5)
     with opened(tmp_path / "store", MODELS[0]) as store:
         assert chunk(MODELS[0], 0)[0].key in store
-        store.put(ids.key, kv.of(ids))
+        store.put(ids.key, kv.with_content(ids))
     assert export_folder(tmp_path / "store", tmp_path / "pt") == {"written": 1, "unnamed": 4}
 
 

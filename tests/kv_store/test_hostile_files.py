@@ -25,17 +25,16 @@ from hypothesis import strategies as st
 from tests.kv_store.stored_chunks import chunk as disk_chunk
 from tests.kv_store.stored_chunks import key, same
 from vllm_blend.kv_store import regular_file
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import KEYS, METADATA, ChunkMiss, load_chunk, read_identity, write_chunk
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.kv_store.regular_file import NotRegular
-from vllm_blend.kv_store.remote import MAX_CALLS, RemoteChunkStore, RemoteStoreConfig
-from vllm_blend.kv_store.serialization import ChunkLayout, max_bytes_of, serialize, to_bytes
+from vllm_blend.kv_store.remote import MAX_CALLS, RemoteChunkStore
+from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat, max_bytes_of, serialize, to_bytes
+from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 from vllm_blend.kv_store.tensor_file import BadTensorFile, read_tensor
-from vllm_blend.kv_store.validation import ExpectedChunk
 
 MODEL = ModelFingerprint("m", "", "w", "float32", "rope", "tokenizer", 2, 1, 4)
 SMALL = 64 << 20  # bytes of memory that nothing here comes near
@@ -43,7 +42,7 @@ SMALL = 64 << 20  # bytes of memory that nothing here comes near
 
 def chunk(number: int) -> tuple[ChunkId, ChunkKV]:
     kv = torch.full((2, 3, 1, 4), float(number))
-    return ChunkId.of(MODEL, [1, 2], [number, 3, 4]), ChunkKV(kv, -kv)
+    return ChunkId.from_tokens(MODEL, [1, 2], [number, 3, 4]), ChunkKV(kv, -kv)
 
 
 def saved(value: object) -> bytes:
@@ -108,9 +107,10 @@ def two_pickles() -> bytes:
     return buffer.getvalue()
 
 
+empty_sparse: Callable[..., torch.Tensor] = torch.sparse_coo_tensor
 TENSORS: dict[str, bytes] = {
     "sparse": saved(torch.zeros(2, 3, 1, 4).to_sparse()),
-    "huge sparse": saved(torch.sparse_coo_tensor(size=(2**40, 2**20))),
+    "huge sparse": saved(empty_sparse(size=(2**40, 2**20))),
     "csr": saved(torch.eye(3).to_sparse_csr()),
     "meta": saved(torch.zeros(2, 3, 1, 4, device="meta")),
     "huge meta": saved(torch.empty(2**40, 3, device="meta")),
@@ -143,7 +143,9 @@ TENSORS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("which", TENSORS)
-def test_a_tensor_file_that_is_not_a_plain_tensor_is_one_skipped_chunk(which, tmp_path, monkeypatch, caplog):
+def test_a_tensor_file_that_is_not_a_plain_tensor_is_one_skipped_chunk(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         write_chunk(tmp_path / "pt" / str(number), *chunk(number), MODEL)
@@ -160,7 +162,7 @@ def test_a_tensor_file_that_is_not_a_plain_tensor_is_one_skipped_chunk(which, tm
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 @example(data=None)
-def test_only_what_was_saved_is_read(data):
+def test_only_what_was_saved_is_read(data: st.DataObject | None) -> None:
     """Every plain tensor comes back as torch would load it, and a flipped byte never gives anything but a tensor of as
     many numbers, or an error."""
     if data is None:
@@ -214,7 +216,9 @@ METADATAS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("which", METADATAS)
-def test_metadata_of_any_kind_is_one_skipped_chunk(which, tmp_path, caplog):
+def test_metadata_of_any_kind_is_one_skipped_chunk(
+    which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(3):
         write_chunk(tmp_path / "pt" / str(number), *chunk(number), MODEL)
     path = tmp_path / "pt" / "1" / METADATA
@@ -228,10 +232,12 @@ def test_metadata_of_any_kind_is_one_skipped_chunk(which, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["float64", "no tokens"])
-def test_kv_that_no_store_keeps_is_one_skipped_chunk(kind, tmp_path, caplog):
+def test_kv_that_no_store_keeps_is_one_skipped_chunk(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A folder that fits what it says in all."""
     model = replace(MODEL, dtype="float64") if kind == "float64" else MODEL
-    ids = ChunkId.of(model, [1, 2], [] if kind == "no tokens" else [7, 3, 4])
+    ids = ChunkId.from_tokens(model, [1, 2], [] if kind == "no tokens" else [7, 3, 4])
     kv = torch.zeros(2, len(ids.token_ids), 1, 4, dtype=getattr(torch, model.dtype))
     write_chunk(tmp_path / "pt" / "0", ids, ChunkKV(kv, kv), model)
     write_chunk(tmp_path / "pt" / "1", *chunk(1), MODEL)
@@ -250,19 +256,26 @@ def unix_socket(path: Path) -> None:
         os.close(directory)
 
 
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
 SPECIAL: dict[str, Callable[[Path], object]] = {
     "FIFO": fifo,
     "socket": unix_socket,
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "loop": lambda path: path.symlink_to(path),
-    "sparse": lambda path: os.truncate(path.touch() or path, 1 << 42),
+    "sparse": sparse,
 }
 
 
 @pytest.mark.parametrize("name", [KEYS, METADATA])
 @pytest.mark.parametrize("what", SPECIAL)
-def test_a_chunk_file_that_holds_no_bytes_is_one_skipped_chunk(what, name, tmp_path, caplog):
+def test_a_chunk_file_that_holds_no_bytes_is_one_skipped_chunk(
+    what: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(3):
         write_chunk(tmp_path / "pt" / str(number), *chunk(number), MODEL)
     (tmp_path / "pt" / "1" / name).unlink()
@@ -279,7 +292,9 @@ def test_a_chunk_file_that_holds_no_bytes_is_one_skipped_chunk(what, name, tmp_p
 
 
 @pytest.mark.parametrize(("what", "flags"), [("FIFO", os.O_RDONLY), ("FIFO", os.O_RDWR), ("device", os.O_RDWR)])
-def test_a_file_that_turns_into_another_before_it_is_opened_is_refused_at_once(what, flags, tmp_path, monkeypatch):
+def test_a_file_that_turns_into_another_before_it_is_opened_is_refused_at_once(
+    what: str, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def turn(path: Path, follow_link: bool) -> None:
         path.unlink()
         SPECIAL[what](path)
@@ -295,7 +310,7 @@ def test_a_file_that_turns_into_another_before_it_is_opened_is_refused_at_once(w
             os.close(os.open(tmp_path / "file", os.O_RDWR))  # a writer, so that an open that waits for one ends
 
 
-def test_folders_of_many_models_need_one_store_at_a_time(tmp_path, monkeypatch):
+def test_folders_of_many_models_need_one_store_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, most = [0], [0]
     enter, close = DiskChunkStore.__init__, DiskChunkStore.close
 
@@ -312,14 +327,14 @@ def test_folders_of_many_models_need_one_store_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskChunkStore, "close", discount)
     for number in range(5):
         model = replace(MODEL, weights=str(number))
-        ids = ChunkId.of(model, [1, 2], [number, 3, 4])
+        ids = ChunkId.from_tokens(model, [1, 2], [number, 3, 4])
         write_chunk(tmp_path / "pt" / str(number), ids, chunk(number)[1], model)
     assert import_folder(tmp_path / "pt", DiskStoreConfig(tmp_path / "store", 1 << 20, NO_MODEL)) == {"stored": 5}
     assert most == [1] and opened == [0]
 
 
 @pytest.mark.parametrize("what", [what for what in SPECIAL if what != "sparse"])
-def test_a_segment_that_is_no_file_is_a_miss(what, tmp_path, caplog):
+def test_a_segment_that_is_no_file_is_a_miss(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = DiskStoreConfig(tmp_path, 1 << 22, MODEL.digest, segment_bytes=4096, timeout=60)
     with DiskChunkStore(config) as store:
         for number in range(3):
@@ -330,7 +345,7 @@ def test_a_segment_that_is_no_file_is_a_miss(what, tmp_path, caplog):
     path.unlink()
     SPECIAL[what](path)
     with DiskChunkStore(config) as store:
-        assert store.get(key(1)) is None and store.tally.misses == {"damaged": 1}
+        assert store.get(key(1)) is None and store.stats.misses == {"damaged": 1}
         assert caplog.text.count("not used, it will be computed again") == 1
         for number in (0, 2):
             assert same(store.get(key(number)), disk_chunk(key(number)))
@@ -342,7 +357,7 @@ def test_a_segment_that_is_no_file_is_a_miss(what, tmp_path, caplog):
 
 @pytest.mark.parametrize("what", [what for what in SPECIAL if what != "sparse"])
 @pytest.mark.parametrize("name", ["index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "locks", "open.lock"])
-def test_an_index_or_a_lock_that_is_no_file_is_an_error_that_names_it(what, name, tmp_path):
+def test_an_index_or_a_lock_that_is_no_file_is_an_error_that_names_it(what: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     SPECIAL[what](tmp_path / "v1" / name)
     with pytest.raises(NotRegular, match=r"no.* regular file") as raised:
@@ -352,7 +367,7 @@ def test_an_index_or_a_lock_that_is_no_file_is_an_error_that_names_it(what, name
 
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("name", ["segment", "index.sqlite3", "index.sqlite3-wal", "locks", "open.lock"])
-def test_nothing_is_written_through_a_link(name, exists, tmp_path):
+def test_nothing_is_written_through_a_link(name: str, exists: bool, tmp_path: Path) -> None:
     """The store's folder itself may be a link."""
     (tmp_path / "there").mkdir()
     (tmp_path / "store").symlink_to("there")
@@ -379,22 +394,22 @@ def test_nothing_is_written_through_a_link(name, exists, tmp_path):
     assert (elsewhere.read_bytes() if elsewhere.exists() else None) == content
 
 
-def test_a_segment_of_the_index_does_not_name_another_folder(tmp_path):
+def test_a_segment_of_the_index_does_not_name_another_folder(tmp_path: Path) -> None:
     with DiskChunkStore(DiskStoreConfig(tmp_path / "store", 1 << 22, MODEL.digest)) as store:
         store.space.index._db.execute("INSERT INTO segments VALUES ('../../outside', 0)")
         store.put(key(1), disk_chunk(key(1)))
-        assert store.tally.num_stored == 0 and store.tally.refused["failed"] == 1
+        assert store.stats.num_stored == 0 and store.stats.refused["failed"] == 1
     assert not list(tmp_path.glob("outside*"))
 
 
-def test_an_identity_is_what_was_written(tmp_path):
+def test_an_identity_is_what_was_written(tmp_path: Path) -> None:
     write_chunk(tmp_path / "c", *chunk(1), MODEL)
     ids, model = read_identity(tmp_path / "c")
     assert ids == chunk(1)[0] and asdict(model) == asdict(MODEL)
 
 
 @pytest.mark.parametrize("what", SPECIAL)
-def test_an_object_of_a_folder_that_is_no_file_is_a_miss(what, tmp_path):
+def test_an_object_of_a_folder_that_is_no_file_is_a_miss(what: str, tmp_path: Path) -> None:
     """Nothing waits for a FIFO, and of a value that is larger than the chunk no more is read."""
     ids, kv = chunk(1)
     config = RemoteStoreConfig(f"file://{tmp_path}", MODEL.digest, timeout=60, max_failures=9)
@@ -404,21 +419,20 @@ def test_an_object_of_a_folder_that_is_no_file_is_a_miss(what, tmp_path):
     path.unlink()
     SPECIAL[what](path)
     tracemalloc.start()
-    assert store.get(ids.key, ExpectedChunk(MODEL, ids)) is None
+    assert store.get(ids.key, expected=ExpectedChunk(MODEL, ids)) is None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < SMALL and store._calls._value == MAX_CALLS, "no thread is left waiting"
-    assert store.tally.misses == {("truncated" if what == "sparse" else "unavailable"): 1}
+    assert store.stats.misses == {("truncated" if what == "sparse" else "unavailable"): 1}
 
 
 @pytest.mark.parametrize("format", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_what_is_read_of_a_value_is_enough_for_every_chunk(format, tokens):
+def test_what_is_read_of_a_value_is_enough_for_every_chunk(format: StoredFormat, tokens: int) -> None:
     for dtype in ("float32", "bfloat16"):
         model = replace(MODEL, dtype=dtype, num_kv_heads=3, head_dim=2)
-        ids = ChunkId.of(model, [], range(tokens))
+        ids = ChunkId.from_tokens(model, [], range(tokens))
         kv = torch.zeros(2, tokens, 3, 2, dtype=getattr(torch, dtype))
-        at = torch.arange(tokens, dtype=torch.int32)[None, :, None].expand(2, -1, 3).contiguous()
-        for one, kvs in ((ChunkKV(kv, kv), None), (ChunkKV(kv, kv, positions=at, length=tokens), tokens)):
-            data = to_bytes(serialize(ids.key, model.digest, one, ChunkLayout.of(one, format)))
-            assert len(data) <= max_bytes_of(ExpectedChunk(model, ids, kvs)) < len(data) + (1 << 16)
+        chunk = ChunkKV(kv, kv)
+        data = to_bytes(serialize(ids.key, model.digest, chunk, ChunkLayout.from_kv(chunk, format)))
+        assert len(data) <= max_bytes_of(ExpectedChunk(model, ids)) < len(data) + (1 << 16)

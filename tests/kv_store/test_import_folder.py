@@ -10,16 +10,16 @@ import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import KEYS, METADATA, write_chunk
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder, main
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 MODELS = [ModelFingerprint("m", "", weights, "float32", "rope", "tokenizer", 2, 1, 4) for weights in ("w", "v")]
 
 
 def chunk(model: ModelFingerprint, number: int) -> tuple[ChunkId, ChunkKV]:
-    ids = ChunkId.of(model, [1, 2], [number, 3, 4])
+    ids = ChunkId.from_tokens(model, [1, 2], [number, 3, 4])
     kv = torch.full((2, 3, 1, 4), float(number))
     return ids, ChunkKV(kv, -kv)
 

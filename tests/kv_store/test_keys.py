@@ -35,14 +35,14 @@ def test_a_salt_makes_other_keys_and_changes_none_without() -> None:
     salts = ["", "a", "a\0", "b", "aa", "\0", "a" * 64, "a" * 65, "\ud800"]
     contents: list[tuple[list[int], list[int]]] = [([], [1, 2]), ([0], [1, 2]), ([0], [1]), ([ord("a")], [1, 2])]
     digests = [salt_digest(salt) if salt else b"" for salt in salts]
-    ids = [ChunkId.of(MODEL, context, chunk, salt=salt) for context, chunk in contents for salt in digests]
+    ids = [ChunkId.from_tokens(MODEL, context, chunk, salt=salt) for context, chunk in contents for salt in digests]
     assert len({chunk.key for chunk in ids}) == len({(chunk.context, chunk.token_ids) for chunk in ids}) == len(ids)
     assert len(ids) == len(salts) * len(contents)
     for chunk in ids:
         assert chunk_key(MODEL, chunk.context, chunk.token_ids) == chunk.key, "an export has all that the key needs"
     # what stores of earlier versions hold
     assert context_id([0, 7]) == OLD_CONTEXT
-    assert ChunkId.of(MODEL, [0, 7], [5, 6]).key == OLD_KEY
+    assert ChunkId.from_tokens(MODEL, [0, 7], [5, 6]).key == OLD_KEY
 
 
 def test_weights_are_known_by_their_content(tmp_path: Path) -> None:

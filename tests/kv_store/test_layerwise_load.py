@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend import ops
-from vllm_blend.kv_store import transfer
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.transfer import LayerwiseLoad, StagingRing
 from vllm_blend.ops.transfer import copy_pieces_reference
@@ -22,7 +21,7 @@ LAYERS = 3
 
 
 class Event:
-    """As CUDA's: waiting is for the last record before the wait, and for nothing where there is none."""
+    """An event like CUDA's: a wait is for the last record before it, and for nothing if there is none."""
 
     def __init__(self) -> None:
         self.recorded = self.happened = 0
@@ -55,7 +54,7 @@ class Stream:
 
 
 class Device:
-    """Two streams, and a clock that is anybody's guess."""
+    """A device with two streams, whose order in time is random."""
 
     def __init__(self, seed: int, num_slots: int, slot_tokens: int) -> None:
         self.main, self.copies, self._random = Stream(), Stream(), random.Random(seed)
@@ -91,7 +90,7 @@ def played() -> Iterator[pytest.MonkeyPatch]:
             stream.run(lambda: copy_pieces_reference(pieces, layer, k, v))
 
         patch.setattr(ops, "copy_pieces", copy)
-        patch.setattr(transfer.torch.cuda, "current_stream", lambda device: _device.main)
+        patch.setattr(torch.cuda, "current_stream", lambda device: _device.main)
         yield patch
 
 
@@ -172,19 +171,19 @@ def test_layers_come_in_order() -> None:
         next(load.layer(1))
 
 
-@pytest.mark.parametrize("wrong", ["scattered", "layers", "heads", "head size", "dtype", "compressed"])
+@pytest.mark.parametrize("wrong", ["scattered", "layers", "heads", "head size", "dtype"])
 def test_a_chunk_that_a_slot_cannot_take_is_refused(wrong: str) -> None:
     """It lies elsewhere, or would be copied past its end or the slot's."""
     global _device
     _device = Device(0, num_slots=2, slot_tokens=4)
     kv = torch.randn(LAYERS, 4, 1, 2)
+    scattered = torch.randn(LAYERS, 2, 4, 2)[..., ::2].transpose(1, 2)
     chunk_kv = {
-        "scattered": lambda: ChunkKV(*[torch.randn(LAYERS, 2, 4, 2)[..., ::2].transpose(1, 2)] * 2),
+        "scattered": lambda: ChunkKV(scattered, scattered),
         "layers": lambda: ChunkKV(kv[1:], kv[1:]),
         "heads": lambda: ChunkKV(kv.view(LAYERS, 2, 2, 2), kv.view(LAYERS, 2, 2, 2)),
         "head size": lambda: ChunkKV(kv.view(LAYERS, 2, 1, 4), kv.view(LAYERS, 2, 1, 4)),
         "dtype": lambda: ChunkKV(kv.half(), kv.half()),
-        "compressed": lambda: ChunkKV(kv, kv, positions=torch.zeros(LAYERS, 4, 1, dtype=torch.int32), length=9),
     }[wrong]()
     with pytest.raises(ValueError, match=r"cannot be loaded: .* must lie on the host, each layer in one piece"):
         LayerwiseLoad(_device.ring, [chunk(4, 1), chunk_kv], LAYERS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import MemoryChunkStore
+from vllm_blend.kv_store.memory import MemoryChunkStore
 
 TOKEN_BYTES = 2 * 3 * 2 * 4  # K and V, three layers, two heads of one float32
 
@@ -95,7 +95,7 @@ def test_chunk_kv_must_be_layers_by_tokens_by_heads() -> None:
 
 
 def test_what_is_used_often_outlives_what_comes_once() -> None:
-    """And leaves when it has not been asked for while others were, many times."""
+    """It leaves once others have been asked for many times and it has not."""
     store = MemoryChunkStore(4 * TOKEN_BYTES)
     store.put("popular", chunk(1))
     for _ in range(9):
@@ -114,14 +114,14 @@ def test_many_uses_take_no_memory() -> None:
         store.put(key, chunk(1))
     for _ in range(10_000):
         store.get("a")
-    assert len(store._worth._heap) < 100
+    assert len(store._by_priority) < 100
     store.put("d", chunk(1))
     store.put("e", chunk(1))
     assert "a" in store and "b" not in store
 
 
 def test_pinned_chunks_stay() -> None:
-    """And what only they could make room for is not kept."""
+    """A chunk that needs their space is not kept."""
     store = MemoryChunkStore(10 * TOKEN_BYTES)
     for key in "abc":
         store.put(key, chunk(3))
@@ -130,15 +130,15 @@ def test_pinned_chunks_stay() -> None:
     store.pin("later")
     store.put("d", chunk(4))
     assert [key in store for key in "abcd"] == [True, False, True, True]
-    assert store.room == 7 * TOKEN_BYTES
+    assert store.free_bytes == 7 * TOKEN_BYTES
     store.put("e", chunk(8))
     assert "e" not in store and "a" in store
     store.unpin("a")
-    assert store.room == 7 * TOKEN_BYTES
+    assert store.free_bytes == 7 * TOKEN_BYTES
     store.unpin("a")
     store.put("e", chunk(8))
     assert "e" in store and "a" not in store
     store.put("later", chunk(1))
-    assert store.bytes_of("later") == TOKEN_BYTES and store.room == 9 * TOKEN_BYTES
+    assert store.bytes_of("later") == TOKEN_BYTES and store.free_bytes == 9 * TOKEN_BYTES
     store.put("f", chunk(9))
     assert "later" in store and "e" not in store and store.bytes_of("e") == 0

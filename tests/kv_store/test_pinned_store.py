@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_blend.kv_store.arena import ALIGNMENT, Arena, piece_bytes
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import MemoryChunkStore, PinnedChunkStore, make_chunk_store
+from vllm_blend.kv_store.host_memory import PAGE, Arena, piece_bytes
+from vllm_blend.kv_store.memory import MemoryChunkStore, PinnedChunkStore, make_chunk_store
 from vllm_blend.kv_store.transfer import InFlight
 
 PAGES = 24
@@ -26,7 +26,7 @@ def chunk(tokens: int, value: float) -> ChunkKV:
 
 
 def store_of(pages: int) -> PinnedChunkStore:
-    return PinnedChunkStore(Arena(np.zeros(pages * ALIGNMENT, np.uint8)), InFlight())
+    return PinnedChunkStore(Arena(np.zeros(pages * PAGE, np.uint8)), InFlight())
 
 
 class Event:
@@ -98,7 +98,7 @@ class Budgeted(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_counted(self) -> None:
-        kept = [piece_bytes(each.nbytes) for each in self.store._chunks.values()]
+        kept = [piece_bytes(each.chunk.nbytes) for each in self.store._chunks.values()]
         assert self.store.num_bytes == sum(kept) <= self.store.arena.num_bytes_used <= self.store.budget_bytes
 
 
@@ -120,7 +120,7 @@ def test_the_least_recently_used_leave_until_there_is_room() -> None:
     assert store.get("a") is not None
     store.put("d", chunk(20, 1.0))  # two pages
     assert [key for key in "abcd" if key in store] == ["a", "d"]
-    assert store.num_bytes == 3 * ALIGNMENT
+    assert store.num_bytes == 3 * PAGE
 
 
 def test_what_is_copied_keeps_its_memory_until_the_copy_is_over() -> None:
@@ -130,7 +130,7 @@ def test_what_is_copied_keeps_its_memory_until_the_copy_is_over() -> None:
     store.in_flight.hold(event, kept)
     del kept
     store.remove("a")
-    assert store.arena.num_bytes_used == ALIGNMENT
+    assert store.arena.num_bytes_used == PAGE
     again = store.put("b", chunk(10, 2.0))  # waits: there is no other memory
     assert event.done
     assert again.k.data_ptr() == address
@@ -168,7 +168,7 @@ def test_replacing_a_chunk_counts_it_once() -> None:
     found = store.get("a")
     assert found is not None
     assert float(found.k[0, 0, 0, 0]) == 2.0
-    assert store.num_bytes == store.arena.num_bytes_used == ALIGNMENT
+    assert store.num_bytes == store.arena.num_bytes_used == PAGE
 
 
 def test_an_engine_on_the_cpu_keeps_chunks_in_plain_memory() -> None:

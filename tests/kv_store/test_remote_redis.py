@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.clock import Clock
 from tests.kv_store.disk_processes import DEADLINE, wait_until
-from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized
-from vllm_blend.kv_store import breaker
-from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
+from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized, there
+from vllm_blend.kv_store import circuit_breaker
+from vllm_blend.kv_store.remote import RemoteChunkStore
+from vllm_blend.kv_store.store_config import RemoteStoreConfig
 
 pytestmark = pytest.mark.redis
 
@@ -31,10 +33,10 @@ class Server:
     """A redis-server of our own on a free port, that keeps nothing on a disk."""
 
     def __init__(self, folder: Path) -> None:
-        self.program = shutil.which("redis-server") or shutil.which("valkey-server")
-        if self.program is None:
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
             pytest.fail("there is no redis-server: apt install redis-server, or leave these out with -m 'not redis'")
-        self.folder, self.port = folder, _free_port()
+        self.program, self.folder, self.port = program, folder, _free_port()
         self.start()
 
     @property
@@ -78,38 +80,40 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
-def open_store(server: Server, model: str = MODEL, **settings: object) -> RemoteChunkStore:
-    """With a deadline that no machine is too slow for, unless `settings` have another one."""
+def open_store(server: Server, model: str = MODEL, **settings: Any) -> RemoteChunkStore:
+    """Open a store whose deadline no machine is too slow for, unless `settings` have another one."""
     return RemoteChunkStore(RemoteStoreConfig(server.url, model, **({"timeout": DEADLINE} | settings)))
 
 
 def set_timeout(store: RemoteChunkStore, seconds: float) -> None:
-    """Of the calls that begin from now on."""
+    """Change the timeout of the calls that begin from now on."""
     store.config = replace(store.config, timeout=seconds)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which servers that fail are left alone."""
-    return Clock(monkeypatch, breaker)
+    """Return the clock that decides how long failing servers are left alone."""
+    return Clock(monkeypatch, circuit_breaker)
 
 
 @pytest.mark.parametrize("how", ["auto", "int8"])
-def test_what_is_put_comes_back_also_on_another_machine(server, how):
+def test_what_is_put_comes_back_also_on_another_machine(server: Server, how: str) -> None:
     store, other = open_store(server, format=how), open_store(server)
     for number in range(20):
         store.put(key(number), chunk(key(number)))
     for number in range(20):
-        found = other.get(key(number))
+        found = there(other.get(key(number)))
         assert same(found, chunk(key(number))) if how == "auto" else found.num_tokens == chunk(key(number)).num_tokens
     assert key(3) in other and key(20) not in other and other.get(key(20)) is None
     other.remove(key(3))
     assert key(3) not in store and store.get(key(3)) is None
     assert open_store(server, OTHER_MODEL).get(key(1)) is None
-    assert (other.num_hits, other.tally.misses, store.tally.refused) == (20, {"absent": 1}, {})
+    assert (other.stats.num_hits, other.stats.misses, store.stats.refused) == (20, {"absent": 1}, {})
 
 
-def test_a_server_that_is_killed_and_started_again(server, clock, caplog):
+def test_a_server_that_is_killed_and_started_again(
+    server: Server, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "vllm_blend")
     store = open_store(server, max_failures=3, retry_seconds=0.5)
     store.put(key(1), sized(2))
@@ -119,7 +123,7 @@ def test_a_server_that_is_killed_and_started_again(server, clock, caplog):
         assert store.get(key(1)) is None
         store.put(key(2), sized(1))
     assert (store._breaker.num_failures, store._breaker.num_refused) == (3, 197)
-    assert store.tally.misses == {"unavailable": 100} and store.tally.refused == {"unavailable": 100}
+    assert store.stats.misses == {"unavailable": 100} and store.stats.refused == {"unavailable": 100}
     assert caplog.text.count("tried again every 0.5 s") == 1
     server.start()
     clock.advance(0.6)
@@ -127,7 +131,9 @@ def test_a_server_that_is_killed_and_started_again(server, clock, caplog):
     assert same(store.get(key(1)), sized(3)) and caplog.text.count("works again") == 1
 
 
-def test_a_server_that_hangs_costs_a_few_deadlines_and_no_more(server, clock, caplog):
+def test_a_server_that_hangs_costs_a_few_deadlines_and_no_more(
+    server: Server, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(server, max_failures=3, retry_seconds=30.0)
     store.put(key(1), sized(2))
     assert same(store.get(key(1)), sized(2))
@@ -143,7 +149,7 @@ def test_a_server_that_hangs_costs_a_few_deadlines_and_no_more(server, clock, ca
     assert caplog.text.count("tried again every 30 s") == 1
 
 
-def test_a_server_that_wakes_up_is_used_again(server, clock):
+def test_a_server_that_wakes_up_is_used_again(server: Server, clock: Clock) -> None:
     store = open_store(server, max_failures=2, retry_seconds=0.3)
     store.put(key(1), sized(2))
     for _ in range(3):
@@ -156,7 +162,7 @@ def test_a_server_that_wakes_up_is_used_again(server, clock):
         assert same(store.get(key(1)), sized(2))
 
 
-def test_a_server_that_is_stopped_while_many_threads_use_it(server):
+def test_a_server_that_is_stopped_while_many_threads_use_it(server: Server) -> None:
     store, wrong, over = open_store(server, timeout=2.0, max_failures=3, retry_seconds=0.2), [], threading.Event()
 
     def work(seed: int) -> None:
@@ -175,31 +181,33 @@ def test_a_server_that_is_stopped_while_many_threads_use_it(server):
         wait_until(lambda: count() > before + 20)
 
     def unavailable() -> int:
-        return store.tally.misses["unavailable"]
+        return store.stats.misses["unavailable"]
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
     try:
-        wait_for_more(lambda: store.num_hits)
+        wait_for_more(lambda: store.stats.num_hits)
         server.process.send_signal(signal.SIGSTOP)
         wait_for_more(unavailable)
         server.process.send_signal(signal.SIGCONT)
-        wait_for_more(lambda: store.num_hits)
+        wait_for_more(lambda: store.stats.num_hits)
         server.stop()
         wait_for_more(unavailable)
         server.start()
-        wait_for_more(lambda: store.num_hits)
+        wait_for_more(lambda: store.stats.num_hits)
     finally:
         over.set()
     for thread in threads:
         thread.join(DEADLINE)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-    assert not store.tally.misses.keys() - {"absent", "unavailable"}
+    assert not store.stats.misses.keys() - {"absent", "unavailable"}
 
 
 @pytest.mark.parametrize(("policy", "refuses"), [("noeviction", True), ("allkeys-lfu", False)])
-def test_a_full_server_refuses_or_evicts_as_it_is_configured(server, policy, refuses, caplog):
+def test_a_full_server_refuses_or_evicts_as_it_is_configured(
+    server: Server, policy: str, refuses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     server.stop()
     server.start("--maxmemory", "8mb", "--maxmemory-policy", policy)
     store = open_store(server, max_failures=1)
@@ -207,37 +215,38 @@ def test_a_full_server_refuses_or_evicts_as_it_is_configured(server, policy, ref
         store.put(key(number), sized(16))
     last = next(number for number in reversed(range(300)) if key(number) in store)
     assert same(store.get(key(last)), sized(16))
-    assert (store.tally.refused["rejected"] > 100) == refuses and store.tally.refused["unavailable"] == 0
+    assert (store.stats.refused["rejected"] > 100) == refuses and store.stats.refused["unavailable"] == 0
     assert (last == 299) != refuses and caplog.text.count("refuses") == refuses
 
 
-def test_damage_on_the_server_is_a_miss(server, caplog):
+def test_damage_on_the_server_is_a_miss(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(server)
     name = f"vllm-blend/{MODEL}/{key(1)}"
     store.put(key(1), chunk(key(1)))
-    data = bytearray(store._objects.get(name, None))
+    data = bytearray(there(store._objects.get(name, None)))
     data[-5000] ^= 1
     store._objects.put(name, bytes(data))
     assert store.get(key(1)) is None and store.get(key(1)) is None
-    assert store.tally.misses == {"damaged": 1, "absent": 1} and caplog.text.count("computed again") == 1
-    store._objects._redis.rpush(name, "a list")
-    assert store.get(key(1)) is None and store.tally.misses["rejected"] == 1
+    assert store.stats.misses == {"damaged": 1, "absent": 1} and caplog.text.count("computed again") == 1
+    objects: Any = store._objects
+    objects._redis.rpush(name, "a list")
+    assert store.get(key(1)) is None and store.stats.misses["rejected"] == 1
 
 
-def test_a_wrong_password_is_a_miss_and_no_secret_is_logged(server, caplog):
+def test_a_wrong_password_is_a_miss_and_no_secret_is_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.stop()
     server.start("--requirepass", "right")
     url = f"redis://:wrong-secret@127.0.0.1:{server.port}/0"
     store = RemoteChunkStore(RemoteStoreConfig(url, MODEL, timeout=DEADLINE, max_failures=1))
     assert store.get(key(1)) is None and store.get(key(1)) is None
-    assert store.tally.misses == {"unavailable": 2} and "wrong-secret" not in caplog.text
+    assert store.stats.misses == {"unavailable": 2} and "wrong-secret" not in caplog.text
     right = RemoteChunkStore(RemoteStoreConfig(url.replace("wrong-secret", "right"), MODEL, timeout=DEADLINE))
     right.put(key(1), sized(1))
     assert same(right.get(key(1)), sized(1))
 
 
 @pytest.mark.parametrize("scheme", ["valkey", "redis"])
-def test_valkey_has_a_url_too(server, scheme):
+def test_valkey_has_a_url_too(server: Server, scheme: str) -> None:
     store = RemoteChunkStore(RemoteStoreConfig(server.url.replace("redis", scheme), MODEL, timeout=DEADLINE))
     store.put(key(1), sized(1))
     assert same(store.get(key(1)), sized(1))

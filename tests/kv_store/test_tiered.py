@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from tests.kv_store.tiers import SECONDS, FakeStorage, chunk, tier
-from vllm_blend.kv_store.arena import ALIGNMENT, Arena
-from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.cpu import MemoryChunkStore, PinnedChunkStore
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
-from vllm_blend.kv_store.tiered import Choice, Tier, TieredChunkStore
+from vllm_blend.kv_store.host_memory import PAGE, Arena
+from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.memory import MemoryChunkStore, PinnedChunkStore
+from vllm_blend.kv_store.store_config import DiskStoreConfig
+from vllm_blend.kv_store.tiered import Tier, TieredChunkStore
+from vllm_blend.kv_store.tiers import ChunkLoad
 from vllm_blend.kv_store.transfer import InFlight
 
 BUDGET = 2000  # bytes: two chunks of ten tokens
@@ -128,7 +131,7 @@ def test_a_chunk_is_written_once(tiers: Tiers) -> None:
 
 
 def test_removed_chunks_are_gone_from_every_tier(tiers: Tiers) -> None:
-    """Also those on their way: `b` waits behind `a`, which is being written."""
+    """Chunks on their way are gone too: `b` waits behind `a`, which is being written."""
     tiers.disk.gate.clear()
     tiers.store.put("a", chunk(10))
     tiers.store.put("b", chunk(10))
@@ -174,14 +177,14 @@ def test_closing_does_not_wait_for_ever(tiers: Tiers) -> None:
 class Observer:
     def __init__(self, answer: bool) -> None:
         self.answer = answer
-        self.asked: list[Choice] = []
-        self.seen: list[tuple[Choice, float]] = []
+        self.asked: list[ChunkLoad] = []
+        self.seen: list[tuple[ChunkLoad, float]] = []
 
-    def recompute(self, what: Choice) -> bool:
+    def recompute(self, what: ChunkLoad) -> bool:
         self.asked.append(what)
         return self.answer
 
-    def loaded(self, what: Choice, seconds: float) -> None:
+    def loaded(self, what: ChunkLoad, seconds: float) -> None:
         self.seen.append((what, seconds))
 
 
@@ -189,11 +192,13 @@ class Observer:
 def test_an_observer_is_asked_about_chunks_that_are_there(tiers: Tiers, recompute: bool) -> None:
     observer = tiers.store.observer = Observer(recompute)
     tiers.remote.chunks["a"] = chunk(10)
-    found = tiers.store.load("a", lambda name: Choice(name, 960, 10))
+    model = ModelFingerprint("m", "r", "w", "float32", "{}", "t", num_layers=3, num_kv_heads=2, head_dim=2)
+    content = ChunkId("a", "", tuple(range(10)))
+    found = tiers.store.load("a", ExpectedChunk(model, content), may_recompute=True)
     assert (found is None) == recompute
-    assert observer.asked == [Choice("remote", 960, 10)]
-    assert [what for what, _ in observer.seen] == ([] if recompute else [Choice("remote", 960, 10)])
-    assert tiers.store.load("absent", lambda name: Choice(name, 1, 1)) is None
+    assert observer.asked == [ChunkLoad("remote", 960, 10)]
+    assert [what for what, _ in observer.seen] == ([] if recompute else [ChunkLoad("remote", 960, 10)])
+    assert tiers.store.load("absent", ExpectedChunk(model, replace(content, key="absent")), may_recompute=True) is None
     assert len(observer.asked) == 1
 
 
@@ -205,11 +210,11 @@ def test_without_a_choice_an_observer_only_watches(tiers: Tiers) -> None:
 
 
 class TestOverAnArena:
-    """As on a GPU with its chunks in pinned memory: what is loaded lies in the arena at once."""
+    """The memory tier is an arena, as with chunks in pinned memory: what is loaded lies in it at once."""
 
     def store(self, pages: int) -> tuple[TieredChunkStore, FakeStorage]:
         disk = FakeStorage()
-        memory = PinnedChunkStore(Arena(np.zeros(pages * ALIGNMENT, np.uint8)), InFlight())
+        memory = PinnedChunkStore(Arena(np.zeros(pages * PAGE, np.uint8)), InFlight())
         return TieredChunkStore(memory, [tier("disk", disk)]), disk
 
     def test_chunks_are_read_to_where_they_stay(self) -> None:
@@ -220,11 +225,11 @@ class TestOverAnArena:
             kv = store.load(key)
             assert same(kv, chunk(10, value % 4))
             kept = store.get_now(key)
-            assert kv is not None and store.memory.holds(kv) and kept is not None and kept.k is kv.k
+            assert kv is not None and store.memory.is_in_place(kv) and kept is not None and kept.k is kv.k
             assert (kv.loaded_from, kept.loaded_from) == ("disk", None)
             assert store.num_bytes <= store.budget_bytes
             del kv, kept
-        assert len(store) == 2 and store.num_bytes == 2 * ALIGNMENT
+        assert len(store) == 2 and store.num_bytes == 2 * PAGE
 
     def test_where_requests_hold_everything_chunks_come_in_other_memory(self) -> None:
         store, disk = self.store(2)
@@ -233,7 +238,8 @@ class TestOverAnArena:
         held = [store.load(key) for key in "abc"]
         assert all(same(kv, chunk(10, value)) for value, kv in enumerate(held))
         last = held[-1]
-        assert last is not None and not store.memory.holds(last)
+        assert last is not None and not store.memory.is_in_place(last)
+        assert isinstance(store.memory, PinnedChunkStore)
         assert store.memory.num_unpinned == 1 and store.get_now("c") is None
         del held, last
         assert store.load("c") is not None and store.get_now("c") is not None
@@ -241,9 +247,9 @@ class TestOverAnArena:
     def test_a_tier_that_reads_elsewhere_is_copied_from(self) -> None:
         store, disk = self.store(2)
         disk.chunks["a"] = chunk(10, 5)
-        store.below[0].read = lambda key, allocate, expected: disk.chunks[key]
+        disk.get = lambda key, *_: disk.chunks[key]  # type: ignore[method-assign]
         kv = store.load("a")
-        assert same(kv, chunk(10, 5)) and kv is not None and store.memory.holds(kv)
+        assert same(kv, chunk(10, 5)) and kv is not None and store.memory.is_in_place(kv)
         assert kv.k.data_ptr() != disk.chunks["a"].k.data_ptr()
 
 
@@ -274,9 +280,9 @@ def test_many_threads_may_use_it(tiers: Tiers) -> None:
 
 def test_over_a_real_disk(tmp_path: Path) -> None:
     """Budgets of both hold, and what the disk evicts is a miss."""
-    config = DiskStoreConfig(tmp_path, 6 * ALIGNMENT, "0" * 32)
+    config = DiskStoreConfig(tmp_path, 6 * PAGE, "0" * 32)
     disk = DiskChunkStore(config)
-    below = Tier("disk", disk, disk.get, 1 << 20, lambda: (disk.num_bytes, len(disk)), disk.close)
+    below = Tier("disk", disk, 1 << 20)
     store = TieredChunkStore(MemoryChunkStore(BUDGET), [below])
     keys = [f"{i:032x}" for i in range(9)]
     for value, key in enumerate(keys):
@@ -286,5 +292,5 @@ def test_over_a_real_disk(tmp_path: Path) -> None:
     found = [store.get(key) for key in keys]
     assert all(kv is None or same(kv, chunk(10, value)) for value, kv in enumerate(found))
     assert sum(kv is not None for kv in found) >= 6
-    assert gauges(store)["disk_chunks"] == 6 and gauges(store)["disk_bytes"] == 6 * ALIGNMENT
+    assert gauges(store)["disk_chunks"] == 6 and gauges(store)["disk_bytes"] == 6 * PAGE
     store.close()

@@ -1,4 +1,4 @@
-"""Loads in other threads: nobody waits for longer than the deadline, and what comes later harms nobody."""
+"""Loads in other threads: no caller waits for longer than the deadline, and what comes later does no harm."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.clock import Clock
 from tests.kv_store.tiers import SECONDS, chunk
 from vllm_blend.kv_store import prefetch
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.meter import Meter
 from vllm_blend.kv_store.prefetch import ChunkLoader
+from vllm_blend.kv_store.stats import SharedTimer
 
 KV = chunk(3)
 
@@ -31,7 +31,7 @@ class Gate:
         return KV
 
     def wait_entered(self) -> None:
-        """Until a thread has come here that was not waited for before."""
+        """Wait until a thread has come here that was not waited for before."""
         assert self._entered.acquire(timeout=SECONDS)
 
 
@@ -44,7 +44,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which loads are late."""
+    """Return the clock that decides which loads are late."""
     return Clock(monkeypatch, prefetch)
 
 
@@ -109,7 +109,7 @@ def test_a_late_chunk_is_a_miss_and_cannot_be_asked_for_while_it_hangs(
     while not loader.request("a", lambda: KV):  # until its thread has ended
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert until(loader) == [("a", KV)], "the late arrivals of before are nobody's"
+    assert until(loader) == [("a", KV)], "late arrivals of the earlier requests are dropped"
 
 
 def test_deadlines_hold_for_loads_that_no_thread_has_begun(gate: Gate, clock: Clock) -> None:
@@ -139,7 +139,7 @@ def test_what_is_cancelled_is_not_reported(gate: Gate) -> None:
 
 
 def test_what_was_cancelled_can_be_asked_for_again(gate: Gate) -> None:
-    """Also while it runs, and after it has arrived unseen."""
+    """It can even while the load runs, and after it has arrived unseen."""
     loader = ChunkLoader(timeout=SECONDS)
     loader.request("a", gate)
     gate.wait_entered()
@@ -162,14 +162,14 @@ def test_a_closed_loader_has_nothing() -> None:
 
 def test_time_is_divided_among_what_runs_at_once() -> None:
     """Ten loads that overlap take the medium as long as it was used, not ten times that."""
-    meter, shares, barrier = Meter(), [], threading.Barrier(10)
+    timer, shares, barrier = SharedTimer(), [], threading.Barrier(10)
     start = time.perf_counter()
 
     def work() -> None:
-        with meter.measure() as share:
-            barrier.wait(SECONDS)
-            time.sleep(0.05)
-        shares.append(share.seconds)
+        began = timer.start()
+        barrier.wait(SECONDS)
+        time.sleep(0.05)
+        shares.append(timer.stop(began))
 
     threads = [threading.Thread(target=work) for _ in range(10)]
     for thread in threads:
@@ -177,6 +177,6 @@ def test_time_is_divided_among_what_runs_at_once() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert 0.05 <= sum(shares) <= time.perf_counter() - start
-    with meter.measure() as alone:
-        time.sleep(0.02)
-    assert alone.seconds >= 0.02
+    alone = timer.start()
+    time.sleep(0.02)
+    assert timer.stop(alone) >= 0.02

@@ -24,7 +24,7 @@ def processed(states: list[SamplingState], logits: torch.Tensor, device: str = "
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_repetition_penalty_is_transformers(device: str):
+def test_repetition_penalty_is_transformers(device: str) -> None:
     prompt, output, logits = [5, 6, 6, 7], [9, 5, 9], random_logits(1, VOCAB)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
     actual = processed([state(prompt, output, repetition_penalty=1.3)], logits, device)
@@ -33,7 +33,7 @@ def test_repetition_penalty_is_transformers(device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_frequency_and_presence_penalties_count_the_output_only(device: str):
+def test_frequency_and_presence_penalties_count_the_output_only(device: str) -> None:
     output, logits = [9, 5, 9, 9], random_logits(1, VOCAB)
     expected = logits.double().clone()
     for token in range(VOCAB):
@@ -43,7 +43,7 @@ def test_frequency_and_presence_penalties_count_the_output_only(device: str):
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_penalties_together_repetition_first():
+def test_penalties_together_repetition_first() -> None:
     prompt, output, logits = [3, 4], [4, 8, 8], random_logits(1, VOCAB)
     expected = RepetitionPenaltyLogitsProcessor(0.8)(torch.tensor([prompt + output]), logits.clone())
     expected[0, 4] -= 1.5 + 0.5
@@ -52,7 +52,7 @@ def test_penalties_together_repetition_first():
     torch.testing.assert_close(processed([state(prompt, output, **settings)], logits), expected)
 
 
-def test_penalties_follow_a_growing_output():
+def test_penalties_follow_a_growing_output() -> None:
     """The table of counts is kept between steps: it must equal one made afresh, also after tokens are taken back."""
     settings = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2}
     sequence, logits = state([1, 2], [], **settings), random_logits(1, VOCAB)
@@ -66,7 +66,7 @@ def test_penalties_follow_a_growing_output():
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])
-def test_min_tokens_is_transformers(num_output: int):
+def test_min_tokens_is_transformers(num_output: int) -> None:
     prompt, output, logits = [7, 8, 9], [4, 5, 6][:num_output], random_logits(1, VOCAB)
     processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, [0, 11], device="cpu")
     expected = processor(torch.tensor([prompt + output]), logits.clone())
@@ -74,7 +74,7 @@ def test_min_tokens_is_transformers(num_output: int):
 
 
 @pytest.mark.parametrize("output", [[], [5], [5, 6], [6], [3, 5, 6], [6, 5]])
-def test_bad_words_are_transformers(output: list[int]):
+def test_bad_words_are_transformers(output: list[int]) -> None:
     words, logits = [(9,), (5, 6), (5, 6, 7), (6, 5, 5)], random_logits(1, VOCAB)
     # some releases of transformers skip sequences longer than the context, so give them one; none of the words is in it
     ids = torch.tensor([[60, 61, 62, *output]])
@@ -82,7 +82,7 @@ def test_bad_words_are_transformers(output: list[int]):
     assert torch.equal(processed([state([1], output, bad_words=words)], logits), expected)
 
 
-def test_logit_bias_is_transformers():
+def test_logit_bias_is_transformers() -> None:
     bias, logits = {3: 2.5, 40: -1.25, 63: 100.0}, random_logits(1, VOCAB)
     processor = SequenceBiasLogitsProcessor([[[token], amount] for token, amount in bias.items()])
     torch.testing.assert_close(
@@ -90,14 +90,14 @@ def test_logit_bias_is_transformers():
     )
 
 
-def test_allowed_tokens_are_all_others_suppressed():
+def test_allowed_tokens_are_all_others_suppressed() -> None:
     logits = random_logits(1, VOCAB)
     others = [token for token in range(VOCAB) if token not in (3, 17, 30)]
     expected = SuppressTokensLogitsProcessor(others, device="cpu")(torch.tensor([[1]]), logits.clone())
     assert torch.equal(processed([state(allowed_token_ids=[30, 3, 17, 3])], logits), expected)
 
 
-def test_stop_tokens_beyond_the_logits_are_no_matter():
+def test_stop_tokens_beyond_the_logits_are_no_matter() -> None:
     """A configuration may name an end of sequence that the model's vocabulary does not have."""
     logits = random_logits(1, VOCAB)
     expected = logits.clone()
@@ -106,7 +106,7 @@ def test_stop_tokens_beyond_the_logits_are_no_matter():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_do_not_touch_each_other(device: str):
+def test_rows_do_not_touch_each_other(device: str) -> None:
     def make() -> list[SamplingState]:
         return [
             state(),

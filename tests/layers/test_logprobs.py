@@ -13,11 +13,13 @@ VOCAB = 50
 
 def reference(logits: torch.Tensor) -> np.ndarray:
     x = logits.double().numpy()
-    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+    largest = x.max(-1, keepdims=True)
+    normal: np.ndarray = x - np.log(np.exp(x - largest).sum(-1, keepdims=True)) - largest
+    return normal
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_entries_are_the_token_and_the_most_likely_ones(device: str):
+def test_entries_are_the_token_and_the_most_likely_ones(device: str) -> None:
     logits, tokens, counts = random_logits(4, VOCAB), [7, 20, 3, 49], [0, 1, 5, -1]
     entries = start_logprobs(logits.to(device), torch.tensor(tokens, device=device), counts).result()
     expected = reference(logits)
@@ -33,7 +35,7 @@ def test_entries_are_the_token_and_the_most_likely_ones(device: str):
 
 @pytest.mark.parametrize("count", [0, 1, 2, -1])
 @pytest.mark.parametrize("token", range(5))
-def test_tied_tokens_have_vllms_ranks(token: int, count: int):
+def test_tied_tokens_have_vllms_ranks(token: int, count: int) -> None:
     """The most likely tokens have places of their own; another one has the last of its equals."""
     logits = [2.0, 1.0, 2.0, 0.0, 2.0]
     (entry,) = start_logprobs(torch.tensor([logits]), torch.tensor([token]), [count]).result()
@@ -43,7 +45,7 @@ def test_tied_tokens_have_vllms_ranks(token: int, count: int):
     assert next(iter(entry)) == token and {each: logprob.rank for each, logprob in entry.items()} == expected
 
 
-def test_prompt_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch):
+def test_prompt_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(11, VOCAB)
     tokens = list(range(11))
     whole = prompt_logprobs(logits, tokens, 2)
@@ -52,6 +54,6 @@ def test_prompt_logprobs_in_pieces(monkeypatch: pytest.MonkeyPatch):
     assert [token in entry for token, entry in zip(tokens, whole, strict=True)] == [True] * 11
 
 
-def test_prompt_logprobs_need_a_token_per_row():
+def test_prompt_logprobs_need_a_token_per_row() -> None:
     with pytest.raises(ValueError, match="2 token_ids for 3 rows"):
         prompt_logprobs(random_logits(3, VOCAB), [1, 2], 0)

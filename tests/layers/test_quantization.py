@@ -14,7 +14,7 @@ from tests.models.tiny import CONTEXT, PagedRunner, prompt, save, tiny_hf_model
 from vllm_blend import LLM, ops
 from vllm_blend.config import ModelConfig
 from vllm_blend.engine import setup
-from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
 from vllm_blend.models.llama import LlamaForCausalLM
@@ -214,7 +214,7 @@ def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_that_fp8_products_do_not_take() -> None:
-    with pytest.raises(ValueError, match="multiples of 16 rows and columns, but the model has one of 48 x 40"):
+    with pytest.raises(ValueError, match="whose sizes are multiples of 16, but the model has one of 48 x 40"):
         GateUpLinear(40, 24, quantization="fp8")
 
 
@@ -223,11 +223,14 @@ def test_chunk_kv_of_fp8_weights_has_keys_of_its_own(tmp_path: Path) -> None:
     config = load_hf_config(str(tmp_path))
     model = load_model(config, str(tmp_path), torch.bfloat16, "cpu", max_position=CONTEXT)
     worker: Any = SimpleNamespace(
-        model_runner=SimpleNamespace(model=model), dtype=torch.bfloat16, num_layers=3, num_kv_heads=2, head_dim=16
+        model_runner=SimpleNamespace(model=model),
+        dtype=torch.bfloat16,
+        num_layers=3,
+        shape=SimpleNamespace(kv_heads=2, head_dim=16),
     )
     for load_format in ("auto", "dummy"):
         configs = [
-            ModelConfig(str(tmp_path), load_format=load_format, quantization=quantization)  # type: ignore[arg-type]
+            ModelConfig(str(tmp_path), load_format=load_format, quantization=quantization)
             for quantization in (None, "fp8")
         ]
         digests = {setup.fingerprint(config, worker, None).digest for config in configs}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_blend.layers.rope_frequencies import ROPE_TYPES, RopeSpec, context_lengths, rope_spec
-from vllm_blend.layers.rotary import RotaryEmbedding, build_rotary
+from vllm_blend.layers.rotary import RotaryEmbedding
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -26,6 +26,10 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "original_max_position_embeddings": 64,
 }
+
+
+def rotary_of(hf_config: Any, max_position: int) -> RotaryEmbedding:
+    return RotaryEmbedding(rope_spec(hf_config, max_position), max_position)
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -46,7 +50,7 @@ def rotated_by_definition(x: torch.Tensor, positions: torch.Tensor, theta: float
 
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 def test_rotates_pairs_as_complex_numbers(partial: float) -> None:
-    rotary = build_rotary(config(rope_theta=500.0, partial_rotary_factor=partial), 300)
+    rotary = rotary_of(config(rope_theta=500.0, partial_rotary_factor=partial), 300)
     positions = torch.tensor([0, 3, 4, 150, 299])
     q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
     rotated_q, rotated_k = rotary(positions, q, k)
@@ -57,7 +61,7 @@ def test_rotates_pairs_as_complex_numbers(partial: float) -> None:
 
 
 def test_cos_sin_are_the_tables_rows() -> None:
-    rotary = build_rotary(config(rope_theta=100.0), 50)
+    rotary = rotary_of(config(rope_theta=100.0), 50)
     cos, sin = rotary.cos_sin(torch.tensor([7, 2]))
     angles = torch.tensor([7.0, 2.0])[:, None] * torch.tensor([100.0 ** (-i / 8) for i in range(8)])
     torch.testing.assert_close(cos, angles.cos())
@@ -66,7 +70,7 @@ def test_cos_sin_are_the_tables_rows() -> None:
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
 def test_tables_stay_float32_when_the_model_is_cast(cast: str) -> None:
-    rotary = build_rotary(config(), 300)
+    rotary = rotary_of(config(), 300)
     exact = rotary.cos.clone()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), rotary)
     getattr(model, cast)()
@@ -79,7 +83,7 @@ def test_tables_stay_float32_when_the_model_is_cast(cast: str) -> None:
 
 
 def test_tables_follow_the_device() -> None:
-    rotary = build_rotary(config(), 8).to("meta")
+    rotary = rotary_of(config(), 8).to("meta")
     assert rotary.cos.is_meta and rotary.sin.is_meta
 
 
@@ -87,14 +91,14 @@ def test_tables_are_float32_under_another_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        rotary = build_rotary(config(rope_parameters=YARN), 64)
+        rotary = rotary_of(config(rope_parameters=YARN), 64)
     finally:
         torch.set_default_dtype(before)
-    assert torch.equal(rotary.cos, build_rotary(config(rope_parameters=YARN), 64).cos)
+    assert torch.equal(rotary.cos, rotary_of(config(rope_parameters=YARN), 64).cos)
 
 
 def test_one_step_looks_a_positions_tensor_up_once_and_forgets_it_afterwards() -> None:
-    rotary = build_rotary(config(), 32)
+    rotary = rotary_of(config(), 32)
     q, k = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
     lookups: list[torch.Tensor] = []
     look_up = rotary.cos_sin
@@ -145,8 +149,8 @@ def test_parameters_by_layer_type() -> None:
 
 def test_linear_divides_positions() -> None:
     plain, stretched = (
-        build_rotary(config(), 64),
-        build_rotary(config(rope_scaling={"type": "linear", "factor": 4.0}), 64),
+        rotary_of(config(), 64),
+        rotary_of(config(rope_scaling={"type": "linear", "factor": 4.0}), 64),
     )
     torch.testing.assert_close(stretched.cos[::4], plain.cos[:16])
 
@@ -161,7 +165,7 @@ def test_dynamic_base_grows_with_max_position_only() -> None:
 def test_yarn_attention_factor() -> None:
     def scale(**fields: Any) -> float:
         # At position 0 every cosine is 1, so the table shows the factor itself.
-        return build_rotary(config(rope_parameters=YARN | fields), 4).cos[0, 0].item()
+        return rotary_of(config(rope_parameters=YARN | fields), 4).cos[0, 0].item()
 
     assert scale() == pytest.approx(0.1 * math.log(4) + 1)
     assert scale(attention_factor=1.5) == 1.5
@@ -170,10 +174,10 @@ def test_yarn_attention_factor() -> None:
 
 
 def test_longrope_takes_one_set_of_divisors_by_the_longest_position_and_scales_by_the_growth() -> None:
-    plain = build_rotary(config(), 128).spec.inverse_frequencies()
+    plain = rotary_of(config(), 128).spec.inverse_frequencies()
     for given in (LONGROPE, LONGROPE | {"rope_type": "su"}):
         for max_position, used in ((64, "short_factor"), (65, "long_factor")):
-            rotary = build_rotary(config(rope_parameters=given), max_position)
+            rotary = rotary_of(config(rope_parameters=given), max_position)
             torch.testing.assert_close(rotary.spec.inverse_frequencies(), plain / torch.tensor(LONGROPE[used]))
             assert rotary.cos[0, 0].item() == pytest.approx(math.sqrt(1 + math.log(2) / math.log(64)))
     assert rope_spec(config(rope_parameters=LONGROPE | {"attention_factor": 1.2}), 4).attention_factor == 1.2
@@ -181,7 +185,7 @@ def test_longrope_takes_one_set_of_divisors_by_the_longest_position_and_scales_b
     by_attribute = config(rope_parameters=outside, original_max_position_embeddings=64)
     assert rope_spec(by_attribute, 65) == rope_spec(config(rope_parameters=LONGROPE), 65)
     same_length = config(rope_parameters=LONGROPE | {"original_max_position_embeddings": 128})
-    assert build_rotary(same_length, 4).cos[0, 0].item() == 1.0
+    assert rotary_of(same_length, 4).cos[0, 0].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -209,8 +213,8 @@ def test_a_config_without_a_length_has_none() -> None:
 
 
 def test_fingerprint_names_what_matters_and_ignores_the_table_length() -> None:
-    assert build_rotary(config(), 10).fingerprint() == build_rotary(config(), 20).fingerprint()
-    assert build_rotary(config(), 10).fingerprint() == "default(rotary_dim=16,theta=10000.0)"
+    assert rotary_of(config(), 10).fingerprint() == rotary_of(config(), 20).fingerprint()
+    assert rotary_of(config(), 10).fingerprint() == "default(rotary_dim=16,theta=10000.0)"
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     variants = [
         rope_spec(config(), 10),
@@ -232,7 +236,7 @@ def test_fingerprint_names_what_matters_and_ignores_the_table_length() -> None:
 
 def test_unknown_type_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown RoPE type 'mrope'.*dynamic, linear, llama3, longrope, yarn"):
-        build_rotary(config(rope_parameters={"rope_type": "mrope"}), 64)
+        rotary_of(config(rope_parameters={"rope_type": "mrope"}), 64)
     assert set(ROPE_TYPES) == {"default", "dynamic", "linear", "llama3", "longrope", "yarn"}
 
 
@@ -259,7 +263,7 @@ def test_unknown_type_lists_the_known_ones() -> None:
 )
 def test_senseless_parameters(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_rotary(config(**fields), 64)
+        rotary_of(config(**fields), 64)
 
 
 def test_a_table_needs_positions() -> None:
@@ -269,4 +273,4 @@ def test_a_table_needs_positions() -> None:
 
 def test_positions_beyond_the_table_are_an_error() -> None:
     with pytest.raises(IndexError):
-        build_rotary(config(), 8).cos_sin(torch.tensor([8]))
+        rotary_of(config(), 8).cos_sin(torch.tensor([8]))

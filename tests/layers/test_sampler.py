@@ -7,7 +7,8 @@ import torch
 
 from tests.layers.sampling import DEVICES, random_logits, state
 from vllm_blend.layers import logprobs, sampling_batch
-from vllm_blend.layers.sampler import Sampler, SamplingState
+from vllm_blend.layers.sampler import Sampler
+from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.ops import sampling
 
 VOCAB = 96
@@ -40,7 +41,7 @@ def generate(states: list[SamplingState], seeds: list[int], engine_seed: int, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_greedy_and_seeded_rows_do_not_depend_on_the_batch(device: str):
+def test_greedy_and_seeded_rows_do_not_depend_on_the_batch(device: str) -> None:
     seeds = list(range(len(FIXED)))
     alone = [generate([state([2, 3], **s)], [i], engine_seed=i, device=device)[0] for i, s in enumerate(FIXED)]
     together = generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=99, device=device)
@@ -56,7 +57,7 @@ def test_greedy_and_seeded_rows_do_not_depend_on_the_batch(device: str):
     assert shuffled[1:-1] == [alone[i] for i in order]
 
 
-def test_large_batches_are_worked_off_in_groups(monkeypatch: pytest.MonkeyPatch):
+def test_large_batches_are_worked_off_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = list(range(len(FIXED)))
     whole = generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=0)
     for module in (sampling, sampling_batch, logprobs):
@@ -64,14 +65,14 @@ def test_large_batches_are_worked_off_in_groups(monkeypatch: pytest.MonkeyPatch)
     assert generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=0) == whole
 
 
-def test_plain_greedy_is_argmax():
+def test_plain_greedy_is_argmax() -> None:
     logits = random_logits(5, VOCAB)
     output = Sampler(0)(logits, [state(temperature=0) for _ in range(5)])
     assert output.token_ids == logits.argmax(-1).tolist()
     assert output.logprobs == [None] * 5 and output.errors == {}
 
 
-def test_unseeded_rows_follow_the_engine_seed():
+def test_unseeded_rows_follow_the_engine_seed() -> None:
     def run(engine_seed: int) -> list[list[int]]:
         return generate([state() for _ in range(4)], [0, 0, 0, 0], engine_seed)
 
@@ -79,7 +80,7 @@ def test_unseeded_rows_follow_the_engine_seed():
     assert len({tuple(tokens) for tokens in run(5)}) == 4  # equal rows draw independently
 
 
-def test_seed_repeats_and_differs_from_others():
+def test_seed_repeats_and_differs_from_others() -> None:
     def run(seed: int) -> list[int]:
         return generate([state(seed=seed)], [0], engine_seed=0)[0]
 
@@ -89,7 +90,7 @@ def test_seed_repeats_and_differs_from_others():
 @pytest.mark.parametrize(
     "settings", [{}, {"top_p": 0.9, "temperature": 1.3}, {"seed": 11}, {"seed": 11, "top_k": 6}], ids=str
 )
-def test_frequencies_fit_the_distribution(settings: dict[str, Any]):
+def test_frequencies_fit_the_distribution(settings: dict[str, Any]) -> None:
     """Chi-square of 4,000 or more seeded draws against float64 probabilities, at a level of 10^-6."""
     logits = random_logits(1, 12, seed=3, scale=1.0)
     scaled = logits[0].double() / settings.get("temperature", 1.0)
@@ -116,7 +117,7 @@ def test_frequencies_fit_the_distribution(settings: dict[str, Any]):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "top_p": 0.5}, {"logit_bias": {1: 2.0}}], ids=str)
-def test_unusable_logits_fail_their_row_only(broken: float, settings: dict[str, Any], device: str):
+def test_unusable_logits_fail_their_row_only(broken: float, settings: dict[str, Any], device: str) -> None:
     logits = random_logits(3, VOCAB).to(device)
     good = Sampler(0)(logits, [state(temperature=0), state(**settings), state(seed=1, logprobs=1)])
     if broken == float("-inf"):
@@ -130,7 +131,7 @@ def test_unusable_logits_fail_their_row_only(broken: float, settings: dict[str, 
     assert output.logprobs[2] == good.logprobs[2]
 
 
-def test_settings_that_exclude_every_token_fail_their_row_only():
+def test_settings_that_exclude_every_token_fail_their_row_only() -> None:
     states = [state(temperature=0), state(allowed_token_ids=[5], bad_words=[(5,)]), state(allowed_token_ids=[5])]
     output = Sampler(0)(random_logits(3, VOCAB), states)
     assert list(output.errors) == [1] and "no token is left" in output.errors[1]
@@ -138,7 +139,7 @@ def test_settings_that_exclude_every_token_fail_their_row_only():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_may_be_read_later(device: str):
+def test_steps_may_be_read_later(device: str) -> None:
     """The next step is queued before the last one is read; the settings of a batch are kept while it stays the same."""
     logits = [random_logits(4, VOCAB, step).to(device) for step in range(6)]
 
@@ -154,7 +155,7 @@ def test_steps_may_be_read_later(device: str):
     assert pending[0].result() is pending[0].result()
 
 
-def test_a_batch_ends_with_its_min_tokens():
+def test_a_batch_ends_with_its_min_tokens() -> None:
     """A kept batch must not go on holding back tokens that may come by now."""
     sampler, logits = Sampler(0), torch.zeros(1, VOCAB)
     logits[0, 0] = 9.0
@@ -165,7 +166,7 @@ def test_a_batch_ends_with_its_min_tokens():
         sequence.output_token_ids.append(token)
 
 
-def test_logprobs_are_of_the_raw_distribution():
+def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = random_logits(2, VOCAB)
     expected = logits.double().log_softmax(-1)
     settings = {"temperature": 0, "allowed_token_ids": [6], "logit_bias": {6: 50.0}, "logprobs": 3}
@@ -178,13 +179,13 @@ def test_logprobs_are_of_the_raw_distribution():
         assert logprob.logprob == pytest.approx(expected[0, token].item(), abs=1e-5)
 
 
-def test_logits_are_left_as_they_are():
+def test_logits_are_left_as_they_are() -> None:
     logits = random_logits(len(FIXED), VOCAB)
     before = logits.clone()
     Sampler(0)(logits, [state([2], [3], **settings) for settings in FIXED])
     assert torch.equal(logits, before)
 
 
-def test_states_and_rows_must_match():
+def test_states_and_rows_must_match() -> None:
     with pytest.raises(ValueError, match="3 rows of logits for 2 states"):
         Sampler(0)(random_logits(3, VOCAB), [state(), state()])

@@ -26,12 +26,12 @@ CASES: list[tuple[list[int], dict[str, Any], tuple[str, int | None] | None]] = [
 
 
 @pytest.mark.parametrize(("output", "settings", "expected"), CASES, ids=str)
-def test_check_stop(output: list[int], settings: dict[str, Any], expected: tuple[str, int | None] | None):
+def test_check_stop(output: list[int], settings: dict[str, Any], expected: tuple[str, int | None] | None) -> None:
     sequence = state([1, 2], output, **settings)
     assert check_stop(sequence, output[-1], 2 + len(output), 100) == expected
 
 
-def test_logits_are_changed_until_min_tokens():
+def test_logits_are_changed_until_min_tokens() -> None:
     sequence = state([1], [], temperature=0, min_tokens=1)
     assert sequence.changes_logits
     sequence.output_token_ids.append(4)
@@ -52,11 +52,11 @@ def test_logits_are_changed_until_min_tokens():
     ],
     ids=str,
 )
-def test_which_settings_change_logits(settings: dict[str, Any], changes: bool):
+def test_which_settings_change_logits(settings: dict[str, Any], changes: bool) -> None:
     assert state(**settings).changes_logits is changes
 
 
-def test_a_seed_fixes_the_numbers():
+def test_a_seed_fixes_the_numbers() -> None:
     """However many are drawn ahead: one by one, the generator gives the same."""
     generator = torch.Generator().manual_seed(5)
     expected = [torch.rand((), dtype=torch.float64, generator=generator).item() for _ in range(150)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import settings
-from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.lmcache.config import LMCacheConfig, load_config
 
 ON = "enable_blending: true\n"
@@ -103,7 +103,7 @@ def test_the_separator_has_two_names(read: Any) -> None:
             "max_local_cpu_size=1 and max_local_cache_size=2",
         ),
         ("max_local_disk_size: 5", "max_local_disk_size=5 has no disk to count on: give local_disk too"),
-        ("enable_blending: false", "enable_blending is there twice: keep one of them"),
+        ("enable_blending: false", "enable_blending is given twice: keep one of them"),
     ],
 )
 def test_contradictions_are_errors(read: Any, text: str, message: str) -> None:
@@ -115,18 +115,18 @@ def test_contradictions_are_errors(read: Any, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("chunk_size: 0", "chunk_size=0 is no whole number from 1 on"),
-        ("chunk_size: 2.5", "chunk_size=2.5 is no whole number"),
+        ("chunk_size: 0", "chunk_size=0 must be a whole number, at least 1"),
+        ("chunk_size: 2.5", "chunk_size=2.5 must be a whole number"),
         ("local_device: gpu", "local_device='gpu' is not known: use cpu, cuda or a folder"),
         ("local_device: true", "local_device=True must be a text"),
-        ("local_device: s3://bucket/x", "local_device='s3://bucket/x' is no folder of this machine"),
-        ("local_cpu: yes please", "local_cpu='yes please' is no truth value"),
-        ("local_disk: file://", "local_disk='file://' is no folder"),
+        ("local_device: s3://bucket/x", "local_device='s3://bucket/x' is not a folder of this machine"),
+        ("local_cpu: yes please", "local_cpu='yes please' must be true or false"),
+        ("local_disk: file://", "local_disk='file://' is not a folder"),
         ("max_local_cpu_size: 0", "max_local_cpu_size=0 leaves no memory to work in"),
-        ("max_local_cpu_size: -1", "max_local_cpu_size=-1 must be a number from 0 on"),
-        ("max_local_cpu_size: .inf", "max_local_cpu_size=inf must be a number from 0 on"),
-        ("max_local_cpu_size: 5GB", "max_local_cpu_size='5GB' is no number"),
-        ("blend_recompute_ratio: 15", "blend_recompute_ratio=15 is a share of tokens: use a number in 0..1"),
+        ("max_local_cpu_size: -1", "max_local_cpu_size=-1 must be a finite number, at least 0"),
+        ("max_local_cpu_size: .inf", "max_local_cpu_size=inf must be a finite number, at least 0"),
+        ("max_local_cpu_size: 5GB", "max_local_cpu_size='5GB' must be a number"),
+        ("blend_recompute_ratio: 15", "blend_recompute_ratio=15 is a share of tokens: use a number from 0 to 1"),
         ("blend_recompute_ratios: []", "blend_recompute_ratios=[] must be a number or a list of numbers"),
         ("blend_recompute_ratios: 15%", "blend_recompute_ratios='15%' must be a number or a list of numbers"),
         ("blend_check_layers: 0", "blend_check_layers=[0] must be ascending layer numbers from 1 on"),
@@ -134,12 +134,12 @@ def test_contradictions_are_errors(read: Any, text: str, message: str) -> None:
         ("blend_separator: # # ", "blend_separator has no value (a # begins a comment): put it in quotes"),
         ("blend_special_str:", "blend_special_str has no value"),
         ("blend_check_layers: last", "blend_check_layers='last' must be a number or a list of numbers"),
-        ("blend_min_tokens: -5", "blend_min_tokens=-5 is no whole number from 0 on"),
+        ("blend_min_tokens: -5", "blend_min_tokens=-5 must be a whole number, at least 0"),
         ('blend_separator: ""', "blend_separator='' must be a text"),
         ("remote_url: 6379", "remote_url=6379 must be a text"),
         ("remote_serde: cachegen", "remote_serde='cachegen' is not known: use naive"),
         ("blend_add_special_in_precomp: true", "blend_add_special_in_precomp=True would put special tokens between"),
-        ("use_layerwise: 1", "use_layerwise=1 is no truth value: use true or false"),
+        ("use_layerwise: 1", "use_layerwise=1 must be true or false"),
     ],
 )
 def test_wrong_values_are_errors_that_name_file_key_and_fix(read: Any, text: str, message: str) -> None:
@@ -155,7 +155,7 @@ def test_wrong_values_are_errors_that_name_file_key_and_fix(read: Any, text: str
         (b"a: b: c", "is not YAML: mapping values are not allowed here"),
         (b"\x80\x02}q\x00.", "is not YAML: 'utf-8' codec can't decode"),
         (b"PK\x03\x04", "is not YAML: unacceptable character"),
-        (b"Blending is what I would like.", "holds no settings: it must be YAML with a line such as"),
+        (b"Blending is what I would like.", "holds no settings: write YAML, with a line such as"),
         (b"- enable_blending", "holds no settings"),
         (b"# nothing\n", "holds no settings"),
         (b"", "holds no settings"),
@@ -180,7 +180,7 @@ def test_unknown_keys_are_named_in_a_warning(read: Any, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         config.warn()
     [record] = caplog.records
-    assert record.getMessage().endswith("not known and without effect: 7, blend_recompute_rato, save_decode_cache")
+    assert record.getMessage().endswith("unknown and without effect: 7, blend_recompute_rato, save_decode_cache")
     assert "kv.yaml" in record.getMessage()
 
 
@@ -193,7 +193,7 @@ def test_variables_beside_a_file_are_named_in_a_warning(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         config.warn()
     [record] = caplog.records
-    assert record.getMessage().endswith("without effect beside it, as the file is read: LMCACHE_ENABLE_BLENDING")
+    assert record.getMessage().endswith("without effect, as the file takes precedence: LMCACHE_ENABLE_BLENDING")
 
 
 def test_without_blending_the_rest_has_no_effect(read: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,9 +226,9 @@ def test_variables_are_read_where_there_is_no_file() -> None:
     assert config.separator == " # # " and config.unknown == ("something",)
     assert config.engine_args["blend_check_layers"] == [1] and config.engine_args["blend_recompute_ratio"] == 0.15
     assert config.engine_args["blend_chunk_cache_gib"] == 5
-    with pytest.raises(ValueError, match=r"the variables LMCACHE_\*: enable_blending='si' is no truth value"):
+    with pytest.raises(ValueError, match=r"the variables LMCACHE_\*: enable_blending='si' must be true or false"):
         load_config({"LMCACHE_ENABLE_BLENDING": "si"})
-    with pytest.raises(ValueError, match=r"LMCACHE_CHUNK_SIZE='\[' is no YAML value"):
+    with pytest.raises(ValueError, match=r"LMCACHE_CHUNK_SIZE='\[' is not a YAML value"):
         load_config({"LMCACHE_CHUNK_SIZE": "["})
 
 
@@ -251,13 +251,13 @@ def test_chunks_on_a_gpu_need_one(read: Any) -> None:
 
 def test_errors_of_the_engine_name_the_key(read: Any) -> None:
     config = read(ON + "max_local_cpu_size: 5\nblend_min_tokens: 5\nblend_recompute_ratios: 0.5")
-    message = config.in_its_words("blend_recompute_ratio=0.5 and blend_recompute_ratios")
+    message = config.translate_error("blend_recompute_ratio=0.5 and blend_recompute_ratios")
     assert message.endswith("kv.yaml: blend_recompute_ratios=0.5 and blend_recompute_ratios")
-    message = config.in_its_words("blend_chunk_cache_gib=5 is too much, blend_min_tokens=5 is not")
+    message = config.translate_error("blend_chunk_cache_gib=5 is too much, blend_min_tokens=5 is not")
     assert message.endswith("kv.yaml: max_local_cpu_size=5 is too much, blend_min_tokens=5 is not")
-    message = config.in_its_words("blend_min_tokens is too much for this model")
+    message = config.translate_error("blend_min_tokens is too much for this model")
     assert message.endswith("kv.yaml: blend_min_tokens is too much for this model")
-    assert config.in_its_words("the model is empty") == "the model is empty"
+    assert config.translate_error("the model is empty") == "the model is empty"
     with pytest.raises(ValueError, match="has blend_min_tokens") as error:
         config.arguments({"blend_min_tokens": 6})
-    assert config.in_its_words(str(error.value)) == str(error.value), "which names the file already"
+    assert config.translate_error(str(error.value)) == str(error.value), "which names the file already"

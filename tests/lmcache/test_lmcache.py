@@ -107,10 +107,10 @@ def test_ratio_1_is_full_prefill(name: str, selector: str, llm: LLM) -> None:
     pieces, stored = orders()[name]
     for index in stored:
         OfflineKVPreCompute(llm).precompute_kv(texts()[1][index])
-    config = llm.llm_engine.config.blend
+    settings = vars(llm.llm_engine.config.blend)  # one engine for all cases: its options are frozen otherwise
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "recompute_ratio", 1.0)
-        patch.setattr(config, "selector", selector)
+        patch.setitem(settings, "recompute_ratio", 1.0)
+        patch.setitem(settings, "selector", selector)
         output = ask(llm, pieces)
     assert (output.blend is not None) == bool(stored)
     assert output.prompt_token_ids == ids(llm, pieces), "each piece by itself, BOS once, no separator"
@@ -251,7 +251,7 @@ def test_a_separator_inside_a_document_splits_nothing(llm: LLM) -> None:
 
 
 def test_a_stored_document_may_hold_the_separator(llm: LLM) -> None:
-    """Whether it stands in a combined prompt, as a whole, or in a plain one, in pieces."""
+    """It may, whether it stands whole in a combined prompt or in pieces in a plain one."""
     instruction, (a, b, _, _), question = texts()
     odd = a + SEPARATOR + b
     OfflineKVPreCompute(llm).precompute_kv(odd)
@@ -270,7 +270,7 @@ def test_a_text_that_cannot_be_kept_is_named(
         OfflineKVPreCompute(llm).precompute_kv("Go")
         assert not [record for record in caplog.records if record.name == precompute.__name__]
         OfflineKVPreCompute(llm).precompute_kv("The quick brown fox. " * 3)
-    assert "bytes, and the chunk store has 5368; raise max_local_cpu_size" in caplog.text
+    assert "bytes, and the chunk store holds 5368; raise max_local_cpu_size" in caplog.text
 
 
 def test_plain_strings_are_split_at_the_separator(llm: LLM) -> None:
@@ -292,7 +292,7 @@ def test_plain_strings_are_split_at_the_separator(llm: LLM) -> None:
 
 
 def test_an_output_shows_the_prompt_that_was_given(llm: LLM) -> None:
-    """Also where separators stand at its ends only, and nothing is blended."""
+    """It does even if separators stand only at the prompt's ends and nothing is blended."""
     for prompt in (SEPARATOR + "Where?", append_separator("Where?"), "Where?"):
         [output] = run(llm, prompt, PARAMS)
         assert output.prompt == prompt and output.prompt_token_ids == ids(llm, ["Where?"])
@@ -367,10 +367,10 @@ def test_bad_input(llm: LLM) -> None:
     assert good.error is None and bad.error is not None and "max_model_len=1024" in bad.error
     with pytest.raises(TypeError, match="give a prompt or a list of prompts"):
         llm.generate(7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a message is made of several pieces, which chat\(\) cannot blend"):
+    with pytest.raises(ValueError, match=r"a message has several pieces, which chat\(\) cannot blend"):
         llm.chat([{"role": "user", "content": combine_input_prompt_chunks([a, question])}])
     beams = BeamSearchParams(2, 2)
-    with pytest.raises(ValueError, match=r"prompts\[1\] is made of several pieces, and a beam search cannot blend"):
+    with pytest.raises(ValueError, match=r"prompts\[1\] has several pieces, and a beam search cannot blend"):
         llm.beam_search([question, combine_input_prompt_chunks([a, question])], beams)
     assert len(llm.beam_search(question, beams)[0].sequences) == 2
 
@@ -432,7 +432,6 @@ def test_close_and_reopen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_remote_url_is_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fsspec", reason="remote stores that are no Redis are fsspec's")
     instruction, (a, b, _, _), question = texts()
     text = f"enable_blending: true\nblend_min_tokens: 0\nremote_url: file://{tmp_path}/server\nremote_serde: naive\n"
     OfflineKVPreCompute(make_llm(monkeypatch, tmp_path, text)).precompute_kv(a)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tests import tolerances
 from tests.models.tiny import ARCHITECTURES, DEVICE, PagedRunner, load_tiny, prompt, save, tiny_hf_model
-from vllm_blend.attention.context import Kept, LayerHook
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.context import Kept, LayerHook, NewKV
+from vllm_blend.attention.metadata import LayerStep
+from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
 from vllm_blend.models.llama import LlamaForCausalLM
+from vllm_blend.models.loader import load_model
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 
@@ -39,8 +42,8 @@ class NarrowAt(LayerHook):
     def __init__(self, layer_idx: int, rows: torch.Tensor) -> None:
         self.layer_idx, self.rows = layer_idx, rows
 
-    def on_kv(self, layer_idx: int, *_: Any) -> Kept | None:
-        return Kept(self.rows.to(DEVICE)) if layer_idx == self.layer_idx else None
+    def on_kv(self, step: LayerStep, new: NewKV) -> Kept | None:
+        return Kept(self.rows.to(DEVICE)) if step.layer_idx == self.layer_idx else None
 
 
 class KeepKeys(LayerHook):
@@ -49,17 +52,9 @@ class KeepKeys(LayerHook):
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def on_kv(
-        self,
-        layer_idx: int,
-        k_unrotated: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> None:
-        assert layer_idx == len(self.seen)
-        self.seen.append((k_unrotated.clone(), k.clone()))
+    def on_kv(self, step: LayerStep, new: NewKV) -> None:
+        assert step.layer_idx == len(self.seen)
+        self.seen.append((new.k_unrotated.clone(), new.k.clone()))
 
 
 @pytest.mark.parametrize("layer_idx", [0, 1, 2])
@@ -119,7 +114,7 @@ def test_a_failed_step_leaves_no_positions_behind(tmp_path: Path) -> None:
     expected = PagedRunner(model).run(prompt(8), [8])
 
     class Failing(LayerHook):
-        def on_kv(self, *_: Any) -> None:
+        def on_kv(self, step: LayerStep, new: NewKV) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -191,6 +186,29 @@ def test_registry_takes_the_first_known_architecture(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(MODEL_REGISTRY, "MyForCausalLM", MyForCausalLM)
     assert resolve_model_class(SimpleNamespace(architectures=["MyForCausalLM"])) is MyForCausalLM
+
+
+def test_a_registered_class_must_be_a_causal_lm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=1)
+    config.architectures = ["HeadlessLM"]
+
+    class HeadlessLM(torch.nn.Module):
+        def __init__(self, config: LlamaConfig, max_position: int, quantization: str | None) -> None:
+            super().__init__()
+            self.config, self.model = config, torch.nn.Module()
+
+    monkeypatch.setitem(MODEL_REGISTRY, "HeadlessLM", HeadlessLM)
+    with pytest.raises(TypeError, match="HeadlessLM has no compute_logits"):
+        load_model(config, "", torch.float32, "cpu", "dummy", max_position=16)
+
+
+def test_the_attention_of_every_layer_must_be_ours() -> None:
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=1)
+    model = LlamaForCausalLM(config, 16)
+    assert [attention.layer_idx for attention in attention_layers(model)] == [0, 1]
+    model.set_submodule("model.layers.1.self_attn.attn", torch.nn.Identity())
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM attend by.*Attention.*Identity"):
+        attention_layers(model)
 
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])

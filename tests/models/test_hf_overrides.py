@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 
 from vllm_blend.models.hf_overrides import apply_hf_overrides
 
@@ -17,11 +17,15 @@ def base() -> LlamaConfig:
     return LlamaConfig(num_hidden_layers=3, max_position_embeddings=128, rope_parameters=rope, architectures=["A"])
 
 
+def base_rope(**changes: float) -> dict[str, Any]:
+    return dict(base().rope_parameters or {}) | changes
+
+
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
         ({"rms_norm_eps": 1e-3, "architectures": ["B"]}, {"rms_norm_eps": 1e-3, "architectures": ["B"]}),
-        ({"rope_parameters": {"factor": 3.0}}, {"rope_parameters": {**base().rope_parameters, "factor": 3.0}}),
+        ({"rope_parameters": {"factor": 3.0}}, {"rope_parameters": base_rope(factor=3.0)}),
         ({"rope_scaling": YARN}, {"rope_parameters": {"rope_theta": 7e4, **YARN}}),
         ({"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 5.0}, {
             "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0}
@@ -29,7 +33,7 @@ def base() -> LlamaConfig:
         ({"rope_scaling": {"factor": 8.0}, "rope_theta": 6.0, "rope_parameters": {"factor": 3.0}}, {
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 6.0}  # its own name comes first
         }),
-        ({"rope_theta": 9.0}, {"rope_parameters": {**base().rope_parameters, "rope_theta": 9.0}}),
+        ({"rope_theta": 9.0}, {"rope_parameters": base_rope(rope_theta=9.0)}),
     ],
 )  # fmt: skip
 def test_dicts_are_merged(overrides: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -42,7 +46,7 @@ def test_dicts_are_merged(overrides: dict[str, Any], changed: dict[str, Any]) ->
 def test_a_function_returns_the_config() -> None:
     given = base()
 
-    def narrow(config: LlamaConfig) -> LlamaConfig:
+    def narrow(config: PreTrainedConfig) -> PreTrainedConfig:
         config.num_hidden_layers = 1
         return config
 

@@ -22,9 +22,10 @@ from transformers import (
 
 from tests import settings
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.models.loader import load_hf_config, load_model
+from vllm_blend.ops.paged_kv import PagedKV
 
 VOCAB_SIZE, CONTEXT = 97, 96
 HEAD_DIM = settings.current().head_dim
@@ -56,7 +57,7 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
         "tie_word_embeddings": False,
         "sliding_window": None,
     }
-    model = model_class(config_class(**(fields | overrides))).eval()
+    model: PreTrainedModel = model_class(config_class(**(fields | overrides))).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -89,7 +90,8 @@ def prompt(length: int, seed: int = 1) -> torch.Tensor:
 
 @torch.inference_mode()
 def hf_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids[None]).logits[0].float()
+    logits: torch.Tensor = model(ids[None]).logits
+    return logits[0].float()
 
 
 class PagedRunner:
@@ -105,12 +107,12 @@ class PagedRunner:
         blocks_each = CONTEXT // self.block_size
         shape = (requests * blocks_each, self.block_size, attention[0].num_kv_heads, attention[0].head_dim)
         empty = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
-        self.caches = [LayerCache(empty.clone(), empty.clone()) for _ in attention]
+        self.caches = [PagedKV(empty.clone(), empty.clone()) for _ in attention]
         shuffled = torch.randperm(shape[0], generator=torch.Generator().manual_seed(7))
         self.block_tables = shuffled.view(requests, blocks_each).int()
 
     def metadata(self, steps: Sequence[tuple[int, torch.Tensor]]) -> AttentionMetadata:
-        """For (first position, ids) of each request in the step; an empty ids leaves a request out of it."""
+        """Build metadata from (first position, ids) of each request in the step; empty ids leave a request out."""
         positions, slots, offsets, lengths = [], [], [0], []
         for request, (start, ids) in enumerate(steps):
             at = torch.arange(start, start + len(ids))
@@ -120,8 +122,8 @@ class PagedRunner:
             )
             offsets.append(offsets[-1] + len(ids))
             lengths.append(start + len(ids))
-        tensors = (t.to(DEVICE) for t in (torch.cat(positions), torch.cat(slots), self.block_tables))
-        return AttentionMetadata(*tensors, offsets, lengths)
+        at, to = torch.cat(positions).to(DEVICE), torch.cat(slots).to(DEVICE)
+        return AttentionMetadata(at, to, self.block_tables.to(DEVICE), offsets, lengths)
 
     @torch.inference_mode()
     def step(self, steps: Sequence[tuple[int, torch.Tensor]], hooks: Sequence[LayerHook] = ()) -> torch.Tensor:
@@ -129,7 +131,8 @@ class PagedRunner:
         context = ForwardContext(self.metadata(steps), self.caches, self.backend, hooks)
         with forward_context(context):
             hidden = self.model(torch.cat([ids for _, ids in steps]).to(DEVICE))
-        return self.model.compute_logits(hidden).cpu().float()
+        logits: torch.Tensor = self.model.compute_logits(hidden)
+        return logits.cpu().float()
 
     def run(self, ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
         """Logits of one request computed in consecutive chunks of these lengths."""

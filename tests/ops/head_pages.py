@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from tests.ops.paged import HEAD_DIMS
+from vllm_blend.features.kv_compress.sums import KeyRows, SumRule, WindowKeys
+from vllm_blend.ops.paged_kv import PagedKV
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,14 @@ class WindowProblem:
     power: int
     buffer: int
 
-    def arguments(self, dtype: torch.dtype) -> tuple:
-        floats = (self.q.to(dtype), self.key_cache.to(dtype))
-        return (*floats, self.block_table, self.n, self.positions, self.scale, self.power, self.buffer)
+    def arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        keys = self.key_cache.to(dtype)
+        floats = (self.q.to(dtype), PagedKV(keys, keys))  # of a cache, these ops read the keys alone
+        return (
+            *floats,
+            WindowKeys(self.block_table, self.n, self.positions),
+            SumRule(self.scale, self.power, self.buffer),
+        )
 
     def expected(self) -> torch.Tensor:
         """[heads, n] float64, query by query."""
@@ -105,10 +113,11 @@ class DecodeProblem:
     power: int
     buffer: int
 
-    def arguments(self, dtype: torch.dtype, metric: torch.Tensor) -> tuple:
-        floats = (metric, self.q.to(dtype), self.head_keys.to(dtype))
-        rest = (self.tables, self.lengths, self.key_positions, self.query_positions)
-        return (*floats, *rest, self.scale, self.power, self.buffer)
+    def arguments(self, dtype: torch.dtype, metric: torch.Tensor) -> tuple[Any, ...]:
+        keys = self.head_keys.to(dtype)
+        floats = (metric, self.q.to(dtype), PagedKV(keys, keys))
+        key_rows = KeyRows(self.tables, self.lengths, self.key_positions, self.query_positions)
+        return (*floats, key_rows, SumRule(self.scale, self.power, self.buffer))
 
     def rows(self, rows: slice) -> DecodeProblem:
         """The same with these rows only."""

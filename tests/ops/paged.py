@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
 from vllm_blend.ops import bindings
+from vllm_blend.ops.paged_kv import PagedKV
 
 ISAS = bindings.cpu_isas()  # raises, and so fails the tests, when the kernels were not built
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -68,11 +70,14 @@ class Problem:
     scale: float
     window: int | None
 
-    def arguments(self, dtype: torch.dtype) -> tuple:
-        """Of `paged_attention`, floating-point tensors in `dtype`."""
-        tensors = (self.q.to(dtype), self.key_cache.to(dtype), self.value_cache.to(dtype))
+    def kv(self, dtype: torch.dtype) -> PagedKV:
+        return PagedKV(self.key_cache.to(dtype), self.value_cache.to(dtype))
+
+    def arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return the arguments of `paged_attention`, floating-point tensors in `dtype`."""
         return (
-            *tensors,
+            self.q.to(dtype),
+            self.kv(dtype),
             self.positions,
             self.block_tables,
             self.query_start_loc,
@@ -81,11 +86,11 @@ class Problem:
             self.window,
         )
 
-    def mass_arguments(self, dtype: torch.dtype, query_rows: list[slice]) -> tuple:
-        """Of `attention_mass`."""
+    def mass_arguments(self, dtype: torch.dtype, query_rows: list[slice]) -> tuple[Any, ...]:
+        """Return the arguments of `attention_mass`."""
         return (
             self.q.to(dtype),
-            self.key_cache.to(dtype),
+            self.kv(dtype),
             self.positions,
             self.block_tables,
             query_rows,

@@ -118,9 +118,9 @@ def test_no_tokens_and_no_requests(isa: str) -> None:
         assert paged_attention(*idle.arguments(torch.float32)).shape == (0, 4, 64)
         masses = attention_mass(*idle.mass_arguments(torch.float32, idle.rows()))
         assert [mass.tolist() for mass in masses] == [[0.0] * 20, [0.0] * 5]
-        nobody = build([], [], 4, 2, 64, torch.float32)
-        assert paged_attention(*nobody.arguments(torch.float32)).shape == (0, 4, 64)
-        assert attention_mass(*nobody.mass_arguments(torch.float32, [])) == []
+        no_request = build([], [], 4, 2, 64, torch.float32)
+        assert paged_attention(*no_request.arguments(torch.float32)).shape == (0, 4, 64)
+        assert attention_mass(*no_request.mass_arguments(torch.float32, [])) == []
 
 
 @pytest.mark.parametrize("isa", ISAS)

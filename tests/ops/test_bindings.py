@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from vllm_blend.ops.activation import silu_and_mul_reference
 
 
 @pytest.fixture(autouse=True)
-def fresh_state():
+def fresh_state() -> Iterator[None]:
     bindings.reload()
     yield
     bindings.reload()
@@ -30,7 +31,7 @@ def test_the_best_instruction_set_is_the_default(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(bindings.ISA_VARIABLE, raising=False)
     monkeypatch.delenv(bindings.DISABLE_VARIABLE, raising=False)
     assert bindings.cpu_kernels().isa == ISAS[0]
-    assert bindings.cpu_kernels_available()
+    assert bindings.kernels_for(torch.zeros(1)) is not None
 
 
 def test_unknown_instruction_set_is_an_error_that_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ def test_unknown_instruction_set_is_an_error_that_lists_the_known(monkeypatch: p
 
 def test_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(bindings.DISABLE_VARIABLE, "1")
-    assert not bindings.cpu_kernels_available()
+    assert bindings.kernels_for(torch.zeros(1)) is None
     with pytest.raises(bindings.KernelsUnavailable, match=bindings.DISABLE_VARIABLE):
         bindings.cpu_kernels()
     x = torch.randn(3, 8)
@@ -58,7 +59,7 @@ def test_missing_library_runs_the_twins_and_says_so_once(
         x = torch.randn(3, 8)
         assert torch.equal(ops.silu_and_mul(x), silu_and_mul_reference(x))
         ops.silu_and_mul(x)
-        assert not bindings.cpu_kernels_available()
+        assert bindings.kernels_for(torch.zeros(1)) is None
     warnings = [record for record in caplog.records if record.name == bindings.logger.name]
     assert len(warnings) == 1
     assert "build_ext" in warnings[0].getMessage()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.ops.paged import DTYPES, ISAS, assert_near, kernels
 from vllm_blend import ops
 from vllm_blend.ops.cache import place_chunk_reference, reshape_and_cache_reference
+from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.ops.rotary import rotary_embedding_reference
 
 TOKENS = st.integers(0, 40)
@@ -67,20 +68,18 @@ def test_writing_to_the_cache(
     key_cache, value_cache = new_caches(7, kv_heads, head_dim, dtype)
     slots = torch.randperm(56)[:tokens]
 
-    plain = key_cache.clone(), value_cache.clone()
-    twin = key_cache.clone(), value_cache.clone()
-    fused = key_cache.clone(), value_cache.clone()
-    reshape_and_cache_reference(k, v, *twin, slots)
+    plain, twin, fused = (PagedKV(key_cache.clone(), value_cache.clone()) for _ in range(3))
+    reshape_and_cache_reference(k, v, twin, slots)
     with kernels(isa):
-        ops.reshape_and_cache(k, v, *plain, slots)
-        q_rotated = ops.rotary_and_cache(q, k, v, cos, sin, *fused, slots)
+        ops.reshape_and_cache(k, v, plain, slots)
+        q_rotated = ops.rotary_and_cache(q, k, v, cos, sin, fused, slots)
         q_expected, k_expected = ops.rotary_qk(q, k, cos, sin)
-    assert torch.equal(plain[0], twin[0])
-    assert torch.equal(plain[1], twin[1])
+    assert torch.equal(plain.key, twin.key)
+    assert torch.equal(plain.value, twin.value)
     assert torch.equal(q_rotated, q_expected)
-    reshape_and_cache_reference(k_expected, v, key_cache, value_cache, slots)
-    assert torch.equal(fused[0], key_cache)
-    assert torch.equal(fused[1], value_cache)
+    reshape_and_cache_reference(k_expected, v, PagedKV(key_cache, value_cache), slots)
+    assert torch.equal(fused.key, key_cache)
+    assert torch.equal(fused.value, value_cache)
 
 
 @pytest.mark.parametrize("target", DTYPES)
@@ -102,7 +101,7 @@ def test_place_chunk(
     untouched[slots] = False
     before = key_cache.clone(), value_cache.clone()
     with kernels(isa):
-        ops.place_chunk(k, v, cos, sin, key_cache, value_cache, slots)
+        ops.place_chunks([(k, v)], cos, sin, key_cache, value_cache, slots)
     keys, values = (c.flatten(1, 2) for c in (key_cache, value_cache))
     assert_near(keys[:, slots], rotated(k, cos, sin), target)
     assert torch.equal(values[:, slots], v.to(target))
@@ -119,10 +118,10 @@ def test_many_tokens_at_once(isa: str) -> None:
     placed, wanted = torch.zeros(2, 2, 3, 64, 8, 2, 64)
     place_chunk_reference(k, v, cos, sin, wanted[0], wanted[1], slots)
     with kernels(isa):
-        ops.place_chunk(k, v, cos, sin, placed[0], placed[1], slots)
+        ops.place_chunks([(k, v)], cos, sin, placed[0], placed[1], slots)
         torch.testing.assert_close(placed, wanted)
         torch.testing.assert_close(ops.rotary_embedding(k[0], cos, sin), rotary_embedding_reference(k[0], cos, sin))
-        ops.reshape_and_cache(k[0], v[0], placed[0, 0], placed[1, 0], slots)
+        ops.reshape_and_cache(k[0], v[0], PagedKV(placed[0, 0], placed[1, 0]), slots)
     assert torch.equal(placed[0, 0].flatten(0, 1)[slots], k[0])
 
 
@@ -136,9 +135,9 @@ def test_slot_outside_the_cache_is_an_error(isa: str, slot: int) -> None:
     slots = torch.tensor([0, slot, 2])
     with kernels(isa):
         with pytest.raises(IndexError, match="slot"):
-            ops.reshape_and_cache(k, k, key_cache, value_cache, slots)
+            ops.reshape_and_cache(k, k, PagedKV(key_cache, value_cache), slots)
         with pytest.raises(IndexError, match="slot"):
-            ops.rotary_and_cache(k, k, k, cos, sin, key_cache, value_cache, slots)
+            ops.rotary_and_cache(k, k, k, cos, sin, PagedKV(key_cache, value_cache), slots)
         with pytest.raises(IndexError, match="slot"):
-            ops.place_chunk(k[None], k[None], cos, sin, key_cache[None], value_cache[None], slots)
+            ops.place_chunks([(k[None], k[None])], cos, sin, key_cache[None], value_cache[None], slots)
     assert torch.equal(key_cache, before)

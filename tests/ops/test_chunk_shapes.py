@@ -37,7 +37,7 @@ def test_chunks_that_do_not_fit_are_not_placed(which: str, device: str) -> None:
     cos, sin, slots = torch.ones(TOKENS, DIM // 2), torch.zeros(TOKENS, DIM // 2), torch.arange(TOKENS)
     with pytest.raises(ValueError, match=r"do not fit a cache of 3 layers|one for each of the chunks' [46] tokens"):
         if device == "cpu":
-            ops.place_chunks([WRONG[which]], cos, sin, *caches, slots)
+            ops.place_chunks([WRONG[which]], cos, sin, caches[0], caches[1], slots)
         else:
             pointers = torch.zeros(LAYERS, dtype=torch.int64)
             cuda.place_chunks([WRONG[which]], cos, sin, pointers, pointers, caches[0, 0], slots)
@@ -48,7 +48,7 @@ def test_chunks_that_fit_are_placed_and_caches_must_be_alike() -> None:
     caches = torch.zeros(2, LAYERS, 4, 4, HEADS, DIM)
     cos, sin, slots = torch.ones(TOKENS, DIM // 2), torch.zeros(TOKENS, DIM // 2), torch.arange(TOKENS)
     k, v = kv(), kv()
-    ops.place_chunks([(k[:, :2], v[:, :2]), (k[:, 2:], v[:, 2:])], cos, sin, *caches, slots)
+    ops.place_chunks([(k[:, :2], v[:, :2]), (k[:, 2:], v[:, 2:])], cos, sin, caches[0], caches[1], slots)
     assert torch.equal(caches.flatten(2, 3)[:, :, :TOKENS], torch.stack([k, v]))
     with pytest.raises(ValueError, match="must be alike"):
         ops.place_chunks([(k, v)], cos, sin, caches[0], caches[1, :, :2], slots)
@@ -58,7 +58,7 @@ def test_chunks_that_fit_are_placed_and_caches_must_be_alike() -> None:
 
 
 def pieces(*tensors: torch.Tensor) -> ops.HostPieces:
-    hosts = [ops.HostKV.of(t, t.clone()) for t in tensors]
+    hosts = [ops.HostKV.from_tensors(t, t.clone()) for t in tensors]
     return ops.HostPieces([(host, 0, host.k.shape[1]) for host in hosts if host is not None])
 
 
@@ -78,7 +78,7 @@ def test_a_copy_to_a_buffer_that_is_too_small_is_refused(buffer: torch.Tensor, w
     right = torch.zeros(2 * TOKENS, HEADS, DIM)
     buffers = [right, buffer] if which else [buffer, right]
     with pytest.raises(ValueError, match=r"10 rows of .* do not fit a buffer"):
-        ops.copy_pieces(pieces(kv(), kv()), 0, *buffers, None)  # type: ignore[arg-type]
+        ops.copy_pieces(pieces(kv(), kv()), 0, buffers[0], buffers[1], None)  # type: ignore[arg-type]
     assert not any(b.any() for b in buffers)
 
 
@@ -97,7 +97,7 @@ def test_pieces_of_other_shapes_do_not_travel_together(other: torch.Tensor) -> N
 
 @pytest.mark.parametrize("span", [(-1, 3), (3, 3), (0, TOKENS + 1)])
 def test_pieces_lie_within_their_chunk(span: Any) -> None:
-    host = ops.HostKV.of(kv(), kv())
+    host = ops.HostKV.from_tensors(kv(), kv())
     assert host is not None
     with pytest.raises(ValueError, match="cannot be copied along with"):
         ops.HostPieces([(host, *span)])

@@ -194,7 +194,7 @@ def test_several_processes_build_once(nvcc: FakeNvcc, tmp_path: Path) -> None:
     ("variables", "message"),
     [
         ({cuda_build.BUILD_VARIABLE: "0"}, "VLLM_BLEND_BUILD_CUDA=0 forbids"),
-        ({"CUDACXX": "no-such-nvcc"}, "CUDACXX=no-such-nvcc is no program"),
+        ({"CUDACXX": "no-such-nvcc"}, "CUDACXX=no-such-nvcc is not a program"),
         ({"CUDACXX": "", "PATH": "", "CUDA_HOME": "/nowhere"}, "nvcc was not found: install the CUDA toolkit"),
         ({"XDG_CACHE_HOME": "/dev/null"}, "no place for the CUDA kernels in /dev/null.*set XDG_CACHE_HOME"),
         ({"FAKE_FAILS": "-shared"}, "failed on libvllm_blend_cuda.so"),
@@ -251,7 +251,7 @@ def test_a_library_that_does_not_load_is_no_crash(nvcc: FakeNvcc, gpu: None) -> 
 
 def test_where_a_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_library.LIBRARY_VARIABLE, str(tmp_path / "missing.so"))
-    with pytest.raises(FileNotFoundError, match=r"VLLM_BLEND_CUDA_LIBRARY=.*missing\.so is no file"):
+    with pytest.raises(FileNotFoundError, match=r"VLLM_BLEND_CUDA_LIBRARY=.*missing\.so is not a file"):
         cuda_library.library_path()
     (tmp_path / "missing.so").touch()
     assert cuda_library.library_path() == tmp_path / "missing.so"

@@ -113,7 +113,7 @@ def test_every_16_bit_value_survives_a_round_trip(isa: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_rounding_to_16_bits_is_torchs(isa: str, dtype: torch.dtype) -> None:
-    """To nearest even, for ties, overflow and subnormals, where torch.Tensor.to is the judge."""
+    """It rounds to nearest even, and treats ties, overflow and subnormals as torch.Tensor.to does."""
     bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int64).to(torch.int32)
     exact = torch.randn(4096).to(dtype).float().view(torch.int32)
     ties = exact + (0x8000 if dtype == torch.bfloat16 else 0x1000)
@@ -124,7 +124,7 @@ def test_rounding_to_16_bits_is_torchs(isa: str, dtype: torch.dtype) -> None:
     cache = torch.zeros(1, 1, 1, 1, values.numel(), dtype=dtype)
     still, slot = torch.zeros(1, 0), torch.zeros(1, dtype=torch.int64)
     with kernels(isa):
-        ops.place_chunk(values, values, still, still, cache, cache.clone(), slot)
+        ops.place_chunks([(values, values)], still, still, cache, cache.clone(), slot)
     values = values.view(-1)
     exact = ~flushed(values) if flushes(isa, dtype) else torch.ones_like(values, dtype=torch.bool)
     assert torch.equal(cache.view(-1)[exact], values.to(dtype)[exact])

@@ -19,7 +19,7 @@ VOCAB, GRID = 128, 4096
 
 
 def shares(logits: torch.Tensor, params: SamplingParams, device: str = "cpu") -> torch.Tensor:
-    """How often each token is drawn for logits [vocabulary] when the uniform numbers are an even grid: [vocabulary].
+    """Return how often each token is drawn for logits [vocabulary] from an even grid of uniform numbers: [vocabulary].
 
     Inverting the cumulative distribution at an even grid meets every probability to within one point of the grid.
     """
@@ -62,7 +62,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_distribution_is_transformers(settings: dict[str, Any], seed: int, device: str):
+def test_distribution_is_transformers(settings: dict[str, Any], seed: int, device: str) -> None:
     logits = random_logits(1, VOCAB, seed, scale=2.0)[0]
     expected = transformers_probabilities(logits, settings)
     actual = shares(logits, SamplingParams(**settings), device)
@@ -70,7 +70,7 @@ def test_distribution_is_transformers(settings: dict[str, Any], seed: int, devic
     assert actual[expected == 0].sum() == 0
 
 
-def test_filters_of_one_row_do_not_reach_another():
+def test_filters_of_one_row_do_not_reach_another() -> None:
     logits = random_logits(len(SETTINGS), VOCAB)
     params = [SamplingParams(**settings) for settings in SETTINGS]
     for seed in range(20):
@@ -81,8 +81,8 @@ def test_filters_of_one_row_do_not_reach_another():
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 1.0}], ids=str)
-def test_equal_logits_stay_together(settings: dict[str, Any]):
-    """Which of several equal tokens survive must not depend on how a sort orders them."""
+def test_equal_logits_stay_together(settings: dict[str, Any]) -> None:
+    """Equal tokens survive together, however a sort orders them."""
     logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0, -1.0])
     torch.testing.assert_close(
         shares(logits, SamplingParams(**settings))[1:4], torch.full((3,), 1 / 3).double(), rtol=0, atol=2 / GRID
@@ -90,7 +90,7 @@ def test_equal_logits_stay_together(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
-def test_extreme_uniforms_draw_possible_tokens(uniform: float):
+def test_extreme_uniforms_draw_possible_tokens(uniform: float) -> None:
     """Tokens of probability zero stand at both ends of the vocabulary, where rounding would land."""
     logits = torch.full((1, 9), -torch.inf)
     logits[0, 3:6] = torch.tensor([0.1, 0.2, 0.7]).log()
@@ -99,14 +99,14 @@ def test_extreme_uniforms_draw_possible_tokens(uniform: float):
         assert token.item() in ({3, 4} if uniform == 0.0 else {5})
 
 
-def test_tiny_temperature_is_the_best_token():
+def test_tiny_temperature_is_the_best_token() -> None:
     logits = torch.tensor([[1e4, 3e4, 2.9e4]])
     for uniform in (0.0, 0.5, 0.999):
         token = draw(logits, [SamplingParams(temperature=2e-5)], torch.tensor([uniform], dtype=torch.float64))
         assert token.item() == 1
 
 
-def test_input_logits_are_left_alone():
+def test_input_logits_are_left_alone() -> None:
     logits = random_logits(2, VOCAB)
     before = logits.clone()
     draw(logits, [SamplingParams(top_p=0.5, temperature=0.5)] * 2, torch.tensor([0.1, 0.9], dtype=torch.float64))

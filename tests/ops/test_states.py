@@ -7,36 +7,43 @@ import torch
 
 from tests.ops.paged import DTYPES, ISAS, assert_near, kernels
 from vllm_blend import ops
-from vllm_blend.ops import cpu
-from vllm_blend.ops.states import attention_states_reference
+from vllm_blend.ops.paged_kv import PagedKV
+from vllm_blend.ops.states import accepts_states, attention_states_reference
 
 SCALE = 0.3
 
 
-def _pages(num_blocks: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(num_blocks: int, seed: int) -> PagedKV:
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, 4, 2, 8)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    return PagedKV(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
 
 
-def _states(q, pages, positions, tables, starts, lens):
-    return ops.attention_states(q, *pages, torch.tensor(positions), torch.tensor(tables), starts, lens, SCALE)
+def _states(
+    q: torch.Tensor,
+    pages: PagedKV,
+    positions: list[int],
+    tables: list[list[int]],
+    starts: list[int],
+    lens: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.attention_states(q, pages, torch.tensor(positions), torch.tensor(tables), starts, lens, SCALE)
 
 
-def test_the_output_is_that_of_paged_attention_and_the_lse_that_of_its_scores():
+def test_the_output_is_that_of_paged_attention_and_the_lse_that_of_its_scores() -> None:
     pages = _pages(8, 0)
     q = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
     tables = torch.tensor([[3, 1, 5], [2, 7, 0]], dtype=torch.int32)
     starts, lens, positions = [0, 2, 3], [10, 6], torch.tensor([7, 9, 5])
-    out, lse = ops.attention_states(q, *pages, positions, tables, starts, lens, SCALE)
-    expected = ops.paged_attention(q, *pages, positions, tables, torch.tensor(starts), torch.tensor(lens), SCALE)
+    out, lse = ops.attention_states(q, pages, positions, tables, starts, lens, SCALE)
+    expected = ops.paged_attention(q, pages, positions, tables, torch.tensor(starts), torch.tensor(lens), SCALE)
     torch.testing.assert_close(out, expected)
-    keys = pages[0][tables[1].long()].flatten(0, 1)[:6].repeat_interleave(3, 1)
+    keys = pages.key[tables[1].long()].flatten(0, 1)[:6].repeat_interleave(3, 1)
     torch.testing.assert_close(lse[2], (torch.einsum("hd,nhd->hn", q[2], keys) * SCALE).logsumexp(-1))
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_parts_merge_to_the_whole(first):
+def test_parts_merge_to_the_whole(first: int) -> None:
     pages = _pages(6, 2)
     q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(3))
     table = [4, 2, 5, 1]
@@ -48,7 +55,7 @@ def test_parts_merge_to_the_whole(first):
     torch.testing.assert_close(merged_lse, lse)
 
 
-def test_a_part_without_keys_adds_nothing():
+def test_a_part_without_keys_adds_nothing() -> None:
     pages = _pages(4, 4)
     q = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(5))
     some = _states(q, pages, [3, 3], [[1], [2]], [0, 1, 2], [4, 4])
@@ -58,7 +65,7 @@ def test_a_part_without_keys_adds_nothing():
     assert not ops.merge_states(*none, *none)[0].isnan().any()
 
 
-def test_parts_of_different_shapes_are_refused():
+def test_parts_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
         ops.merge_states(torch.zeros(2, 4, 8), torch.zeros(2, 4), torch.zeros(1, 4, 8), torch.zeros(1, 4))
 
@@ -69,52 +76,52 @@ POOL = (9, 2, 3, 8, 2)  # blocks, K and V, layers, block_size, KV heads
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
-def test_kernels_agree_with_the_twin_on_views_of_a_pool(isa, dtype, head_dim):
-    """Several rows of a request, keys of a layer in the middle of blocks, blocks that nobody owns full of NaN."""
+def test_kernels_agree_with_the_twin_on_views_of_a_pool(isa: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Several rows of a request, keys of a layer in the middle of blocks, unused blocks full of NaN."""
     generator = torch.Generator().manual_seed(head_dim)
     pool = torch.full((*POOL, head_dim), float("nan"), dtype=dtype)
     tables = torch.tensor([[3, 1, 0], [2, 7, 5]], dtype=torch.int64)
     owned = [3, 1, 2, 7, 5]
     pool[owned] = torch.randn((len(owned), *POOL[1:], head_dim), generator=generator).to(dtype)
-    pages = pool[:, 0, 1], pool[:, 1, 1]
+    pages = PagedKV(pool[:, 0, 1], pool[:, 1, 1])
     q = torch.randn(4, 6, head_dim, generator=generator).to(dtype)
     positions, starts, lens = torch.tensor([16, 5, 16, 22]), [0, 3, 4], [16, 23]
     with kernels(isa):
-        assert cpu.takes_states(q, *pages)
-        out, lse = ops.attention_states(q, *pages, positions, tables, starts, lens, SCALE)
-    wide = [tensor.double() for tensor in (q, *pages)]
-    expected = attention_states_reference(*wide, positions, tables, starts, lens, SCALE)
+        assert accepts_states(q, pages)
+        out, lse = ops.attention_states(q, pages, positions, tables, starts, lens, SCALE)
+    wide = PagedKV(pages.key.double(), pages.value.double())
+    expected = attention_states_reference(q.double(), wide, positions, tables, starts, lens, SCALE)
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert_near(out, expected[0], dtype, slack=4)
     torch.testing.assert_close(lse.double(), expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_as_many_rows_as_requests_need_not_be_one_each():
+def test_as_many_rows_as_requests_need_not_be_one_each() -> None:
     generator = torch.Generator().manual_seed(9)
-    pages = torch.randn(2, 6, 8, 2, 16, generator=generator).unbind(0)
+    pages = PagedKV(*torch.randn(2, 6, 8, 2, 16, generator=generator).unbind(0))
     q = torch.randn(3, 4, 16, generator=generator)
-    assert cpu.takes_states(q, *pages)
+    assert accepts_states(q, pages)
     states = (torch.tensor([3, 9, 12]), torch.tensor([[1, 4], [0, 2], [5, 3]]), [0, 2, 3, 3], [10, 13, 8], SCALE)
     for got, expected in zip(
-        ops.attention_states(q, *pages, *states), attention_states_reference(q, *pages, *states), strict=True
+        ops.attention_states(q, pages, *states), attention_states_reference(q, pages, *states), strict=True
     ):
         torch.testing.assert_close(got, expected)
 
 
-def test_what_the_kernel_cannot_take_goes_to_the_twin():
+def test_what_the_kernel_cannot_take_goes_to_the_twin() -> None:
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(1, 4, 16, generator=generator)
     rows = torch.randn(2, 3, 8, 16, 2, generator=generator)  # heads innermost: no token's rows are in one piece
-    pages = rows[0].transpose(2, 3), rows[1].transpose(2, 3)
-    assert not cpu.takes_states(q, *pages)
+    pages = PagedKV(rows[0].transpose(2, 3), rows[1].transpose(2, 3))
+    assert not accepts_states(q, pages)
     states = (torch.tensor([20]), torch.tensor([[2, 0, 1]]), [0, 1], [21], SCALE)
-    out, lse = ops.attention_states(q, *pages, *states)
-    expected = ops.attention_states(q, *(page.contiguous() for page in pages), *states)
+    out, lse = ops.attention_states(q, pages, *states)
+    expected = ops.attention_states(q, PagedKV(pages.key.contiguous(), pages.value.contiguous()), *states)
     torch.testing.assert_close(out, expected[0])
     torch.testing.assert_close(lse, expected[1])
 
 
-def test_tables_outside_the_cache_are_errors():
-    pages = torch.zeros(4, 2, 3, 8, 2, 16)[:, 0, 1], torch.zeros(4, 2, 3, 8, 2, 16)[:, 1, 1]
+def test_tables_outside_the_cache_are_errors() -> None:
+    pages = PagedKV(torch.zeros(4, 2, 3, 8, 2, 16)[:, 0, 1], torch.zeros(4, 2, 3, 8, 2, 16)[:, 1, 1])
     with pytest.raises(IndexError):
-        ops.attention_states(torch.zeros(1, 4, 16), *pages, torch.tensor([7]), torch.tensor([[4]]), [0, 1], [8], SCALE)
+        ops.attention_states(torch.zeros(1, 4, 16), pages, torch.tensor([7]), torch.tensor([[4]]), [0, 1], [8], SCALE)

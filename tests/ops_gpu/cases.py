@@ -11,12 +11,12 @@ MOST = int(os.environ.get("CASES", "0"))  # 0: all
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis draws where a test wants `count`."""
+    """Return how many examples hypothesis draws where a test wants `count`."""
     return min(count, MOST) if MOST else count
 
 
 def spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """At most CASES of each test, evenly spread over its cases, in their order."""
+    """Return at most CASES of each test, evenly spread over its cases, in their order."""
     by_test = defaultdict(list)
     for item in items:
         by_test[item.nodeid.partition("[")[0]].append(item)

@@ -13,10 +13,15 @@ HEAD_DIMS = [64, 80, 96, 128, 256]
 TOKENS = st.sampled_from([0, 1, 2, 7, 8, 9, 33, 130])
 
 
+def addresses(caches: list[torch.Tensor]) -> torch.Tensor:
+    """The addresses of layers' caches on their device, as `cuda.place_chunks` takes them."""
+    return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=caches[0].device)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Of a cache. `layout`: K and V apart; pages of both in one pool; heads outside the slots of a page; in a larger
-    pool whose other layers are not ours."""
+    """The shape of a cache. `layout`: K and V apart; pages of both in one pool; heads outside the slots of a page; in a
+    larger pool whose other layers are not ours."""
 
     layout: str
     block_size: int

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import pytest
 import torch
 
+from vllm_blend.ops.paged_kv import PagedKV
+
 DEVICE = "cuda"
+# The condition is a text: pytest evaluates it in the test's module, and only where a GPU runs the tests.
+HOPPER = pytest.mark.skipif("torch.cuda.get_device_capability()[0] != 9", reason="only Hopper has wgmma")
+FP8_PRODUCTS = pytest.mark.skipif("torch.cuda.get_device_capability() < (8, 9)", reason="no FP8 products on this GPU")
+VARIANTS = ["mma", pytest.param("wgmma", marks=HOPPER)]
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,10 @@ class Problem:
     query_start_loc: torch.Tensor  # [requests + 1] int32
     block_tables: torch.Tensor  # [requests, max_blocks] int32
     scale: float
+
+    @cached_property
+    def kv(self) -> PagedKV:
+        return PagedKV(self.key, self.value)
 
 
 def random_positions(length: int, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -107,7 +119,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over the norm of what was expected; NaN when anything is NaN."""
     expected = expected.double()
     norm = expected.norm().item()
-    return (actual.double() - expected).norm().item() / (norm if norm else 1.0)
+    difference: float = (actual.double() - expected).norm().item()
+    return difference / (norm if norm else 1.0)
 
 
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}

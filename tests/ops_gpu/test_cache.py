@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops_gpu.pages import addresses
 from tests.ops_gpu.reference import TOLERANCE, assert_close
+from vllm_blend import ops
 from vllm_blend.ops import cuda
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +40,7 @@ def test_place_chunk(head_dim: int, half: int, dtype: torch.dtype) -> None:
     slots = torch.randperm(blocks * block_size, device="cuda")[:tokens]
     slots[5] = -1
     cos, sin = (t[torch.randint(0, 1000, (tokens,))] for t in tables(1000, half))
-    cuda.place_chunks([(k, v)], cos, sin, cuda.cache_pointers(keys), cuda.cache_pointers(values), keys[0], slots)
+    cuda.place_chunks([(k, v)], cos, sin, addresses(keys), addresses(values), keys[0], slots)
     kept = slots >= 0
     for layer in range(layers):
         placed, placed_v = (c[layer].view(-1, kv_heads, head_dim) for c in (keys, values))
@@ -57,7 +60,7 @@ def test_reshape_and_cache(tokens: int, dtype: torch.dtype) -> None:
     key = torch.full((11, 16, 2, 96), float("nan"), device="cuda", dtype=dtype)
     value = torch.full_like(key, float("nan"))
     slots = torch.randperm(176, device="cuda")[:tokens]
-    cuda.reshape_and_cache(k, v, key, value, slots)
+    ops.reshape_and_cache(k, v, PagedKV(key, value), slots)
     for cache, rows in ((key, k), (value, v)):
         flat = cache.view(-1, 2, 96)
         assert torch.equal(flat[slots], rows)
@@ -77,7 +80,7 @@ def test_rope_and_cache(tokens: int, head_dim: int, half: int, dtype: torch.dtyp
     key = torch.full((8, 16, kv_heads, head_dim), float("nan"), device="cuda", dtype=dtype)
     value = torch.full_like(key, float("nan"))
     q, k, v = qkv.view(tokens, q_heads + 2 * kv_heads, head_dim).split([q_heads, kv_heads, kv_heads], 1)
-    cuda.rope_and_cache(q, k, v, cos, sin, positions, key, value, slots)
+    ops.rotary_and_cache(q, k, v, cos[positions], sin[positions], PagedKV(key, value), slots)
     after = qkv.view(tokens, q_heads + 2 * kv_heads, head_dim)
     rotated = rotate64(before, cos[positions], sin[positions])
     assert_close(after[:, :q_heads], rotated[:, :q_heads], TOLERANCE[dtype])

@@ -13,14 +13,12 @@ pytestmark = pytest.mark.gpu
 
 def check(p: Problem, window: int | None = None, max_queries: int = 1) -> None:
     starts = p.query_start_loc if max_queries > 1 else None
-    plan = cuda_attention.plan_decode(
-        p.positions, p.block_tables, p.key, p.value, p.q.shape[1], window, starts, max_queries
-    )
+    plan = cuda_attention.plan_decode(p.positions, p.block_tables, p.kv, p.q.shape[1], window, starts, max_queries)
     expected, expected_lse = attention(p, window)
     for _ in range(2):  # the second run finds what the first left in the workspace
         out = torch.full_like(p.q, float("nan"))
         lse = torch.full(p.q.shape[:2], float("nan"), device=p.q.device)
-        cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out, lse)
+        cuda_attention.attention(p.q, p.kv, plan, p.scale, out, lse)
         assert_close(out, expected, TOLERANCE[p.q.dtype])
         assert_close(lse, expected_lse, 1e-3)
 
@@ -85,16 +83,16 @@ def test_random_few_queries(seed: int) -> None:
 
 def test_no_requests() -> None:
     p = make_problem([5], [0])
-    plan = cuda_attention.plan_decode(p.positions, p.block_tables[:0], p.key, p.value, 8)
-    assert cuda_attention.attention(p.q, p.key, p.value, plan, p.scale).shape == (0, 8, 128)
+    plan = cuda_attention.plan_decode(p.positions, p.block_tables[:0], p.kv, 8)
+    assert cuda_attention.attention(p.q, p.kv, plan, p.scale).shape == (0, 8, 128)
 
 
 def test_strided_rows() -> None:
     p = make_problem([700, 20, 33], [1] * 3)
-    plan = cuda_attention.plan_decode(p.positions, p.block_tables, p.key, p.value, 8)
+    plan = cuda_attention.plan_decode(p.positions, p.block_tables, p.kv, 8)
     q, out = (torch.full((3, 20, 128), float("nan"), device="cuda", dtype=p.q.dtype)[:, 4:12] for _ in range(2))
     q.copy_(p.q)
-    cuda_attention.attention(q, p.key, p.value, plan, p.scale, out)
+    cuda_attention.attention(q, p.kv, plan, p.scale, out)
     assert_close(out, attention(p)[0], TOLERANCE[p.q.dtype])
 
 
@@ -105,9 +103,9 @@ def test_graph_replay_follows_the_positions() -> None:
     out = torch.empty_like(p.q)
 
     def step() -> None:
-        plan = cuda_attention.plan_decode(positions, p.block_tables, p.key, p.value, 8)
+        plan = cuda_attention.plan_decode(positions, p.block_tables, p.kv, 8)
         for _ in range(2):
-            cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out)
+            cuda_attention.attention(p.q, p.kv, plan, p.scale, out)
 
     step()
     torch.cuda.synchronize()
@@ -124,18 +122,18 @@ def test_graph_replay_follows_the_positions() -> None:
 
 def test_bad_input_names_the_fault() -> None:
     p = make_problem([40, 30], [1, 1])
-    plan = cuda_attention.plan_decode(p.positions, p.block_tables, p.key, p.value, 8)
+    plan = cuda_attention.plan_decode(p.positions, p.block_tables, p.kv, 8)
     with pytest.raises(TypeError, match="positions"):
-        cuda_attention.plan_decode(p.positions.int(), p.block_tables, p.key, p.value, 8)
+        cuda_attention.plan_decode(p.positions.int(), p.block_tables, p.kv, 8)
     with pytest.raises(ValueError, match="block tables"):
-        cuda_attention.plan_decode(p.positions, p.block_tables[:1], p.key, p.value, 8)
+        cuda_attention.plan_decode(p.positions, p.block_tables[:1], p.kv, 8)
     with pytest.raises(RuntimeError, match="query heads"):
-        cuda_attention.plan_decode(p.positions, p.block_tables, p.key, p.value, 7)
+        cuda_attention.plan_decode(p.positions, p.block_tables, p.kv, 7)
     with pytest.raises(RuntimeError, match="size is out of range"):
-        cuda_attention.plan_decode(p.positions, p.block_tables, p.key, p.value, 8, None, p.query_start_loc, 9)
+        cuda_attention.plan_decode(p.positions, p.block_tables, p.kv, 8, None, p.query_start_loc, 9)
     with pytest.raises(ValueError, match="the plan is for"):
-        cuda_attention.attention(p.q[:1], p.key, p.value, plan, p.scale)
+        cuda_attention.attention(p.q[:1], p.kv, plan, p.scale)
     with pytest.raises(TypeError, match="q is"):
-        cuda_attention.attention(p.q.float(), p.key, p.value, plan, p.scale)
+        cuda_attention.attention(p.q.float(), p.kv, plan, p.scale)
     with pytest.raises(ValueError, match="contiguous"):
-        cuda_attention.attention(p.q.transpose(0, 1).contiguous().transpose(0, 1), p.key, p.value, plan, p.scale)
+        cuda_attention.attention(p.q.transpose(0, 1).contiguous().transpose(0, 1), p.kv, plan, p.scale)

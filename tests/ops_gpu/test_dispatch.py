@@ -13,6 +13,7 @@ from tests.ops_gpu.reference import DEVICE, TOLERANCE, assert_close
 from tests.ops_gpu.test_cache import rotate64
 from vllm_blend import ops
 from vllm_blend.ops import cuda
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -41,10 +42,10 @@ def rms_norm64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def run_poisoned(op: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What `op` returns, having written over NaN: a kernel makes no other tensor, plain torch may."""
+    """Return what `op` returns, having written over NaN: a kernel makes no other tensor, plain torch may."""
     address = poison(shape, dtype)
     out = op()
-    if out.numel() > 0 and cuda.takes(out, shape[-1]):
+    if out.numel() > 0 and cuda.accepts(out, shape[-1]):
         assert out.data_ptr() == address, "it was not given what was poisoned"
     return out
 
@@ -52,7 +53,7 @@ def run_poisoned(op: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 64), (33, 4096), (33, 20), (9, 3, 128), (1, 2, 80)])
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Of rows, and of heads that are a part of a packed projection, as Qwen3 normalises them."""
+    """Rows are normalised, and so are heads that are a part of a packed projection, as in Qwen3."""
     wide = random(*shape[:-2], shape[-2] + 3, shape[-1], dtype=dtype, seed=1)
     x = wide[..., : shape[-2], :]
     weight = random(shape[-1], dtype=dtype, seed=2)
@@ -92,7 +93,7 @@ def test_linear(tokens: int, bias: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rotating_and_writing(tokens: int, head_dim: int, packed: bool, dtype: torch.dtype) -> None:
-    """In one pass, in two, and of q and k alone: of one packed projection, and of tensors apart (as after a norm)."""
+    """One pass, two, and q and k alone agree, in one packed projection and in tensors apart (as after a norm)."""
     shape = Shape("apart", 8, kv_heads=2, group=3, head_dim=head_dim, dtype=dtype)
     qkv = random(tokens, 10, head_dim, dtype=dtype, seed=8)
     q, k, v = qkv.split([6, 2, 2], 1)
@@ -106,8 +107,8 @@ def test_rotating_and_writing(tokens: int, head_dim: int, packed: bool, dtype: t
     assert_close(rotated_q, expected_q, LIMIT[dtype])
     assert_close(rotated_k, expected_k, LIMIT[dtype])
     apart, joint = make_cache(shape, 11), make_cache(shape, 11)
-    ops.reshape_and_cache(rotated_k, v, *apart, slots)
-    assert_close(ops.rotary_and_cache(q, k, v, cos, sin, *joint, slots), expected_q, LIMIT[dtype])
+    ops.reshape_and_cache(rotated_k, v, PagedKV(*apart), slots)
+    assert_close(ops.rotary_and_cache(q, k, v, cos, sin, PagedKV(*joint), slots), expected_q, LIMIT[dtype])
     for key, value in (apart, joint):
         assert_close(at(key, slots), expected_k, LIMIT[dtype])
         assert torch.equal(at(value, slots), expected_v)
@@ -126,7 +127,7 @@ def test_placing_chunks(tokens: int, head_dim: int, stored_dtype: torch.dtype, d
     cos, sin = tables(tokens, head_dim // 2)
     slots = random_slots(tokens, 88, 11, skipped=False)
     caches = [torch.full((3, 11, 8, 2, head_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv"]
-    ops.place_chunk(k, v, cos, sin, caches[0], caches[1], slots)
+    ops.place_chunks([(k, v)], cos, sin, caches[0], caches[1], slots)
     for layer in range(3):
         assert_close(at(caches[0][layer], slots), rotate64(k[layer], cos, sin), LIMIT[dtype])
         assert torch.equal(at(caches[1][layer], slots), v[layer].to(dtype))
@@ -138,7 +139,7 @@ def test_placing_chunks(tokens: int, head_dim: int, stored_dtype: torch.dtype, d
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_deviation(tokens: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Of every token, and of some of them in any order."""
+    """Every token has one, and so have some of them in any order."""
     cached = random(11, 8, 2, head_dim, dtype=dtype, seed=13)
     fresh, slots = random(tokens, 2, head_dim, dtype=dtype, seed=14), random_slots(tokens, 88, 15, skipped=False)
     expected = (fresh.double() - at(cached, slots).double()).square().sum((1, 2))

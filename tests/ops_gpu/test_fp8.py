@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops_gpu.reference import TOLERANCE, assert_close
+from tests.ops_gpu.reference import FP8_PRODUCTS, TOLERANCE, assert_close
 from vllm_blend import ops
-from vllm_blend.ops import cuda, cuda_fp8
 from vllm_blend.ops.fp8 import (
     QuantizedRows,
     UnscaledProduct,
     fused_add_rms_norm_quant_reference,
-    has_fp8_products,
     quantize_rows_reference,
     silu_and_mul_quant_reference,
 )
@@ -35,11 +33,6 @@ def whole(rows: QuantizedRows) -> torch.Tensor:
 def assert_same(got: QuantizedRows, expected: QuantizedRows) -> None:
     assert torch.equal(got.scales, expected.scales)
     assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
-
-
-def products() -> None:
-    if not has_fp8_products(torch.device("cuda", torch.cuda.current_device())):
-        pytest.skip("no FP8 products on this GPU")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,9 +62,9 @@ def test_a_row_that_is_no_number_spoils_no_other() -> None:
 @pytest.mark.parametrize("n", [64, 1008, 4096, 16384])
 def test_rms_norm_quant_is_the_norm_then_quantised(rows: int, n: int, dtype: torch.dtype) -> None:
     x, residual, weight = randn(rows, n, dtype=dtype), randn(rows, n, dtype=dtype) * 3, randn(n, dtype=dtype)
-    assert_same(ops.rms_norm_quant(x, weight, 1e-5), quantize_rows_reference(cuda.rms_norm(x, weight, 1e-5)))
+    assert_same(ops.rms_norm_quant(x, weight, 1e-5), quantize_rows_reference(ops.rms_norm(x, weight, 1e-5)))
     expected_total = residual.clone()
-    expected = quantize_rows_reference(cuda.rms_norm(x, weight, 1e-5, expected_total))
+    expected = quantize_rows_reference(ops.fused_add_rms_norm(x, expected_total, weight, 1e-5)[0])
     got, total = ops.fused_add_rms_norm_quant(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert_same(got, expected)
@@ -82,7 +75,7 @@ def test_rms_norm_quant_is_the_norm_then_quantised(rows: int, n: int, dtype: tor
 @pytest.mark.parametrize("n", [16, 768, 14336, 32768])
 def test_silu_and_mul_quant_is_the_activation_then_quantised(rows: int, n: int, dtype: torch.dtype) -> None:
     x = randn(rows, 2 * n, dtype=dtype) * 4
-    assert_same(ops.silu_and_mul_quant(x), quantize_rows_reference(cuda.silu_and_mul(x)))
+    assert_same(ops.silu_and_mul_quant(x), quantize_rows_reference(ops.silu_and_mul(x)))
 
 
 def unscaled(rows: int, columns: int) -> UnscaledProduct:
@@ -106,10 +99,10 @@ def test_readers_of_an_unscaled_product(rows: int, n: int) -> None:
     assert_close(whole(ops.silu_and_mul_quant(gate_up)), whole(silu_and_mul_quant_reference(gate_up)), E4M3_TOLERANCE)
 
 
+@FP8_PRODUCTS
 @pytest.mark.parametrize("rows", [0, 1, 3, 17, 128, 647, 2048])
 @pytest.mark.parametrize(("n", "out"), [(16, 16), (384, 768), (4096, 6144), (14336, 4096)])
 def test_products(n: int, out: int, rows: int) -> None:
-    products()
     x, weight = ops.quantize_rows(randn(rows, n)), ops.quantize_rows(randn(out, n))
     expected = whole(x) @ whole(weight).T
     linear = ops.quantized_linear(x, weight, None, torch.bfloat16)
@@ -125,8 +118,8 @@ def test_products(n: int, out: int, rows: int) -> None:
     assert_close(biased, expected + bias.double(), TOLERANCE[torch.bfloat16] / 2)
 
 
+@FP8_PRODUCTS
 def test_rows_of_a_product_do_not_depend_on_their_neighbours_scale() -> None:
-    products()
     x, weight = randn(8, 512), ops.quantize_rows(randn(256, 512))
     alone = ops.quantized_linear(ops.quantize_rows(x), weight, None, torch.bfloat16)
     x[1::2] *= 1e4
@@ -134,9 +127,9 @@ def test_rows_of_a_product_do_not_depend_on_their_neighbours_scale() -> None:
     assert torch.equal(alone[::2], beside[::2])
 
 
+@FP8_PRODUCTS
 def test_a_captured_mlp_replays() -> None:
     """Quantise, multiply, activate, multiply, normalise: in a CUDA graph, on new input, with the same result."""
-    products()
     up, down = ops.quantize_rows(randn(2048, 512)), ops.quantize_rows(randn(512, 1024))
     weight = randn(512)
 
@@ -165,11 +158,8 @@ def test_a_captured_mlp_replays() -> None:
 
 def test_what_the_kernels_do_not_take() -> None:
     with pytest.raises(RuntimeError, match="a size is out of range"):
-        cuda_fp8.quantize(randn(2, 12))
+        ops.quantize_rows(randn(2, 12))
     with pytest.raises(RuntimeError, match="a size is out of range"):
-        cuda_fp8.quantize(randn(2, 32776))
-    with pytest.raises(TypeError, match=r"x is torch\.float32"):
-        cuda_fp8.quantize(torch.zeros(2, 16, device="cuda"))
+        ops.quantize_rows(randn(2, 32776))
     with pytest.raises(ValueError, match=r"the scales are \(2,\) and \(16,\), not \(2,\) and \(32,\)"):
-        scales = (torch.ones(2, device="cuda"), torch.ones(16, device="cuda"))
-        cuda_fp8.silu_and_mul_quantize(randn(2, 32), scales)
+        ops.silu_and_mul_quant(UnscaledProduct(randn(2, 32), *(torch.ones(n, device="cuda") for n in (2, 16))))

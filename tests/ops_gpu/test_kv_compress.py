@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from tests.ops.head_pages import DecodeProblem, WindowProblem, decode_problem, window_problem
 from tests.ops_gpu import cases
 from vllm_blend.attention.cuda import CUDABackend
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
-from vllm_blend.ops import cuda_kv_compress, kv_compress
+from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
+from vllm_blend.features.kv_compress import cuda_ops as cuda_kv_compress
+from vllm_blend.features.kv_compress import ops as kv_compress
+from vllm_blend.features.kv_compress.sums import KeyRows, WindowKeys
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -23,8 +27,15 @@ HEAD_DIMS = [64, 80, 96, 128, 256]
 TOLERANCE = 2e-4
 
 
-def on_gpu(arguments: tuple) -> tuple:
-    return tuple(x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments)
+def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def moved(x: Any) -> Any:
+        if isinstance(x, PagedKV):
+            return PagedKV(x.key.cuda(), x.value.cuda())
+        if isinstance(x, (KeyRows, WindowKeys)):
+            return type(x)(*map(moved, x))
+        return x.cuda() if isinstance(x, torch.Tensor) else x
+
+    return tuple(moved(x) for x in arguments)
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -41,7 +52,7 @@ def check_window(problem: WindowProblem) -> None:
 
 
 def received(problem: DecodeProblem) -> torch.Tensor:
-    """What is added to the metric, which rounding to what was there before would hide."""
+    """Return what is added to the metric, which rounding to what was there before would hide."""
     return replace(problem, metric=torch.zeros_like(problem.metric)).expected()
 
 
@@ -92,7 +103,7 @@ def test_buffers(buffer: int) -> None:
 def test_random_shapes(data: st.DataObject) -> None:
     dtype, head_dim = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(HEAD_DIMS))
     group, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 2**16))
-    common = {
+    common: dict[str, Any] = {
         "block_size": data.draw(st.sampled_from([16, 32, 128])),
         "power": data.draw(st.sampled_from([1, 2])),
         "buffer": data.draw(st.one_of(st.just(0), st.integers(0, 300))),
@@ -113,15 +124,15 @@ def test_many_rows_and_few_long_ones() -> None:
 def test_a_graph_follows_lengths_and_tables() -> None:
     """Captured once, replayed with other requests in the same tensors."""
     first = decode_problem([300, 40, 0], 4, 128, torch.bfloat16, seed=1)
-    metric, q, keys, tables, lengths, positions, at, *rule = on_gpu(first.arguments(torch.bfloat16, first.metric))
-    cuda_kv_compress.accumulate_sums(metric, q, keys, tables, lengths, positions, at, *rule)
+    metric, q, kv, key_rows, rule = on_gpu(first.arguments(torch.bfloat16, first.metric))
+    cuda_kv_compress.accumulate_sums(metric, q, kv, key_rows, rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda_kv_compress.accumulate_sums(metric, q, keys, tables, lengths, positions, at, *rule)
+        cuda_kv_compress.accumulate_sums(metric, q, kv, key_rows, rule)
     for now in ([0, 300, 40], [40, 0, 300]):  # as many pages, in other rows
         problem = decode_problem(now, 4, 128, torch.bfloat16, seed=2)
-        fresh = problem.arguments(torch.bfloat16, problem.metric)
-        for to, source in zip((metric, q, keys, tables, lengths, positions, at), fresh, strict=False):
+        _, new_q, new_kv, new_rows, _ = problem.arguments(torch.bfloat16, problem.metric)
+        for to, source in zip((q, kv.key, *key_rows), (new_q, new_kv.key, *new_rows), strict=True):
             to.copy_(source)
         metric.zero_()
         graph.replay()
@@ -132,20 +143,26 @@ def test_a_graph_follows_lengths_and_tables() -> None:
 def test_attention_finds_the_log_sum_exp(lengths: list[int]) -> None:
     """The sums by what decoding attention leaves behind; its output is kept for the layer, which asks for it next."""
     problem = decode_problem(lengths, 4, 128, torch.bfloat16)
-    metric, q, keys, tables, held, positions, at, *rule = on_gpu(
-        problem.arguments(torch.bfloat16, torch.zeros_like(problem.metric))
-    )
-    values = torch.randn(keys.shape, device="cuda").to(keys.dtype)
+    arguments = on_gpu(problem.arguments(torch.bfloat16, torch.zeros_like(problem.metric)))
+    metric, q, kv, key_rows, rule = arguments
+    held, at = key_rows.lengths, key_rows.query_positions
+    kv = PagedKV(kv.key, torch.randn(kv.key.shape, device="cuda").to(kv.key.dtype))
     rows = len(lengths)
     metadata = AttentionMetadata(
-        held - 1, torch.zeros_like(held), tables, list(range(rows + 1)), lengths, rope_positions=at, per_head=True
+        held - 1,
+        torch.zeros_like(held),
+        key_rows.tables,
+        list(range(rows + 1)),
+        lengths,
+        rope_positions=at,
+        per_head=True,
     )
-    backend, cache = CUDABackend(), LayerCache(keys, values)
-    expected = backend.attend(q, cache, metadata, problem.scale)
-    lse = backend.attend_early(q, cache, metadata, problem.scale)
-    assert torch.equal(backend.attend(q, cache, metadata, problem.scale), expected)
+    backend, step = CUDABackend(), LayerStep(q, kv, metadata, problem.scale)
+    expected = backend.attend(step)
+    lse = backend.attend_early(step)
+    assert torch.equal(backend.attend(step), expected)
     torch.testing.assert_close(lse.cpu(), problem.lse(), rtol=1e-4, atol=1e-3)
-    cuda_kv_compress.accumulate_sums(metric, q, keys, tables, held, positions, at, *rule, lse)
+    cuda_kv_compress.accumulate_sums(metric, q, kv, key_rows, rule, lse)
     assert_near(metric, received(problem))
 
 

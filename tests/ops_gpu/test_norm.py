@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops_gpu.reference import TOLERANCE, assert_close
-from vllm_blend.ops import cuda
+from vllm_blend import ops
 
 pytestmark = pytest.mark.gpu
 
@@ -12,7 +12,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In float64, rounded to x's dtype before the weight as Hugging Face's Llama does."""
+    """Return the norm in float64, rounded to x's dtype before the weight as in Hugging Face's Llama."""
     x64 = x.double()
     return (x64 / (x64.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).to(x.dtype).double() * weight.double()
 
@@ -24,9 +24,9 @@ def test_rms_norm(hidden: int, tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(hidden + tokens)
     x, residual = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
     weight = torch.rand(hidden, device="cuda").to(dtype) + 0.5
-    assert_close(cuda.rms_norm(x, weight, 1e-5), rms_norm(x, weight), TOLERANCE[dtype] / 2)
+    assert_close(ops.rms_norm(x, weight, 1e-5), rms_norm(x, weight), TOLERANCE[dtype] / 2)
     total = x + residual
-    out = cuda.rms_norm(x, weight, 1e-5, residual)
+    out = ops.fused_add_rms_norm(x, residual, weight, 1e-5)[0]
     assert torch.equal(residual, total)
     assert_close(out, rms_norm(total, weight), TOLERANCE[dtype] / 2)
 
@@ -37,7 +37,7 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(shape[1])
     x = torch.randn(shape, device="cuda").to(dtype) * 4
     gate, up = x.double().chunk(2, -1)
-    out = cuda.silu_and_mul(x)
+    out = ops.silu_and_mul(x)
     assert_close(out, gate * torch.sigmoid(gate) * up, TOLERANCE[dtype])
     silu = torch.nn.functional.silu(gate.to(dtype)).double()  # rounded once more, as plain torch does
     assert_close(out, silu * up, TOLERANCE[dtype] / 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_blend import ops
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +33,8 @@ def test_norm_rotary_and_cache(
     expected_caches = [cache.clone() for cache in caches]
 
     normed = [ops.rms_norm(x.contiguous(), w, EPS) for x, w in zip((q, k), weights, strict=True)]
-    expected = ops.rotary_and_cache(*normed, v.clone(), cos, sin, *expected_caches, slots)
-    out = ops.norm_rotary_and_cache(q, k, v, weights[0], weights[1], EPS, cos, sin, caches[0], caches[1], slots)
+    expected = ops.rotary_and_cache(normed[0], normed[1], v.clone(), cos, sin, PagedKV(*expected_caches), slots)
+    out = ops.rotary_and_cache(q, k, v, cos, sin, PagedKV(*caches), slots, ops.HeadNorms(weights[0], weights[1], EPS))
 
     # A head's mean square is added up in another order, which may move a value to the neighbouring one.
     spacing = 2.0 ** (-10 if dtype == torch.float16 else -7)

@@ -4,25 +4,22 @@ import pytest
 import torch
 
 from tests.ops_gpu import cases
-from tests.ops_gpu.reference import TOLERANCE, Problem, assert_close, attention, make_problem
+from tests.ops_gpu.reference import TOLERANCE, VARIANTS, Problem, assert_close, attention, make_problem
 from vllm_blend.ops import cuda_attention
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = ["mma", "wgmma"]
-
 
 def check(p: Problem, variant: str, window: int | None = None) -> None:
-    if variant == "wgmma" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("wgmma is Hopper's")
     plan = cuda_attention.plan_prefill(
-        p.positions, p.query_start_loc, p.block_tables, p.key, p.value, p.q.shape[1], window, variant
+        p.positions, p.query_start_loc, p.block_tables, p.kv, p.q.shape[1], window, variant
     )
     expected, expected_lse = attention(p, window)
     for _ in range(2):  # the second run finds whatever the first left in the workspace
         out = torch.full_like(p.q, float("nan"))
         lse = torch.full(p.q.shape[:2], float("nan"), device=p.q.device)
-        cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out, lse)
+        cuda_attention.attention(p.q, p.kv, plan, p.scale, out, lse)
         assert_close(out, expected, TOLERANCE[p.q.dtype])
         assert_close(lse, expected_lse, 1e-3)
 
@@ -68,8 +65,8 @@ def test_lone_tokens_and_empty_requests(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens(variant: str) -> None:
     p = make_problem([5], [0])
-    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8, None, "mma")
-    assert cuda_attention.attention(p.q, p.key, p.value, plan, p.scale).shape == (0, 8, 128)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.kv, 8, None, "mma")
+    assert cuda_attention.attention(p.q, p.kv, plan, p.scale).shape == (0, 8, 128)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,14 +112,11 @@ def test_graph_replay_after_positions_change(variant: str) -> None:
     """Planning and attention captured together follow new positions: nothing of them is baked into the graph."""
     p = make_problem([500], [100], seed=1)
     positions = p.positions.clone()
-    workspace = torch.empty(cuda_attention.prefill_workspace_bytes(100, 1, 8, 2, 128), dtype=torch.uint8, device="cuda")
     out = torch.empty_like(p.q)
 
     def step() -> None:
-        plan = cuda_attention.plan_prefill(
-            positions, p.query_start_loc, p.block_tables, p.key, p.value, 8, None, variant, workspace
-        )
-        cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, out)
+        plan = cuda_attention.plan_prefill(positions, p.query_start_loc, p.block_tables, p.kv, 8, None, variant)
+        cuda_attention.attention(p.q, p.kv, plan, p.scale, out)
 
     step()
     torch.cuda.synchronize()
@@ -139,13 +133,13 @@ def test_graph_replay_after_positions_change(variant: str) -> None:
 def test_bad_input_names_the_fault() -> None:
     p = make_problem([40], [8])
     with pytest.raises(TypeError, match="positions"):
-        cuda_attention.plan_prefill(p.positions.int(), p.query_start_loc, p.block_tables, p.key, p.value, 8)
+        cuda_attention.plan_prefill(p.positions.int(), p.query_start_loc, p.block_tables, p.kv, 8)
     with pytest.raises(RuntimeError, match="query heads"):
-        cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 7)
+        cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.kv, 7)
     with pytest.raises(RuntimeError, match="head_dim"):
         cuda_attention.plan_prefill(
-            p.positions, p.query_start_loc, p.block_tables, p.key[..., :72], p.value[..., :72], 8
+            p.positions, p.query_start_loc, p.block_tables, PagedKV(p.key[..., :72], p.value[..., :72]), 8
         )
-    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, 8)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.kv, 8)
     with pytest.raises(ValueError, match="the plan is for"):
-        cuda_attention.attention(p.q[:4], p.key, p.value, plan, p.scale)
+        cuda_attention.attention(p.q[:4], p.kv, plan, p.scale)

@@ -12,6 +12,7 @@ from tests.ops_gpu.pages import (
     HEAD_DIMS,
     TOKENS,
     Shape,
+    addresses,
     assert_only_these_written,
     at,
     make_cache,
@@ -21,7 +22,9 @@ from tests.ops_gpu.pages import (
 )
 from tests.ops_gpu.reference import DEVICE, TOLERANCE, assert_close
 from tests.ops_gpu.test_cache import rotate64, tables
+from vllm_blend import ops
 from vllm_blend.ops import cuda, cuda_attention
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +48,7 @@ def test_reshape_and_cache(shape: Shape, tokens: int, skipped: bool, seed: int) 
     k, v = packed[:, -2], packed[:, -1]
     caches = make_cache(shape, BLOCKS)
     slots = random_slots(tokens, BLOCKS * shape.block_size, seed, skipped)
-    cuda.reshape_and_cache(k, v, *caches, slots)
+    ops.reshape_and_cache(k, v, PagedKV(*caches), slots)
     kept = slots >= 0
     for cache, rows in zip(caches, (k, v), strict=True):
         assert torch.equal(at(cache, slots[kept]), rows[kept])
@@ -55,7 +58,7 @@ def test_reshape_and_cache(shape: Shape, tokens: int, skipped: bool, seed: int) 
 @examples
 @given(shape=shapes, tokens=TOKENS, share=st.sampled_from([2, 4]), skipped=st.booleans(), seed=SEEDS)
 def test_rope_and_cache(shape: Shape, tokens: int, share: int, skipped: bool, seed: int) -> None:
-    """Of a packed projection with something beside it in its buffer."""
+    """The packed projection has something beside it in its buffer."""
     half, heads = half_of(shape, share), shape.q_heads + 2 * shape.kv_heads
     buffer = random(tokens, heads + 1, shape.head_dim, dtype=shape.dtype, seed=seed)
     before = buffer.clone()
@@ -65,7 +68,7 @@ def test_rope_and_cache(shape: Shape, tokens: int, share: int, skipped: bool, se
     slots = random_slots(tokens, BLOCKS * shape.block_size, seed, skipped)
     parts = [shape.q_heads, shape.kv_heads, shape.kv_heads]
     q, k, v = buffer[:, :heads].split(parts, 1)
-    cuda.rope_and_cache(q, k, v, cos, sin, positions, *caches, slots)
+    ops.rotary_and_cache(q, k, v, cos[positions], sin[positions], PagedKV(*caches), slots)
     q, k, v = before[:, :heads].split(parts, 1)
     kept = slots >= 0
     rotated = [rotate64(x, cos[positions], sin[positions]) for x in (q, k)]
@@ -96,7 +99,7 @@ def test_place_chunk(shape: Shape, tokens: int, layers: int, share: int, skipped
     slots = random_slots(tokens, BLOCKS * shape.block_size, seed, skipped)
     at_positions = torch.randint(1000, (tokens,), generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
     cos, sin = (table[at_positions] for table in tables(1000, half))
-    pointers = cuda.cache_pointers(keys), cuda.cache_pointers(values)
+    pointers = addresses(keys), addresses(values)
     cuda.place_chunks([(k, v)], cos, sin, *pointers, keys[0], slots)
     kept = slots >= 0
     for layer in range(layers):
@@ -119,7 +122,7 @@ def test_kv_deviation(shape: Shape, tokens: int, some: bool, seed: int) -> None:
     value[slots // shape.block_size, slots % shape.block_size] = cached
     expected = (fresh.double() - cached.double()).square().sum((1, 2))
     rows = torch.arange(seed % 3, max(tokens, seed % 3), 2, device=DEVICE) if some else None
-    assert_close(cuda.kv_deviation(fresh, value, slots, rows), expected if rows is None else expected[rows], 1e-5)
+    assert_close(ops.kv_deviation(fresh, value, slots, rows), expected if rows is None else expected[rows], 1e-5)
 
 
 @examples
@@ -132,7 +135,7 @@ def test_kv_deviation(shape: Shape, tokens: int, some: bool, seed: int) -> None:
     seed=SEEDS,
 )
 def test_attention_mass(shape: Shape, length: int, rows: int, window: int | None, variant: str, seed: int) -> None:
-    """Of rows at any ascending positions: keys behind a row, and slots behind the context, get nothing."""
+    """Rows stand at any ascending positions: keys behind a row, and slots behind the context, get nothing."""
     rows = min(rows, length)
     generator = torch.Generator(DEVICE).manual_seed(seed)
     key, value = make_cache(shape, -(-700 // shape.block_size) + 1)
@@ -153,7 +156,7 @@ def test_attention_mass(shape: Shape, length: int, rows: int, window: int | None
     mass = torch.full((shape.kv_heads, length), 0.25, device=DEVICE)  # as another layer may have left it
     pages = table.to(torch.int32)
     lse = lse.T.float().contiguous()
-    cuda_attention.attention_mass(q, lse, positions, key, value, pages, mass, scale, window, variant)
+    cuda_attention.attention_mass(q, lse, positions, PagedKV(key, value), pages, mass, scale, window, variant)
     assert_close(mass - 0.25, expected, 3e-3 if shape.dtype == torch.bfloat16 else 2e-3)
     last = int(positions[-1]) + 1 if rows else 0
     assert torch.equal(mass[:, last:], torch.full_like(mass[:, last:], 0.25))
@@ -175,10 +178,11 @@ def test_merge_states(head_dim: int, heads: int, dtype: torch.dtype, tokens: int
     for out, lse, nothing in zip(outs, lses, empty, strict=True):
         out[nothing] = torch.nan
         lse[nothing] = -torch.inf
-    out, lse = cuda_attention.merge_states(outs[0], lses[0], outs[1], lses[1])
+    out, lse = ops.merge_states(outs[0], lses[0], outs[1], lses[1])
     expected_lse = torch.logaddexp(lses[0].double(), lses[1].double())
     weights = [(each.double() - expected_lse).exp().nan_to_num(0.0) for each in lses]
-    expected = sum(w[..., None] * o.double().nan_to_num(0.0) for w, o in zip(weights, outs, strict=True))
+    parts = [w[..., None] * o.double().nan_to_num(0.0) for w, o in zip(weights, outs, strict=True)]
+    expected = parts[0] + parts[1]
     both = empty[0] & empty[1]
     assert_close(out, expected.masked_fill(both[..., None], 0.0), TOLERANCE[dtype])
     assert torch.equal(lse.isneginf(), both)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.ops_gpu.reference import DEVICE, TOLERANCE, assert_close, attention, make_problem, probabilities
+from tests.ops_gpu.reference import DEVICE, TOLERANCE, VARIANTS, assert_close, attention, make_problem, probabilities
 from vllm_blend import ops
 from vllm_blend.ops import cuda_attention
 from vllm_blend.ops.deviation import kv_deviation_reference
+from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +26,7 @@ def test_kv_deviation(tokens: int, kv_heads: int, head_dim: int, dtype: torch.dt
     assert_close(ops.kv_deviation(fresh, cache, slots, rows), expected[rows], 1e-5)
 
 
-@pytest.mark.parametrize("variant", ["mma", "wgmma"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("head_dim", "q_heads", "kv_heads", "rows", "window"),
@@ -43,19 +45,17 @@ def test_attention_mass(
     head_dim: int, q_heads: int, kv_heads: int, rows: int, window: int | None, dtype: torch.dtype, variant: str
 ) -> None:
     """The mass of a request's queries, from the LSE that attention returns for them; the same bits every time."""
-    if variant == "wgmma" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("wgmma is Hopper's")
     n = 1030
     p = make_problem([n], [rows], q_heads, kv_heads, head_dim, dtype=dtype)
-    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.key, p.value, q_heads, window)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.kv, q_heads, window)
     lse = torch.full(p.q.shape[:2], float("nan"), device=DEVICE)
-    cuda_attention.attention(p.q, p.key, p.value, plan, p.scale, lse=lse)
+    cuda_attention.attention(p.q, p.kv, plan, p.scale, lse=lse)
 
     def measure() -> torch.Tensor:
         mass = torch.zeros(kv_heads, n, device=DEVICE)
         for _ in range(2):  # two layers
             cuda_attention.attention_mass(
-                p.q, lse, p.positions, p.key, p.value, p.block_tables[0], mass, p.scale, window, variant
+                p.q, lse, p.positions, p.kv, p.block_tables[0], mass, p.scale, window, variant
             )
         return mass
 
@@ -74,18 +74,18 @@ def test_merge_states(head_dim: int, dtype: torch.dtype) -> None:
     states = []
     for first, count in ((0, 200), (200, 312)):
         rows = [c[whole.block_tables[0].long()].flatten(0, 1)[first : first + count] for c in (whole.key, whole.value)]
-        key, value = (torch.nn.functional.pad(r, (0, 0, 0, 0, 0, -count % 16)).unflatten(0, (-1, 16)) for r in rows)
-        table = torch.arange(key.shape[0], dtype=torch.int32, device=DEVICE)[None]
+        kv = PagedKV(*(F.pad(r, (0, 0, 0, 0, 0, -count % 16)).unflatten(0, (-1, 16)) for r in rows))
+        table = torch.arange(kv.key.shape[0], dtype=torch.int32, device=DEVICE)[None]
         lse = torch.empty(1, 8, device=DEVICE)
         position = torch.tensor([count - 1], device=DEVICE)
-        plan = cuda_attention.plan_decode(position, table, key, value, 8)
-        out = cuda_attention.attention(whole.q, key, value, plan, whole.scale, lse=lse)
+        plan = cuda_attention.plan_decode(position, table, kv, 8)
+        out = cuda_attention.attention(whole.q, kv, plan, whole.scale, lse=lse)
         states.append((out, lse))
-    out, lse = cuda_attention.merge_states(*states[0], *states[1])
+    out, lse = ops.merge_states(*states[0], *states[1])
     expected, expected_lse = attention(whole)
     assert_close(out, expected, TOLERANCE[dtype])
     assert_close(lse, expected_lse, 1e-3)
     nothing = torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf"))
-    for merged in (cuda_attention.merge_states(out, lse, *nothing), cuda_attention.merge_states(*nothing, out, lse)):
+    for merged in (ops.merge_states(out, lse, *nothing), ops.merge_states(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
         assert_close(merged[1], lse, 1e-6)

@@ -1,4 +1,4 @@
-"""What importing BM25 does beside."""
+"""Importing BM25 has no side effects."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def stages(built: Stages, tmp_path: Path) -> Stages:
     return Stages(tmp_path / "copy")
 
 
-def test_every_passage_has_a_folder_and_the_best_are_for_the_gpu(built):
+def test_every_passage_has_a_folder_and_the_best_are_for_the_gpu(built: Stages) -> None:
     output = read_json(built.chunks / "musique_t_kv_top2.json", "summary")
     stage_input = read_stage_input(built.retrieval, "", 0)
     assert (
@@ -52,14 +53,14 @@ def test_every_passage_has_a_folder_and_the_best_are_for_the_gpu(built):
             assert (metadata["key"], metadata["num_tokens"]) == (chunk["key"], chunk["tokens"])
 
 
-def test_a_stored_chunk_is_what_a_plain_prefill_computes(built):
+def test_a_stored_chunk_is_what_a_plain_prefill_computes(built: Stages) -> None:
     llm = LLM(MODEL)
     stage_input = read_stage_input(built.retrieval, "", 0)
     chunk, instruction = stage_input.samples[1].chunks[3], stage_input.style.instruction
     prefix, [chunk_id] = llm.llm_engine.identify_chunks(instruction, [chunk.text])
     assert prefix is not None
     stored = load_chunk(built.chunks / chunk.chunk_id, chunk_id, llm.llm_engine.fingerprint)
-    decoder = llm.llm_engine.decoder
+    decoder: Any = llm.llm_engine.decoder
     decoder.cache_fuse_metadata["collect"] = True
     ids = [*prefix.token_ids, *chunk_id.token_ids]
     llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1), use_tqdm=False)
@@ -69,14 +70,16 @@ def test_a_stored_chunk_is_what_a_plain_prefill_computes(built):
         torch.testing.assert_close(v.flatten(1), fresh_v, atol=1e-4, rtol=0)
 
 
-def test_a_second_run_computes_nothing_and_touches_nothing(stages):
+def test_a_second_run_computes_nothing_and_touches_nothing(stages: Stages) -> None:
     before = {path: path.stat().st_mtime_ns for path in stages.chunks.glob("*/*")}
     summary = stages.build()["summary"]
     assert summary["computed"] == 0 and summary["reused"] == summary["chunks"] and summary["bytes_written"] == 0
     assert {path: path.stat().st_mtime_ns for path in stages.chunks.glob("*/*")} == before
 
 
-def test_a_second_run_computes_just_what_is_missing_or_damaged(stages, caplog):
+def test_a_second_run_computes_just_what_is_missing_or_damaged(
+    stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
     names = sorted(path.name for path in stages.chunks.iterdir() if path.is_dir())
     contents = {name: (stages.chunks / name / "keys.pt").read_bytes() for name in names}
     gone, unfinished, cut, foreign, misplaced = names[:5]
@@ -96,7 +99,7 @@ def test_a_second_run_computes_just_what_is_missing_or_damaged(stages, caplog):
     assert stages.build()["summary"]["computed"] == 0
 
 
-def test_passages_of_the_same_content_are_computed_once(tmp_path, monkeypatch):
+def test_passages_of_the_same_content_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     encode = LLMEngine.encode_chunks
 
@@ -118,7 +121,9 @@ def test_passages_of_the_same_content_are_computed_once(tmp_path, monkeypatch):
         assert torch.equal(*(torch.load(folder / "keys.pt", weights_only=True) for folder in folders))
 
 
-def test_a_passage_that_no_prompt_can_hold_is_left_out_and_named(tmp_path, caplog):
+def test_a_passage_that_no_prompt_can_hold_is_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     [sample] = demo_samples(1)
     sample["ctxs"][1]["text"] = "A lens. " * 600
     stages = Stages.over(tmp_path, [sample])
@@ -129,7 +134,7 @@ def test_a_passage_that_no_prompt_can_hold_is_left_out_and_named(tmp_path, caplo
     assert output["summary"]["computed"] == len(sample["ctxs"])
 
 
-def test_without_a_retrieval_the_first_passages_are_for_the_gpu(tmp_path):
+def test_without_a_retrieval_the_first_passages_are_for_the_gpu(tmp_path: Path) -> None:
     stages = Stages.over(tmp_path, demo_samples(1))
     shutil.rmtree(tmp_path / "retrieval")
     [described] = stages.build()["samples"]
@@ -137,7 +142,7 @@ def test_without_a_retrieval_the_first_passages_are_for_the_gpu(tmp_path):
     assert {c["rank"] for c in described["chunks"]} == {None}
 
 
-def test_mistakes_end_the_command_with_a_message(tmp_path, capsys):
+def test_mistakes_end_the_command_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
         (["--retrieval-json", str(tmp_path / "no.json")], "not found"),
         (["--dataset", str(tmp_path / "musique_no.json")], "not found"),

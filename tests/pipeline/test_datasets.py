@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample, prompt_for
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.make_datasets import main as write_datasets
-from vllm_blend.pipeline.prompts import join_prompt
+from vllm_blend.quality.make_datasets import main as write_datasets
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 NAMES = {"musique_s": 150, "wikimqa_s": 200, "samsum": 200}
@@ -24,17 +24,17 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def dataset(request) -> tuple[str, list[dict]]:
+def dataset(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     return request.param, load_dataset(INPUTS / f"{request.param}.json")
 
 
-def test_the_generator_writes_the_files_that_are_checked_in(tmp_path):
+def test_the_generator_writes_the_files_that_are_checked_in(tmp_path: Path) -> None:
     write_datasets(["--output-dir", str(tmp_path)])
     for name in NAMES:
         assert (tmp_path / f"{name}.json").read_bytes() == (INPUTS / f"{name}.json").read_bytes()
 
 
-def test_sizes_and_formats(dataset):
+def test_sizes_and_formats(dataset: tuple[str, list[dict[str, Any]]]) -> None:
     name, samples = dataset
     assert len(samples) == NAMES[name]
     counts = [len(s["ctxs"]) for s in samples]
@@ -49,7 +49,7 @@ def test_sizes_and_formats(dataset):
     assert all(isinstance(s["answers"][0], list) == nested for s in samples)
 
 
-def test_question_kinds_are_mixed_and_gold_passages_hold_the_answer(dataset):
+def test_question_kinds_are_mixed_and_gold_passages_hold_the_answer(dataset: tuple[str, list[dict[str, Any]]]) -> None:
     name, raws = dataset
     samples = [normalize_sample(raw, i) for i, raw in enumerate(raws)]
     if name == "samsum":
@@ -63,7 +63,7 @@ def test_question_kinds_are_mixed_and_gold_passages_hold_the_answer(dataset):
         assert all(p.page_id for p in sample.passages)
 
 
-def test_prompts_and_answers_fit_the_demo_model(dataset):
+def test_prompts_and_answers_fit_the_demo_model(dataset: tuple[str, list[dict[str, Any]]]) -> None:
     name, raws = dataset
     tokenizer, style = AutoTokenizer.from_pretrained(INPUTS / "demo-model"), prompt_for(name)
     for i, raw in enumerate(raws):
@@ -75,7 +75,7 @@ def test_prompts_and_answers_fit_the_demo_model(dataset):
         assert len(tokenizer.encode(f" {sample.answers[0]}\n", add_special_tokens=False)) <= style.max_tokens
 
 
-def test_prompts_are_worded_as_in_training():
+def test_prompts_are_worded_as_in_training() -> None:
     raw = {**PLAIN, "ctxs": [{"title": "Weather", "text": "It rained."}, {"title": "", "text": "It snowed."}]}
     sample = normalize_sample(raw)
     assert build_qa_prompt(sample, "inputs/musique_s.json") == {
@@ -84,7 +84,8 @@ def test_prompts_are_worded_as_in_training():
         "suffix": "Question: What?\nAnswer:",
     }
     assert build_qa_prompt(sample, "wikimqa", passages=[1])["chunks"] == ["It snowed.\n\n"]
-    assert join_prompt(build_qa_prompt(sample, "wikimqa", [0])) == (
+    prompt = build_qa_prompt(sample, "wikimqa", [0])
+    assert "".join(map(str, [prompt["prefix"], *prompt["chunks"], prompt["suffix"]])) == (
         "Answer the question based on the given passages. Only give me the answer.\nPassages:\n"
         "Weather\n\nIt rained.\n\nQuestion: What?\nAnswer:"
     )
@@ -95,16 +96,16 @@ def test_prompts_are_worded_as_in_training():
 @pytest.mark.parametrize(
     "question", ["A: Hi", "Dialogue: A: Hi", "Dialogue: A: Hi\nSummary:", "Dialogue: A: Hi\nSummary: "]
 )
-def test_a_dialogue_is_asked_the_same_however_the_file_writes_it(question):
+def test_a_dialogue_is_asked_the_same_however_the_file_writes_it(question: str) -> None:
     assert prompt_for("samsum").suffix(question) == "Dialogue: A: Hi\nSummary:"
 
 
-def test_an_unknown_data_set_name_lists_the_known_ones():
+def test_an_unknown_data_set_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'squad'.*musique, wikimqa, samsum"):
         prompt_for("squad")
 
 
-def test_a_file_without_the_extra_fields_loads(tmp_path):
+def test_a_file_without_the_extra_fields_loads(tmp_path: Path) -> None:
     path = write_json(tmp_path / "musique_s.json", [PLAIN, PLAIN])
     samples = [normalize_sample(raw, i) for i, raw in enumerate(load_dataset(path))]
     assert [s.sample_id for s in samples] == ["sample0", "sample1"]
@@ -114,7 +115,7 @@ def test_a_file_without_the_extra_fields_loads(tmp_path):
     assert samples[0].passages[1].title == ""
 
 
-def test_a_stage_output_loads_like_a_data_set(tmp_path):
+def test_a_stage_output_loads_like_a_data_set(tmp_path: Path) -> None:
     assert load_dataset(write_json(tmp_path / "a.json", {"summary": {}, "results": [PLAIN]})) == [PLAIN]
 
 
@@ -122,12 +123,12 @@ def test_a_stage_output_loads_like_a_data_set(tmp_path):
     ("answers", "flat"),
     [("a", ("a",)), (["a", "b"], ("a", "b")), ([["a", "b"], ["c"]], ("a", "b", "c")), ([""], ("",))],
 )
-def test_answers_may_be_flat_or_nested(answers, flat):
+def test_answers_may_be_flat_or_nested(answers: str | list[str] | list[list[str]], flat: tuple[str, ...]) -> None:
     assert normalize_sample({**PLAIN, "answers": answers}).answers == flat
 
 
-def broken(**changes) -> dict:
-    sample = copy.deepcopy(PLAIN)
+def broken(**changes: Any) -> dict[str, Any]:
+    sample: dict[str, Any] = copy.deepcopy(PLAIN)
     sample.update(changes)
     return {k: v for k, v in sample.items() if v is not ...}
 
@@ -154,26 +155,26 @@ def broken(**changes) -> dict:
         (broken(id="sample0"), "sample 1: id 'sample0' is also the id of sample 0"),
     ],
 )
-def test_a_broken_sample_is_named_with_its_field(tmp_path, sample, message):
+def test_a_broken_sample_is_named_with_its_field(tmp_path: Path, sample: Any, message: str) -> None:
     path = write_json(tmp_path / "data.json", [PLAIN, sample])
     with pytest.raises(ValueError, match=f"data.json: {message}"):
         load_dataset(path)
 
 
 @pytest.mark.parametrize("text", ["[", "", '{"rows": []}', "[]", "3"])
-def test_a_file_that_is_no_data_set_is_refused(tmp_path, text):
+def test_a_file_that_is_no_data_set_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"data set .*data\.json"):
         load_dataset(path)
 
 
-def test_a_missing_file_is_named():
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         load_dataset("nowhere.json")
 
 
-def test_writing_leaves_the_old_file_when_it_fails(tmp_path):
+def test_writing_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
     path = write_json(tmp_path / "deep/data.json", {"a": "ü"})
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})

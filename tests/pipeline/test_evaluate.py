@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import string
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def reference_f1(prediction: str, answer: str) -> float:
 
 @given(TEXTS, TEXTS)
 @settings(max_examples=300, deadline=None)
-def test_f1_and_exact_match_follow_the_formula(prediction, answer):
+def test_f1_and_exact_match_follow_the_formula(prediction: str, answer: str) -> None:
     assert math.isclose(f1_score(prediction, answer), reference_f1(prediction, answer), abs_tol=1e-12)
     same = bool(prediction.strip()) and reference_words(prediction) == reference_words(answer)
     assert exact_match(prediction, answer) == float(same)
@@ -53,12 +54,12 @@ def test_f1_and_exact_match_follow_the_formula(prediction, answer):
 
 @given(TEXTS, TEXTS)
 @settings(max_examples=50, deadline=None)
-def test_rouge_l_is_the_librarys(prediction, answer):
+def test_rouge_l_is_the_librarys(prediction: str, answer: str) -> None:
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     assert rouge_l(prediction, answer) == scorer.score(target=answer, prediction=prediction)["rougeL"].fmeasure
 
 
-def test_known_scores():
+def test_known_scores() -> None:
     assert f1_score("The cat sat", "a cat sat down") == pytest.approx(2 * 2 / (2 + 3))
     assert exact_match("the Exeter College.", "Exeter college") == 1.0
     assert f1_score("ran ran", "ran") == pytest.approx(2 / 3)
@@ -66,28 +67,28 @@ def test_known_scores():
 
 
 @pytest.mark.parametrize("answers", ["Paris", ["Lyon", "Paris"], [["Lyon"], ["Rome", "Paris"]]])
-def test_the_best_answer_counts_however_answers_are_nested(answers):
+def test_the_best_answer_counts_however_answers_are_nested(answers: str | list[str] | list[list[str]]) -> None:
     assert best_score(f1_score, "Paris", answers) == 1.0
     assert best_score(exact_match, "Berlin", answers) == 0.0
 
 
 @pytest.mark.parametrize("output", ["", "  ", "\n\n"])
-def test_an_empty_output_scores_nothing(output):
+def test_an_empty_output_scores_nothing(output: str) -> None:
     for answer in ("Paris", "the", ""):
         assert evaluation.score_prediction(output, [answer]) == evaluation.Scores(0.0, 0.0, 0.0)
 
 
-def test_an_answer_of_articles_can_still_be_right():
+def test_an_answer_of_articles_can_still_be_right() -> None:
     assert exact_match("The", "the") == f1_score("The", "the") == 1.0
     assert exact_match("cat", "the") == f1_score("cat", "the") == 0.0
 
 
-def test_the_answer_is_the_first_line():
+def test_the_answer_is_the_first_line() -> None:
     assert first_line(" \n Paris \nQuestion: and then?") == "Paris"
     assert evaluation.score_prediction("\nParis\nLyon", ["Paris"]).exact_match == 1.0
 
 
-def test_groups_and_the_whole():
+def test_groups_and_the_whole() -> None:
     records: list[dict[str, Any]] = [
         {"mode": "full", "prediction": "Paris", "answers": ["Paris"]},
         {"mode": "full", "prediction": "", "answers": ["Paris"]},
@@ -115,12 +116,12 @@ def test_groups_and_the_whole():
         ([{"prediction": "a", "answers": [1], "mode": "x"}], "record 0: answers must be a string or .* not int"),
     ],
 )
-def test_broken_records_are_named(records, message):
+def test_broken_records_are_named(records: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(records, ["mode"])
 
 
-def test_table():
+def test_table() -> None:
     assert format_table([{"mode": "full", "n": 2, "f1": 0.5}, {"mode": "reuse", "n": 10, "f1": 1.0}]).splitlines() == [
         "| mode  |  n |    f1 |",
         "|-------|---:|------:|",
@@ -129,7 +130,7 @@ def test_table():
     ]
 
 
-def test_the_command_prints_and_writes(tmp_path, capsys):
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_json(tmp_path / "p.json", {"results": [{"prediction": "a cat", "answers": "cat", "kind": "1hop"}]})
     evaluation.main(["--predictions", str(path), "--group-by", "kind", "--output", str(tmp_path / "rows.json")])
     assert "| 1hop |       1 |       100.0 | 100.0 |" in capsys.readouterr().out
@@ -137,7 +138,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["{", '{"rows": []}', "[3]"])
-def test_the_command_refuses_a_broken_file(tmp_path, capsys, text):
+def test_the_command_refuses_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(SystemExit) as stop:
         evaluation.main(["--predictions", str(tmp_path / "p.json")])

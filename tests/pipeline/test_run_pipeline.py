@@ -64,20 +64,20 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def comparable(stage: str, data: dict[str, Any]) -> Any:
-    """What does not depend on times and folders."""
+    """Return what does not depend on times and folders."""
     if stage == "decode":
         return [(r["id"], r["prediction"], r["blend"], r["chunks"]) for r in data["results"]]
     return data["results"] if stage == "retrieval" else (data["samples"], data["prefix"], data["model"])
 
 
 @pytest.mark.parametrize("stage", WRITTEN)
-def test_one_process_and_single_scripts_write_the_same(in_one, one_by_one, stage):
+def test_one_process_and_single_scripts_write_the_same(in_one: Path, one_by_one: Path, stage: str) -> None:
     first, second = (read_json(folder / WRITTEN[stage], stage) for folder in (in_one, one_by_one))
     assert comparable(stage, first) == comparable(stage, second)
     assert len(comparable(stage, first)) >= 2
 
 
-def test_settings_are_read_as_yaml():
+def test_settings_are_read_as_yaml() -> None:
     changed = module.apply_settings(load_config(), ["decode.blend_recompute_ratio=0.3", "decode.passages=retrieved"])
     assert changed["decode"]["blend_recompute_ratio"] == 0.3 and changed["decode"]["passages"] == "retrieved"
     assert load_config()["decode"]["passages"] == "all"
@@ -89,13 +89,15 @@ def test_settings_are_read_as_yaml():
         ("decode.x", "write section.key=value"),
         ("x=1", "write section.key=value"),
         ("bake.time=1", "a section of retrieval, prefill, decode"),
-        ("decode.passages={", "no YAML value"),
+        ("decode.passages={", "not a YAML value"),
         ("decode.passges=all", "did you mean 'passages'"),
-        ("decode.passages=some", "must be one of retrieved, all"),
-        ("decode.max_samples=few", "must be int, not str"),
+        ("decode.passages=some", "use one of 'retrieved', 'all'"),
+        ("decode.max_samples=few", "must be a whole number, not str"),
     ],
 )
-def test_mistakes_end_the_command_with_a_message(assignment, message, capsys):
+def test_mistakes_end_the_command_with_a_message(
+    assignment: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         module.main(["--config", str(ROOT / "configs/musique.yaml"), "--set", assignment])
     assert ended.value.code == 1 and message in capsys.readouterr().err
@@ -110,7 +112,9 @@ def test_mistakes_end_the_command_with_a_message(assignment, message, capsys):
         (["draft_tokens=4"], "enable_kvc and draft_tokens=4 exclude each other"),
     ],
 )
-def test_what_the_last_stage_would_refuse_stops_the_first(assignments, message, monkeypatch, capsys):
+def test_what_the_last_stage_would_refuse_stops_the_first(
+    assignments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(module, "run_retrieval", lambda _: pytest.fail("a stage has begun"))
     evicting = ["enable_kvc=true", "offload_mode=none", *assignments]
     flags = [part for assignment in evicting for part in ("--set", f"decode.{assignment}")]
@@ -119,7 +123,7 @@ def test_what_the_last_stage_would_refuse_stops_the_first(assignments, message, 
     assert ended.value.code == 1 and message in capsys.readouterr().err
 
 
-def test_flags_reach_every_stage(monkeypatch, tmp_path):
+def test_flags_reach_every_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def record(*sections: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Stages:
 
 
 @pytest.fixture(scope="module")
-def trace(built: Stages) -> dict:
+def trace(built: Stages) -> dict[str, Any]:
     built.decode()
-    return json.loads((built.root / "trace.json").read_text())
+    written: dict[str, Any] = json.loads((built.root / "trace.json").read_text())
+    return written
 
 
-def test_the_chunks_come_from_the_folders(trace):
+def test_the_chunks_come_from_the_folders(trace: dict[str, Any]) -> None:
     summary = trace["summary"]
     assert summary["samples"] == COUNT and summary["failed"] == 0
     assert summary["chunks"] == {"loaded": 3 * COUNT + 1, "in_memory": 0, "missing": 0, "damaged": 0, "foreign": 0}
@@ -43,7 +45,7 @@ def test_the_chunks_come_from_the_folders(trace):
     assert all(chunk["source"] == "loaded" for result in trace["results"] for chunk in result["chunks"])
 
 
-def test_there_is_one_token_for_each_step(trace):
+def test_there_is_one_token_for_each_step(trace: dict[str, Any]) -> None:
     for result in trace["results"]:
         steps = result["steps"]
         assert [step["step"] for step in steps] == list(range(len(steps)))
@@ -54,8 +56,8 @@ def test_there_is_one_token_for_each_step(trace):
     assert trace["schema_version"] == stage.SCHEMA_VERSION
 
 
-def check_moves(result: dict, resident: int) -> None:
-    """What the steps of an answer say about its chunks is one story: `resident` of them are on the GPU at a time, and
+def check_moves(result: dict[str, Any], resident: int) -> None:
+    """Check that an answer's steps tell one story of its chunks: `resident` of them are on the GPU at a time, and
     those that are too short to have a block of their own."""
     prefill, *decodes = result["steps"]
     movable = {name for step in decodes for name in step["evictions"] + step["promotions"]}
@@ -71,7 +73,9 @@ def check_moves(result: dict, resident: int) -> None:
             assert step["proxy_scores"].keys() == {chunk["chunk_id"] for chunk in result["chunks"]}
 
 
-def test_the_chunks_that_stage_2_marked_are_on_the_gpu_first_and_others_are_promoted(built, trace):
+def test_the_chunks_that_stage_2_marked_are_on_the_gpu_first_and_others_are_promoted(
+    built: Stages, trace: dict[str, Any]
+) -> None:
     for result in trace["results"]:
         check_moves(result, 2)
         first = result["steps"][1]
@@ -87,7 +91,7 @@ def test_the_chunks_that_stage_2_marked_are_on_the_gpu_first_and_others_are_prom
     assert summary["bytes_moved"] == sum(step["bytes_moved"] for step in steps) > 0
 
 
-def test_where_chunks_are_changes_no_answer_unless_they_are_hidden(built):
+def test_where_chunks_are_changes_no_answer_unless_they_are_hidden(built: Stages) -> None:
     plain = built.decode(passages="all", offload_mode="none")
     assert plain["summary"]["promotions"] is None
     for result in plain["results"]:
@@ -103,7 +107,7 @@ def test_where_chunks_are_changes_no_answer_unless_they_are_hidden(built):
     assert third[0].keys() == third[1].keys() and third[0] != third[1]  # what is not seen changes what is asked next
 
 
-def test_accepted_drafts_are_counted(built):
+def test_accepted_drafts_are_counted(built: Stages) -> None:
     plain, output = built.decode(passages="all"), built.decode(passages="all", draft_tokens=6)
     for result, before in zip(output["results"], plain["results"], strict=True):
         assert result["prediction"] == before["prediction"]
@@ -113,7 +117,7 @@ def test_accepted_drafts_are_counted(built):
     assert output["summary"]["accepted_drafts"] == sum(step["accepted_drafts"] for step in steps) > 0
 
 
-def test_kv_is_evicted_by_head(built, capsys):
+def test_kv_is_evicted_by_head(built: Stages, capsys: pytest.CaptureFixture[str]) -> None:
     plain = built.decode(passages="all", offload_mode="none")
     whole = built.decode(passages="all", offload_mode="none", enable_kvc=True)
     assert [r["prediction"] for r in whole["results"]] == [r["prediction"] for r in plain["results"]]
@@ -126,12 +130,14 @@ def test_kv_is_evicted_by_head(built, capsys):
     assert "enable_kvc needs offload_mode none, not exact" in capsys.readouterr().err
 
 
-def test_a_timeline_is_drawn(built, tmp_path):
+def test_a_timeline_is_drawn(built: Stages, tmp_path: Path) -> None:
     built.decode(output=str(tmp_path / "t.json"), max_samples=2, timeline=True)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(built, tmp_path, monkeypatch, capsys):
+def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(
+    built: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     flags = ["--retrieval-json", str(built.retrieval.output_path), "--model-id", MODEL, "--timeline"]
     with pytest.raises(SystemExit) as ended:
@@ -140,7 +146,7 @@ def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(built, tm
     assert not (tmp_path / "t.json").exists()
 
 
-def test_the_answers_are_those_of_the_engine(built, trace):
+def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any]) -> None:
     llm = LLM(MODEL, enable_blending=True, blend_selector="question_attention", blend_recompute_ratio=0.15)
     stage_input = read_stage_input(built.retrieval, "", 0)
     params = SamplingParams(temperature=0, max_tokens=stage_input.style.max_tokens, stop=["\n"])
@@ -159,7 +165,7 @@ def test_the_answers_are_those_of_the_engine(built, trace):
         assert result["blend"]["num_recomputed_tokens"] == output.blend.num_recomputed_tokens
 
 
-def test_placements_are_those_of_stage_2(built, trace):
+def test_placements_are_those_of_stage_2(built: Stages, trace: dict[str, Any]) -> None:
     summary = json.loads((built.chunks / "musique_t_kv_top2.json").read_text())
     for described, result in zip(summary["samples"], trace["results"], strict=True):
         wanted = {chunk["chunk_id"]: chunk["placement"] for chunk in described["chunks"]}
@@ -167,14 +173,16 @@ def test_placements_are_those_of_stage_2(built, trace):
         assert all(chunk["placement"] == wanted[chunk["chunk_id"]] for chunk in result["chunks"])
 
 
-def test_all_passages_and_other_settings(built):
+def test_all_passages_and_other_settings(built: Stages) -> None:
     output = built.decode(passages="all", blend_selector="none", max_tokens=1, max_samples=1)
     [result] = output["results"]
     assert len(result["chunks"]) == len(demo_samples(1)[0]["ctxs"]) and len(result["steps"]) == 1
     assert result["blend"]["selector"] == "none" and result["blend"]["num_chunks"] == len(result["chunks"])
 
 
-def test_what_cannot_be_used_is_computed_again_with_the_same_answer(built, trace, tmp_path, caplog):
+def test_what_cannot_be_used_is_computed_again_with_the_same_answer(
+    built: Stages, trace: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(built.root, tmp_path / "copy")
     stages = Stages(tmp_path / "copy")
     first, second, third = (chunk["chunk_id"] for chunk in trace["results"][0]["chunks"])
@@ -197,7 +205,7 @@ def test_what_cannot_be_used_is_computed_again_with_the_same_answer(built, trace
         assert result["prediction"] == before["prediction"]
 
 
-def test_other_kv_in_the_folders_changes_the_answers(built, tmp_path):
+def test_other_kv_in_the_folders_changes_the_answers(built: Stages, tmp_path: Path) -> None:
     """The proof that folders are read: KV of zeros, stored as if it were right, ruins what is only reused."""
     shutil.copytree(built.root, tmp_path / "copy")
     stages = Stages(tmp_path / "copy")
@@ -216,7 +224,7 @@ def test_other_kv_in_the_folders_changes_the_answers(built, tmp_path):
     assert tokens[0] != tokens[1]
 
 
-def test_a_sample_that_is_too_long_fails_alone(tmp_path):
+def test_a_sample_that_is_too_long_fails_alone(tmp_path: Path) -> None:
     samples = demo_samples(2)
     samples[0]["ctxs"][0]["text"] = samples[0]["question"] + " A lens." * 600
     stages = Stages.over(tmp_path, samples)
@@ -228,7 +236,9 @@ def test_a_sample_that_is_too_long_fails_alone(tmp_path):
     assert output["summary"]["scores"][-1]["samples"] == 2
 
 
-def test_mistakes_end_the_command_with_a_message(built, tmp_path, capsys):
+def test_mistakes_end_the_command_with_a_message(
+    built: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = ["--retrieval-json", str(built.retrieval.output_path), "--model-id", MODEL]
     for flags, message in (
         (["--load-cache-dir", str(tmp_path)], "bash scripts/build_kv_cache.sh"),
@@ -240,10 +250,10 @@ def test_mistakes_end_the_command_with_a_message(built, tmp_path, capsys):
         assert not (tmp_path / "t.json").exists()
     with pytest.raises(SystemExit) as ended:
         stage.main(["--blend-recompute-ratio", "1.5"])
-    assert ended.value.code == 2 and "from 0 to 1" in capsys.readouterr().err
+    assert ended.value.code == 2 and "use a number from 0 to 1" in capsys.readouterr().err
 
 
-def test_when_no_sample_can_be_answered_the_stage_fails(tmp_path):
+def test_when_no_sample_can_be_answered_the_stage_fails(tmp_path: Path) -> None:
     [sample] = demo_samples(1)
     sample["ctxs"][0]["text"] = sample["question"] + " A lens." * 600
     stages = Stages.over(tmp_path, [sample])
@@ -252,12 +262,12 @@ def test_when_no_sample_can_be_answered_the_stage_fails(tmp_path):
         stages.decode()
 
 
-def test_a_broken_summary_says_which_stage_to_run(tmp_path):
+def test_a_broken_summary_says_which_stage_to_run(tmp_path: Path) -> None:
     (tmp_path / "musique_t_kv_top2.json").write_text('{"samples": [{}]}')
     with pytest.raises(ValueError, match="run that stage again"):
         stage.Placements.read(Path(tmp_path), "musique_t")
 
 
-def test_a_name_with_brackets_finds_its_summary(tmp_path):
+def test_a_name_with_brackets_finds_its_summary(tmp_path: Path) -> None:
     (tmp_path / "mine [1]_kv_top2.json").write_text('{"samples": [{"id": "a", "chunks": []}]}')
     assert stage.Placements.read(Path(tmp_path), "mine [1]").by_sample == {"a": {}}

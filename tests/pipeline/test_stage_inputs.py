@@ -24,7 +24,7 @@ def config(folder: Path, **changes: Any) -> RetrievalConfig:
     return RetrievalConfig(**(base | {"dataset_name": "musique_x", "top_k": 2} | changes))
 
 
-def test_the_order_is_the_retrievals(tmp_path):
+def test_the_order_is_the_retrievals(tmp_path: Path) -> None:
     write_json(tmp_path / "musique_x.json", [sample("mice eat", "owls live in woods", "owls"), sample("a", "b")])
     run_retrieval(config(tmp_path))
     stage = read_stage_input(config(tmp_path), "", 0)
@@ -37,7 +37,9 @@ def test_the_order_is_the_retrievals(tmp_path):
     assert len(read_stage_input(config(tmp_path), "", 1).samples) == 1
 
 
-def test_without_a_retrieval_the_data_sets_order_counts_and_it_says_so(tmp_path, caplog):
+def test_without_a_retrieval_the_data_sets_order_counts_and_it_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_json(tmp_path / "musique_x.json", [sample("a", "b", "c", id="musique_x-7")])
     with caplog.at_level(logging.WARNING):
         stage = read_stage_input(config(tmp_path), "", 0)
@@ -47,14 +49,14 @@ def test_without_a_retrieval_the_data_sets_order_counts_and_it_says_so(tmp_path,
     assert [chunk.chunk_id for chunk in stage.samples[0].best(2)] == ["musique_x-7_chunk0", "musique_x-7_chunk1"]
 
 
-def test_a_search_of_all_passages_refers_to_the_chunks_of_other_samples(tmp_path):
+def test_a_search_of_all_passages_refers_to_the_chunks_of_other_samples(tmp_path: Path) -> None:
     write_json(tmp_path / "musique_x.json", [sample("mice eat", "salt"), sample("owls live in woods", "salt")])
     run_retrieval(config(tmp_path, scope="corpus", top_k=1))
     stage = read_stage_input(config(tmp_path, scope="corpus", top_k=1), "", 0)
     assert [chunk.chunk_id for chunk in stage.samples[0].best(1)] == ["musique_x-sample1_chunk0"]
 
 
-def test_a_passage_that_both_have_is_the_samples_own(tmp_path):
+def test_a_passage_that_both_have_is_the_samples_own(tmp_path: Path) -> None:
     hit = {"title": "", "text": "salt"}
     write_json(tmp_path / "r.json", [sample("salt", retrieved=[hit]), sample("mice", "salt", retrieved=[hit, hit])])
     samples = read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0).samples
@@ -67,34 +69,36 @@ def test_a_passage_that_both_have_is_the_samples_own(tmp_path):
         ("salt", "sample 1: retrieved must be a list"),
         ([{"text": "salt"}], r"sample 1: retrieved\[0\] must have a title and a text"),
         ([3], r"sample 1: retrieved\[0\] must have a title and a text"),
-        ([{"title": "", "text": "pepper"}], r"sample 1: retrieved\[0\] is no passage of these samples"),
+        ([{"title": "", "text": "pepper"}], r"sample 1: retrieved\[0\] is not a passage of these samples"),
     ],
 )
-def test_mistakes_name_the_sample_and_the_field(tmp_path, retrieved, message):
+def test_mistakes_name_the_sample_and_the_field(
+    tmp_path: Path, retrieved: str | list[dict[str, str]] | list[int], message: str
+) -> None:
     write_json(tmp_path / "r.json", [sample("salt"), sample("salt", retrieved=retrieved)])
     with pytest.raises(ValueError, match=message):
         read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
 
 
-def test_a_file_that_was_named_has_to_exist(tmp_path):
+def test_a_file_that_was_named_has_to_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         read_stage_input(config(tmp_path), str(tmp_path / "nowhere.json"), 0)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a\0b"])
-def test_a_name_in_a_retrievals_output_leads_to_no_other_folder(tmp_path, name):
+def test_a_name_in_a_retrievals_output_leads_to_no_other_folder(tmp_path: Path, name: str) -> None:
     write_json(tmp_path / "r.json", {"config": {"dataset_name": name}, "results": [sample("salt")]})
     with pytest.raises(ValueError, match=r"r\.json: config.dataset_name .* becomes a part of file names"):
         read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "[1,", "\ud800"])
-def test_a_file_that_no_parser_takes_is_named(tmp_path, text):
+def test_a_file_that_no_parser_takes_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(ValueError, match=r"r\.json is not valid JSON"):
         read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
 
 
-def test_a_data_set_brings_its_name():
+def test_a_data_set_brings_its_name() -> None:
     values = with_dataset({"top_k": 3}, "inputs/wikimqa_s.json")
     assert values == {"top_k": 3, "dataset_path": "inputs/wikimqa_s.json", "dataset_name": "wikimqa_s"}

@@ -29,14 +29,14 @@ def fake_python(path: Path, body: str) -> str:
     return str(path)
 
 
-def test_an_old_interpreter_is_refused_with_the_way_out(tmp_path):
+def test_an_old_interpreter_is_refused_with_the_way_out(tmp_path: Path) -> None:
     old = fake_python(tmp_path / "python", 'if [[ $1 == --version ]]; then echo "Python 3.8.1"; else exit 1; fi')
     done = bash("bash scripts/quickstart.sh", PYTHON=old, VENV=str(tmp_path / "venv"))
     assert done.returncode == 1 and not (tmp_path / "venv").exists()
     assert "Python 3.11 or newer" in done.stderr and "Python 3.8.1" in done.stderr and "PYTHON=" in done.stderr
 
 
-def test_the_oldest_interpreter_is_the_same_everywhere(tmp_path):
+def test_the_oldest_interpreter_is_the_same_everywhere(tmp_path: Path) -> None:
     script = tmp_path / "python"
     for release, accepted in (("(3, 10, 99)", False), ("(3, 11, 0)", True)):
         # The check itself, run with another version.
@@ -48,7 +48,7 @@ def test_the_oldest_interpreter_is_the_same_everywhere(tmp_path):
     assert 'python_requires=">=3.11"' in (ROOT / "setup.py").read_text()
 
 
-def test_an_environment_of_an_old_interpreter_is_refused_before_anything_is_installed(tmp_path):
+def test_an_environment_of_an_old_interpreter_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     fake_python(tmp_path / "venv/bin/python", f'echo "$@" >>{log}; [[ $1 == --version ]] && echo "Python 3.10.13"')
     done = bash(f'source scripts/environment.sh; install_into "{tmp_path / "venv"}"', PYTHON=sys.executable)
@@ -56,7 +56,7 @@ def test_an_environment_of_an_old_interpreter_is_refused_before_anything_is_inst
     assert "remove that folder" in done.stderr and "-m" not in log.read_text()
 
 
-def test_the_interpreter_that_is_named_is_used_and_else_one_is_found(tmp_path):
+def test_the_interpreter_that_is_named_is_used_and_else_one_is_found(tmp_path: Path) -> None:
     assert bash("source scripts/environment.sh; base_python", PYTHON=sys.executable).stdout.strip() == sys.executable
     fake_python(tmp_path / "python3", "exit 1")  # too old
     fake_python(tmp_path / "python3.13", f'exec {sys.executable} "$@"')
@@ -64,7 +64,7 @@ def test_the_interpreter_that_is_named_is_used_and_else_one_is_found(tmp_path):
     assert bash("unset PYTHON; source scripts/environment.sh; base_python", PATH=path).stdout == "python3.13\n"
 
 
-def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path):
+def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     # Stands for the interpreter, and for the environment's own one, which it makes.
     body = f'echo "$@" >>{log}; if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
@@ -81,14 +81,14 @@ def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path):
     assert bash(install, PYTHON=python).returncode == 0 and "--editable" in log.read_text()
 
 
-def test_an_installation_that_fails_is_not_taken_for_done(tmp_path):
+def test_an_installation_that_fails_is_not_taken_for_done(tmp_path: Path) -> None:
     body = 'if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi; [[ "$*" != *editable* ]]'
     python = fake_python(tmp_path / "python", body)
     done = bash(f'source scripts/environment.sh; install_into "{tmp_path / "venv"}"', PYTHON=python)
     assert done.returncode != 0 and not (tmp_path / "venv/.installed").exists()
 
 
-def test_the_test_script_runs_pytest_of_its_environment(tmp_path):
+def test_the_test_script_runs_pytest_of_its_environment(tmp_path: Path) -> None:
     python = fake_python(tmp_path / "venv/bin/python", 'echo "$@"')
     stamp = bash("source scripts/environment.sh; installation_stamp dev").stdout
     (tmp_path / "venv/.installed").write_text(stamp)

@@ -1,4 +1,4 @@
-"""Where the scripts take torch from: CPU builds without a GPU, the sources of pip if there is no such index."""
+"""The scripts install CPU builds of torch without a GPU, or from pip's sources if there is no such index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.stand_ins import write_driver, write_wheel
+from tests.stand_ins import needs_compiler, write_driver, write_wheel
 
 pytestmark = pytest.mark.cpu_only
 
@@ -71,6 +71,7 @@ def choose(index: str, release: str = RELEASE, **variables: str) -> tuple[str, s
     return done.stdout.strip(), done.stderr
 
 
+@needs_compiler
 def test_cpu_builds_are_taken_unless_there_is_a_gpu(indexes: tuple[Index, Index], driver: str) -> None:
     _, cpu = indexes
     assert choose(cpu.url, LD_LIBRARY_PATH=driver) == ("", "") and cpu.requests == []

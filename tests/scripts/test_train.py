@@ -27,7 +27,7 @@ def training_model() -> ModuleType:
     return module
 
 
-def test_the_training_model_computes_what_transformers_computes(training_model):
+def test_the_training_model_computes_what_transformers_computes(training_model: ModuleType) -> None:
     reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     model = training_model.DemoModel(training_model.ModelConfig())
     weights = load_file(DEMO_MODEL / "model.safetensors")
@@ -38,7 +38,7 @@ def test_the_training_model_computes_what_transformers_computes(training_model):
 
 
 @pytest.mark.slow
-def test_two_steps_of_training_write_a_model_that_loads(tmp_path):
+def test_two_steps_of_training_write_a_model_that_loads(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/train/train.py"), "--output-dir", str(tmp_path / "model")]
     options = {"--contexts": 4, "--batch-size": 1, "--max-steps": 2, "--minutes": 5}
     subprocess.run([*command, *(str(x) for pair in options.items() for x in pair)], check=True, cwd=tmp_path)
@@ -48,7 +48,7 @@ def test_two_steps_of_training_write_a_model_that_loads(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("a")[0] == 0
 
 
-def test_a_bad_option_is_refused_by_name():
+def test_a_bad_option_is_refused_by_name() -> None:
     command = [sys.executable, str(ROOT / "scripts/train/train.py"), "--output-dir", "unused", "--contexts", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

@@ -34,7 +34,7 @@ PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 class Ring:
     slot_tokens = 7  # several transfers a layer
 
-    def takes(self, chunk: ChunkKV) -> bool:
+    def accepts(self, chunk: ChunkKV) -> bool:
         return True
 
 
@@ -75,8 +75,8 @@ def layerwise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     Load.made = []
     monkeypatch.setattr(chunk_placement, "LayerwiseLoad", Load)
-    monkeypatch.setattr(runner.placement, "ring", Ring())
-    start = runner.placement.start
+    monkeypatch.setattr(runner.block_pass.placement, "ring", Ring())
+    start = runner.block_pass.placement.start
 
     def poisoned(requests: Any) -> Any:
         for request in requests:
@@ -85,9 +85,9 @@ def layerwise(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
             runner.cache.value[:, pages] = float("nan")
         return start(requests)
 
-    monkeypatch.setattr(runner.placement, "start", poisoned)
+    monkeypatch.setattr(runner.block_pass.placement, "start", poisoned)
     yield llm
-    runner.placement.in_flight = InFlight()
+    runner.block_pass.placement.in_flight = InFlight()
 
 
 def same(left: RequestOutput, right: RequestOutput) -> bool:
@@ -139,7 +139,9 @@ def test_each_layer_rotates_by_its_own_tables(travels: bool, tmp_path: Path, mon
     monkeypatch.setattr(Load, "made", [])
     if travels:
         monkeypatch.setattr(chunk_placement, "LayerwiseLoad", Load)
-        monkeypatch.setattr(llm.llm_engine.model_executor.driver_worker.model_runner.placement, "ring", Ring())
+        monkeypatch.setattr(
+            llm.llm_engine.model_executor.driver_worker.model_runner.block_pass.placement, "ring", Ring()
+        )
     [output] = run(llm, {**prompt, "blend_selector": "none"}, PARAMS)
     assert output.blend is not None and output.blend.num_exact_tokens == 26 and bool(travels) == bool(Load.made)
     assert_same_logprobs(output, expected)
@@ -159,7 +161,7 @@ def test_only_copies_in_flight_keep_a_load_alive(layerwise: LLM) -> None:
     run(layerwise, tiny_prompt(), PARAMS)
     loads = [weakref.ref(load) for load in Load.made]
     Load.made.clear()
-    layerwise.llm_engine.model_executor.driver_worker.model_runner.placement.in_flight.release()
+    layerwise.llm_engine.model_executor.driver_worker.model_runner.block_pass.placement.in_flight.release()
     assert loads
     assert not any(load() for load in loads)
 
@@ -182,7 +184,7 @@ def test_a_step_that_failed_leaves_no_load_behind(layerwise: LLM, monkeypatch: p
     monkeypatch.setattr(layer, "forward", forward)
     assert run(layerwise, tiny_prompt(), PARAMS)[0].error is None
     assert broken.abandoned
-    assert not any(held is broken for _, held in runner.placement.in_flight._held)
+    assert not any(held is broken for _, held in runner.block_pass.placement.in_flight._held)
 
 
 def test_rows_of_several_requests(llm: LLM) -> None:

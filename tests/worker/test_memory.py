@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_blend.worker import memory
-from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.kv_cache import CacheShape, KVCache
 from vllm_blend.worker.memory import GIB, GRANULARITY, OutOfDeviceMemory, Pool, Share, Usage, must_fit
 
 H200 = Share(
@@ -88,7 +88,7 @@ def test_what_does_not_fit_into_the_hosts_memory_is_named() -> None:
     """More than any machine can address, so nothing is touched before the error."""
     message = r"^the KV cache did not fit into memory: use fewer \(Unable to allocate"
     with pytest.raises(OutOfDeviceMemory, match=message), must_fit("the KV cache", "use fewer", CPU):
-        KVCache.allocate(8, 2**40, 128, 8, 128, torch.float32, CPU)
+        KVCache.allocate(CacheShape(8, 8, 128, torch.float32), 2**40, 128, CPU)
 
 
 def test_other_errors_pass_and_success_is_silent() -> None:
@@ -99,7 +99,7 @@ def test_other_errors_pass_and_success_is_silent() -> None:
 
 
 def test_what_was_loaded_so_far_is_let_go() -> None:
-    """Somebody who catches the error, and keeps it, can try again with less."""
+    """A caller that catches the error, and keeps it, can try again with less."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def load() -> None:

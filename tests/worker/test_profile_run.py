@@ -14,8 +14,11 @@ from tests.engine.engines import tiny_model
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.config import BlendConfig
+from vllm_blend.core.scheduler import SchedulerOutput
 from vllm_blend.models.loader import load_hf_config, load_model
-from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.block_pass import BlockPass
+from vllm_blend.worker.device_parts import DeviceParts
+from vllm_blend.worker.kv_cache import CacheShape, KVCache
 from vllm_blend.worker.model_runner import ModelRunner
 from vllm_blend.worker.profile_run import (
     NUM_BLOCKS,
@@ -25,6 +28,7 @@ from vllm_blend.worker.profile_run import (
     longest_context,
     run_largest_steps,
 )
+from vllm_blend.worker.runner_output import RunnerOutput
 
 BLEND = BlendConfig(enable_blending=True)
 
@@ -36,10 +40,10 @@ def runner(backend: str = "torch_native", num_layers: int = 2) -> ModelRunner:
         load_hf_config(directory), directory, where.torch_dtype, where.torch_device, max_position=96
     )
     attention = model.model.layers[0].self_attn.attn
-    shape = (len(model.model.layers), NUM_BLOCKS, where.block_size, attention.num_kv_heads, attention.head_dim)
-    cache = KVCache.allocate(*shape, where.torch_dtype, where.torch_device)
+    shape = CacheShape(len(model.model.layers), attention.num_kv_heads, attention.head_dim, where.torch_dtype)
+    cache = KVCache.allocate(shape, NUM_BLOCKS, where.block_size, where.torch_device)
     made = make_backend(backend, where.torch_device, where.torch_dtype, attention.head_dim)
-    return ModelRunner(model, cache, made, seed=0)
+    return ModelRunner(BlockPass(DeviceParts(model, cache, made)), seed=0)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 30), st.booleans())
@@ -77,12 +81,17 @@ def test_the_largest_blend_is_computed_whole_up_to_the_check_layer() -> None:
 @pytest.mark.parametrize(
     "limits", [StepLimits(32, 4, 96, BLEND), StepLimits(4, 4, 96, BLEND), StepLimits(999, 4, 96, BLEND)]
 )
-def test_the_steps_run(backend: str, limits: StepLimits) -> None:
+def test_the_steps_run(backend: str, limits: StepLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     made = runner(backend)
     rng = torch.random.get_rng_state()
-    results = []
+    results: list[RunnerOutput] = []
     execute = made.execute
-    made.execute = lambda output: results.append(execute(output)) or results[-1]  # type: ignore[method-assign, func-returns-value]
+
+    def noted(output: SchedulerOutput) -> RunnerOutput:
+        results.append(execute(output))
+        return results[-1]
+
+    monkeypatch.setattr(made, "execute", noted)
     run_largest_steps(made, limits)
     assert [len(result.sampled) for result in results] == [4, 1, 1]
     for result in results:

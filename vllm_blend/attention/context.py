@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
 from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.paged_kv import PagedKV
 
 
 @dataclass(frozen=True)
@@ -26,56 +28,47 @@ class Kept:
     query_start_loc: list[int] | None = None
 
 
+class NewKV(NamedTuple):
+    """K and V that a layer has computed in a step, each [tokens, kv_heads, head_dim]."""
+
+    k_unrotated: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class LayerHook:
-    """What a step may watch, or narrow, inside each layer. Blending lives behind this; models know nothing else of
-    it."""
+    """What a step may watch, or narrow, inside each layer. Models know no more of blending and of features."""
 
     def before_layer(self, layer_idx: int) -> None:
-        """Called before anything of this layer's cache is read or written."""
+        """Prepare the layer's cache, before anything of it is read or written."""
 
     def wants_kv(self, layer_idx: int) -> bool:
-        """Whether `on_kv` has anything to do at this layer: without it, rotation and cache write are one pass."""
+        """Return whether `on_kv` has anything to do here; where none has, rotation and cache write are one pass."""
         return type(self).on_kv is not LayerHook.on_kv
 
-    def on_kv(
-        self,
-        layer_idx: int,
-        k_unrotated: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> Kept | None:
-        """Called with this step's K and V [tokens, kv_heads, head_dim] before they are written to the cache.
+    def on_kv(self, step: LayerStep, new: NewKV) -> Kept | None:
+        """Look at this step's K and V before they are written to the cache.
 
         Returning `Kept` rows drops every other row from this layer's queries on: K and V of all rows are
         still written, attention and everything after it run for the returned rows only.
         """
         return None
 
-    def on_query(
-        self,
-        layer_idx: int,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-    ) -> None:
-        """Called with the rotated queries [tokens, heads, head_dim] after K and V are in the cache."""
+    def on_query(self, step: LayerStep) -> None:
+        """Look at the rotated queries after K and V are in the cache."""
 
 
 @dataclass
 class ForwardContext:
     """State of the forward pass in flight; `metadata` is replaced when the active token set shrinks.
 
-    `caches` are of the layers that run: the model's first ones, in a pass that only looks not all of them.
+    `caches` are those of the layers that run, which in a pass that only looks are the model's first ones.
     `num_outputs` says of how many rows per request the hidden states are wanted, the last so many (None: of all). The
     last layer computes K and V of every row and the rest for these: in a prefill, one row instead of thousands.
     """
 
     metadata: AttentionMetadata
-    caches: Sequence[LayerCache]
+    caches: Sequence[PagedKV]
     backend: AttentionBackend
     hooks: Sequence[LayerHook] = field(default_factory=tuple)
     num_outputs: Sequence[int] | None = None
@@ -86,7 +79,7 @@ class ForwardContext:
         self.computed = self.metadata
 
     def of_layer(self, layer_idx: int) -> AttentionMetadata:
-        """What holds in a layer."""
+        """Return what holds in a layer."""
         return self.metadata if self.by_layer is None else self.by_layer[layer_idx]
 
     def narrow(self, kept: Kept) -> None:
@@ -98,14 +91,14 @@ class ForwardContext:
         self.metadata = self.computed = self.metadata.narrow(kept.rows, offsets)
 
     def narrow_to_outputs(self, layer_idx: int) -> torch.Tensor | None:
-        """In the last layer, go on with the rows that are wanted: which ones ([n] int64), None for all."""
+        """Go on with the rows that are wanted, in the last layer; return which ones ([n] int64), None for all."""
         bounds = self.metadata.query_start_loc
         if self.num_outputs is None or layer_idx < len(self.caches) - 1 or sum(self.num_outputs) == bounds[-1]:
             return None
         device = self.metadata.positions.device
         if any(self.num_outputs):
             pieces = [np.arange(stop - n, stop) for stop, n in zip(bounds[1:], self.num_outputs, strict=True)]
-            rows = to_device(torch.from_numpy(np.concatenate(pieces)), device)
+            rows = to_device(np.concatenate(pieces), device)
         else:  # nothing to transfer, also within a graph
             rows = torch.empty(0, dtype=torch.int64, device=device)
         self.metadata = self.metadata.narrow(rows, [0, *accumulate(self.num_outputs)])

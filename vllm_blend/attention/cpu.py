@@ -4,22 +4,11 @@ step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_blend import ops
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionBackend, LayerStep
 from vllm_blend.ops.bindings import cpu_kernels
-
-
-@dataclass(frozen=True)
-class _HostStep:
-    """The host lists of a step as the int64 tensors that the kernels read."""
-
-    metadata: AttentionMetadata
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
 
 
 class CPUBackend(AttentionBackend):
@@ -33,48 +22,28 @@ class CPUBackend(AttentionBackend):
 
     def __init__(self) -> None:
         cpu_kernels()
-        self._step: _HostStep | None = None
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        step = self._step
-        if step is None or step.metadata is not metadata:  # once per step: every layer passes the same object
-            starts = torch.tensor(metadata.query_start_loc, dtype=torch.int64)
-            step = self._step = _HostStep(metadata, starts, torch.tensor(metadata.seq_lens, dtype=torch.int64))
+    def attend(self, step: LayerStep) -> torch.Tensor:
+        metadata = step.metadata
         return ops.paged_attention(
-            q,
-            cache.key,
-            cache.value,
+            step.q,
+            step.kv,
             metadata.positions,
             metadata.block_tables,
-            step.query_start_loc,
-            step.seq_lens,
-            scale,
-            sliding_window,
+            *metadata.host_tensors,
+            step.scale,
+            step.window,
         )
 
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
+    def attention_mass(self, step: LayerStep, query_rows: list[slice]) -> list[torch.Tensor]:
+        metadata = step.metadata
         return ops.attention_mass(
-            q,
-            cache.key,
+            step.q,
+            step.kv,
             metadata.positions,
             metadata.block_tables,
             query_rows,
             metadata.seq_lens,
-            scale,
-            sliding_window,
+            step.scale,
+            step.window,
         )

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.attention.runs import to_device
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
 from vllm_blend.ops import cuda_attention, cuda_library
 from vllm_blend.ops.cuda_attention import AttentionPlan
+from vllm_blend.ops.host_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Group:
 
 
 @dataclass
-class _Step:
+class _Planned:
     """What the layers of a step share, by heads, cache shape and window."""
 
     metadata: AttentionMetadata
@@ -53,66 +53,44 @@ class CUDABackend(AttentionBackend):
                 "attention_backend='cuda' needs a CUDA device and the compiled kernels, or use 'auto' or "
                 f"'torch_native': {reason}"
             )
-        self._step: _Step | None = None
+        self._planned: _Planned | None = None
         # Queries, and the output that came with their log-sum-exp before the layer asked for it.
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
+    def attend(self, step: LayerStep) -> torch.Tensor:
         attended, self._attended = self._attended, None
-        if attended is not None and attended[0] is q:
+        if attended is not None and attended[0] is step.q:
             return attended[1]
-        return self._attend(q, cache, metadata, scale, sliding_window, None)
+        return self._attend(step, None)
 
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
-        masses = [torch.zeros(cache.key.shape[2], n, device=q.device) for n in metadata.seq_lens]
-        self.add_attention_mass(masses, q, cache, metadata, scale, query_rows, sliding_window)
+    def attention_mass(self, step: LayerStep, query_rows: list[slice]) -> list[torch.Tensor]:
+        masses = [torch.zeros(step.kv.kv_heads, n, device=step.q.device) for n in step.metadata.seq_lens]
+        self.add_attention_mass(masses, step, query_rows)
         return [mass.sum(0) for mass in masses]
 
     def another(self) -> AttentionBackend:
         return CUDABackend()
 
-    def attend_with_lse(
-        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = torch.empty(q.shape[:2], device=q.device)
-        return self._attend(q, cache, metadata, scale, None, lse), lse
+    def attend_with_lse(self, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(step.q.shape[:2], device=step.q.device)
+        return self._attend(step._replace(window=None), lse), lse
 
-    def attend_early(
-        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
-    ) -> torch.Tensor:
-        lse = torch.empty(q.shape[:2], device=q.device)
-        self._attended = (q, self._attend(q, cache, metadata, scale, None, lse))
+    def attend_early(self, step: LayerStep) -> torch.Tensor:
+        out, lse = self.attend_with_lse(step)
+        self._attended = (step.q, out)
         return lse
 
     def add_attention_mass(
         self,
         masses: list[torch.Tensor],
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
+        step: LayerStep,
         query_rows: list[slice],
-        sliding_window: int | None = None,
         ignored: torch.Tensor | None = None,
     ) -> None:
+        q, kv, metadata, scale, window, _ = step
         lse = torch.empty(q.shape[:2], device=q.device)
         # The output comes with the log-sum-exp that is wanted here; the layer asks for it next.
-        self._attended = (q, self._attend(q, cache, metadata, scale, sliding_window, lse))
+        self._attended = (q, self._attend(step, lse))
         if ignored is not None:
             lse.masked_fill_(ignored[:, None], torch.inf)  # exp(score - inf) is no mass
         for request, rows in enumerate(query_rows):
@@ -121,49 +99,38 @@ class CUDABackend(AttentionBackend):
                     q[rows],
                     lse[rows],
                     metadata.positions[rows],
-                    cache.key,
-                    cache.value,
+                    kv,
                     metadata.block_tables[request],
                     masses[request],
                     scale,
-                    sliding_window,
+                    window,
                 )
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        groups = self._groups(q, cache, metadata, window)
+    def _attend(self, step: LayerStep, lse: torch.Tensor | None) -> torch.Tensor:
+        q, kv, scale = step.q, step.kv, step.scale
+        groups = self._groups(step)
         if len(groups) == 1:  # nearly always: no slices
-            return cuda_attention.attention(q, cache.key, cache.value, groups[0].plan, scale, None, lse)
+            return cuda_attention.attention(q, kv, groups[0].plan, scale, None, lse)
         out = torch.empty_like(q)
         for group in groups:
             part = None if lse is None else lse[group.rows]
-            cuda_attention.attention(q[group.rows], cache.key, cache.value, group.plan, scale, out[group.rows], part)
+            cuda_attention.attention(q[group.rows], kv, group.plan, scale, out[group.rows], part)
         return out
 
-    def _groups(
-        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, window: int | None
-    ) -> list[_Group]:
-        step, capturing = self._step, torch.cuda.is_current_stream_capturing()
-        if step is None or step.metadata is not metadata or step.captured is not capturing:
-            self._step = step = _Step(metadata, capturing)
-        heads, kv_heads, dim = q.shape[1], cache.key.shape[2], q.shape[2]
-        key = (heads, kv_heads, dim, window)
-        groups = step.groups.get(key)
+    def _groups(self, step: LayerStep) -> list[_Group]:
+        planned, capturing = self._planned, torch.cuda.is_current_stream_capturing()
+        if planned is None or planned.metadata is not step.metadata or planned.captured is not capturing:
+            self._planned = planned = _Planned(step.metadata, capturing)
+        _, heads, dim = step.q.shape
+        key = (heads, step.kv.kv_heads, dim, step.window)
+        groups = planned.groups.get(key)
         if groups is None:
-            groups = _plan(metadata, cache, heads, window)
-            step.groups[key] = groups
+            groups = planned.groups[key] = _plan(step)
         return groups
 
 
 def _parts(counts: list[int], few: int) -> Iterator[slice]:
-    """Neighbouring requests that are planned together, by their numbers of queries: one, up to `few`, any."""
+    """Yield neighbouring requests that are planned together, by their numbers of queries: one, up to `few`, any."""
     singles = next((i for i, count in enumerate(counts) if count != 1), len(counts))
     some = next((i for i in range(singles, len(counts)) if counts[i] > few), len(counts))
     for part in (slice(0, singles), slice(singles, some), slice(some, len(counts))):
@@ -171,43 +138,41 @@ def _parts(counts: list[int], few: int) -> Iterator[slice]:
             yield part
 
 
-def _plan(metadata: AttentionMetadata, cache: LayerCache, heads: int, window: int | None) -> list[_Group]:
-    few = cuda_attention.decode_max_queries(heads, *cache.key.shape[2:])
+def _plan(step: LayerStep) -> list[_Group]:
+    metadata = step.metadata
+    few = cuda_attention.decode_max_queries(step.q.shape[1], step.kv.kv_heads, step.kv.head_dim)
     if metadata.device_query_start_loc is not None:  # what the host knows are bounds
         everything = slice(0, metadata.num_requests)
         most = metadata.num_tokens
-        return [_group(metadata, everything, metadata.device_query_start_loc, most, few, cache, heads, window)]
+        return [_group(step, everything, metadata.device_query_start_loc, most, few)]
     counts = [stop - start for start, stop in pairwise(metadata.query_start_loc)]
     groups = []
     for part in _parts(counts, few):
         own = counts[part]
         starts = None if min(own) == max(own) == 1 else _offsets(own, metadata.positions.device)
-        groups.append(_group(metadata, part, starts, max(own), few, cache, heads, window))
+        groups.append(_group(step, part, starts, max(own), few))
     return groups
 
 
-def _group(
-    metadata: AttentionMetadata,
-    requests: slice,
-    starts: torch.Tensor | None,
-    most: int,
-    few: int,
-    cache: LayerCache,
-    heads: int,
-    window: int | None,
-) -> _Group:
-    """starts: [requests + 1] int32 offsets of their rows, None for one row each; `most`: rows of the longest."""
+def _group(step: LayerStep, requests: slice, starts: torch.Tensor | None, most: int, few: int) -> _Group:
+    """Plan some requests of a step.
+
+    starts: [requests + 1] int32 offsets of their rows, None for one row each; `most`: rows of the longest; `few`: rows
+    that a request may have to be decoded.
+    """
+    metadata, heads = step.metadata, step.q.shape[1]
     rows = slice(metadata.query_start_loc[requests.start], metadata.query_start_loc[requests.stop])
     positions, tables = metadata.positions[rows], metadata.block_tables[requests]
     if starts is None or most <= few:
-        plan = cuda_attention.plan_decode(positions, tables, cache.key, cache.value, heads, window, starts, most)
+        plan = cuda_attention.plan_decode(positions, tables, step.kv, heads, step.window, starts, most)
     else:
-        plan = cuda_attention.plan_prefill(positions, starts, tables, cache.key, cache.value, heads, window)
+        plan = cuda_attention.plan_prefill(positions, starts, tables, step.kv, heads, step.window)
     return _Group(rows, plan)
 
 
 def _offsets(counts: list[int], device: torch.device) -> torch.Tensor:
-    """[requests + 1] int32 on the device; made there where all have the same number, as a graph may capture that."""
+    """Return offsets [requests + 1] int32 on the device, made there where all counts are equal: a graph may capture
+    it."""
     if min(counts) == max(counts):
         return torch.arange(0, (len(counts) + 1) * counts[0], counts[0], dtype=torch.int32, device=device)
     return to_device(np.cumsum([0, *counts], dtype=np.int32), device)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.attention.runs import Queries, page_indices, row_index, split_step, tile_masks, to_device
-from vllm_blend.attention.torch_native import TorchNativeBackend
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.attention.runs import Queries, page_indices, row_index, split_step, tile_masks
+from vllm_blend.ops.host_copy import to_device
 
 HEAD_DIMS = (64, 128, 256)
 TILE_ROWS = 64  # 16 to 128 differ by about a fifth
@@ -36,21 +36,23 @@ _Key = tuple[int, float, int | None]  # query heads, scale, window
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedRows:
     wrapper: Any
     rows: slice | torch.Tensor
 
 
 @dataclass
-class _Step:
+class _StepPlans:
+    """The plans of a step, for layers of each kind."""
+
     metadata: AttentionMetadata
-    plans: dict[_Key, list[_Planned]] = field(default_factory=dict)
+    by_key: dict[_Key, list[_PlannedRows]] = field(default_factory=dict)
 
 
 class FlashInferBackend(AttentionBackend):
     """See the module's docstring. Takes float16 and bfloat16. Raises ImportError when FlashInfer is not installed.
 
-    The attention mass is computed by the plain torch twin: FlashInfer has no kernel for it.
+    The attention mass is computed in plain torch: FlashInfer has no kernel for it.
     """
 
     name = "flashinfer"
@@ -59,63 +61,45 @@ class FlashInferBackend(AttentionBackend):
         import flashinfer
 
         self._library = flashinfer
-        self._twin = TorchNativeBackend()
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # A wrapper holds one plan: every kind of call has its own, and they share the workspace, run after run. Those
         # that nearly every model needs are made now, before the KV cache takes the rest of the memory.
         self._spare = {kind: self._make_wrapper(kind) for kind in ("single", "causal", "tiles")}
         self._wrappers: dict[tuple[str, _Key], Any] = {}
-        self._step: _Step | None = None
+        self._plans: _StepPlans | None = None
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        if self._step is None or self._step.metadata is not metadata:
-            self._step = _Step(metadata)
-        key = (q.shape[1], scale, sliding_window)
-        if key not in self._step.plans:
-            self._step.plans[key] = self._plan(q, cache, metadata, key)
+    def attend(self, step: LayerStep) -> torch.Tensor:
+        q, pages = step.q, (step.kv.key, step.kv.value)
+        if self._plans is None or self._plans.metadata is not step.metadata:
+            self._plans = _StepPlans(step.metadata)
+        key = (q.shape[1], step.scale, step.window)
+        if key not in self._plans.by_key:
+            self._plans.by_key[key] = self._plan(step, key)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in self._step.plans[key]:
+        for part in self._plans.by_key[key]:
             queries = q[part.rows].contiguous()
             if isinstance(part.rows, slice):
-                part.wrapper.run(queries, (cache.key, cache.value), out=out[part.rows])
+                part.wrapper.run(queries, pages, out=out[part.rows])
             else:
-                out[part.rows] = part.wrapper.run(queries, (cache.key, cache.value))
+                out[part.rows] = part.wrapper.run(queries, pages)
         return out
 
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
-        return self._twin.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
-
-    def _plan(self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, key: _Key) -> list[_Planned]:
-        heads, scale, window = key
-        step = split_step(metadata, cache.block_size, window, LONG_RUN, TILE_ROWS)
-        shape = {"num_qo_heads": heads, "num_kv_heads": cache.key.shape[2], "page_size": cache.block_size}
+    def _plan(self, step: LayerStep, key: _Key) -> list[_PlannedRows]:
+        split = split_step(step.metadata, step.kv.block_size, step.window, LONG_RUN, TILE_ROWS)
         common: dict[str, Any] = {
-            **shape,
-            "sm_scale": scale,
-            "window_left": -1 if window is None else window - 1,
-            "q_data_type": q.dtype,
+            "num_qo_heads": step.q.shape[1],
+            "num_kv_heads": step.kv.kv_heads,
+            "page_size": step.kv.block_size,
+            "sm_scale": step.scale,
+            "window_left": -1 if step.window is None else step.window - 1,
+            "q_data_type": step.q.dtype,
         }
         planned = []
-        for kind, queries in (("single", step.single), ("causal", step.causal), ("tiles", step.tiles)):
+        for kind, queries in (("single", split.single), ("causal", split.causal), ("tiles", split.tiles)):
             if len(queries):
                 wrapper = self._wrapper(kind, queries, key)
-                self._plan_wrapper(kind, wrapper, queries, cache, metadata, window, common)
-                planned.append(_Planned(wrapper, row_index(queries.rows, q.device)))
+                _plan_wrapper(kind, wrapper, queries, step, common)
+                planned.append(_PlannedRows(wrapper, row_index(queries.rows, step.q.device)))
         return planned
 
     def _wrapper(self, kind: str, queries: Queries, key: _Key) -> Any:
@@ -132,35 +116,27 @@ class FlashInferBackend(AttentionBackend):
         backend = "auto" if kind == "causal" else "fa2"  # auto: FlashAttention-3 on Hopper, which has no masks
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
 
-    def _plan_wrapper(
-        self,
-        kind: str,
-        wrapper: Any,
-        queries: Queries,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        window: int | None,
-        common: dict[str, Any],
-    ) -> None:
-        head_dim, block_size = cache.key.shape[3], cache.block_size
-        page_offsets, pages = page_indices(queries, metadata.block_tables, block_size)
-        last_page = (queries.num_keys - 1) % block_size + 1
-        host = [a.astype(np.int32) for a in (queries.offsets, page_offsets, last_page)]
-        if kind == "tiles":
-            entries = int((queries.lengths * queries.num_keys).sum())
-            if entries > MASK_BITS:
-                raise RuntimeError(
-                    f"a step's masks for FlashInfer would have {entries} entries, above {MASK_BITS}: lower "
-                    "max_model_len, or use attention_backend='cuda'"
-                )
-            masks = tile_masks(queries, metadata.positions, window)
-            # The masks are packed on the device, and FlashInfer then wants the offsets there; they know the window.
-            rows, starts, last = (to_device(a, pages.device) for a in host)
-            masked = {**common, "window_left": -1, "head_dim_qk": head_dim, "custom_mask": masks}
-            wrapper.plan(rows, starts, pages, last, **masked)
-            return
-        rows, starts, last = (torch.from_numpy(a) for a in host)
-        if kind == "single":
-            wrapper.plan(starts, pages, last, head_dim=head_dim, **common)
-        else:
-            wrapper.plan(rows, starts, pages, last, head_dim_qk=head_dim, causal=True, **common)
+
+def _plan_wrapper(kind: str, wrapper: Any, queries: Queries, step: LayerStep, common: dict[str, Any]) -> None:
+    head_dim, block_size, metadata = step.kv.head_dim, step.kv.block_size, step.metadata
+    page_offsets, pages = page_indices(queries, metadata.block_tables, block_size)
+    last_page = (queries.num_keys - 1) % block_size + 1
+    host = [a.astype(np.int32) for a in (queries.offsets, page_offsets, last_page)]
+    if kind == "tiles":
+        entries = int((queries.lengths * queries.num_keys).sum())
+        if entries > MASK_BITS:
+            raise RuntimeError(
+                f"a step's masks for FlashInfer would have {entries} entries, above {MASK_BITS}: lower "
+                "max_model_len, or use attention_backend='cuda'"
+            )
+        masks = tile_masks(queries, metadata.positions, step.window)
+        # The masks are packed on the device, and FlashInfer then wants the offsets there; they know the window.
+        rows, starts, last = (to_device(a, pages.device) for a in host)
+        masked = {**common, "window_left": -1, "head_dim_qk": head_dim, "custom_mask": masks}
+        wrapper.plan(rows, starts, pages, last, **masked)
+        return
+    rows, starts, last = (torch.from_numpy(a) for a in host)
+    if kind == "single":
+        wrapper.plan(starts, pages, last, head_dim=head_dim, **common)
+    else:
+        wrapper.plan(rows, starts, pages, last, head_dim_qk=head_dim, causal=True, **common)

@@ -11,15 +11,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from vllm_blend import ops
+from vllm_blend.ops.attention import attention_mass_reference
+from vllm_blend.ops.paged_kv import PagedKV
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of a step are, and where each request's keys lie.
+    """The positions and slots of a step's tokens, and the pages of each request's keys.
 
     Tokens of one request are adjacent rows with strictly ascending positions. All positions below `seq_lens[r]` of
     request r are filled in the cache once this step's own K and V are written.
@@ -30,7 +33,7 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [requests, max_blocks] int32, padded with 0
     query_start_loc: list[int]  # requests + 1 host offsets: request r has rows [r] up to [r + 1]
     seq_lens: list[int]  # host, filled slots of each request, this step's tokens included
-    # Host, per request: its rows are its last positions, with none left out. None where that is not known.
+    # Host, per request: its rows are its last positions, with none left out. None if that is not known.
     at_end: tuple[bool, ...] | None = None
     # [requests + 1] int32 on the device: what holds there where a graph is replayed with other numbers of rows than
     # `query_start_loc`, which it was captured with, says.
@@ -53,19 +56,27 @@ class AttentionMetadata:
 
     @cached_property
     def host_positions(self) -> list[int]:
-        """`positions` on the host, once per step. Read from the device, which waits for a GPU, unless `at_end` tells:
-        our own kernels never ask."""
+        """Return `positions` on the host, once per step. They are read from the device, which waits for a GPU, unless
+        `at_end` tells: our own kernels never ask."""
         if self.at_end is None or not all(self.at_end):
             return self.positions.tolist()
         ends = zip(self.seq_lens, pairwise(self.query_start_loc), strict=True)
         return [position for n, (start, stop) in ends for position in range(n - stop + start, n)]
 
+    @cached_property
+    def host_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `query_start_loc` and `seq_lens` as int64 tensors on the host, made once per step."""
+        return (
+            torch.tensor(self.query_start_loc, dtype=torch.int64),
+            torch.tensor(self.seq_lens, dtype=torch.int64),
+        )
+
     def rows(self, request: int) -> slice:
-        """Rows of the step's tensors that belong to a request."""
+        """Return the rows of the step's tensors that belong to a request."""
         return slice(self.query_start_loc[request], self.query_start_loc[request + 1])
 
     def narrow(self, rows: torch.Tensor, query_start_loc: list[int]) -> AttentionMetadata:
-        """The same step with only `rows` (int64, ascending) still active; the keys stay as they are."""
+        """Return the same step with only `rows` (int64, ascending) still active; the keys stay as they are."""
         return replace(
             self,
             positions=self.positions[rows],
@@ -77,16 +88,24 @@ class AttentionMetadata:
         )
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """Paged K (after RoPE) and V of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+class LayerStep(NamedTuple):
+    """What one layer computes in a step: its backend attends by it, and its hooks are shown it.
 
-    key: torch.Tensor
-    value: torch.Tensor
+    A named tuple, because every layer makes one in every step and a frozen dataclass takes five times as long to make.
+    """
 
-    @property
-    def block_size(self) -> int:
-        return self.key.shape[1]
+    q: torch.Tensor  # [tokens, heads, head_dim], after RoPE
+    kv: PagedKV
+    metadata: AttentionMetadata
+    scale: float  # of the scores
+    window: int | None = (
+        None  # a query at position t sees keys from position t - window + 1 on; None: from the first on
+    )
+    layer_idx: int = 0
+
+    def part(self, rows: slice | torch.Tensor, metadata: AttentionMetadata) -> LayerStep:
+        """Return the same layer's work for some rows, which are all that `metadata` describes."""
+        return self._replace(q=self.q[rows], metadata=metadata)
 
 
 class AttentionBackend(ABC):
@@ -99,66 +118,49 @@ class AttentionBackend(ABC):
     capturable_cascade: bool = False  # whether `attend_with_lse` may, and follows `device_query_start_loc`
 
     @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """Attention of q [tokens, heads, head_dim] over the paged cache -> [tokens, heads, head_dim].
+    def attend(self, step: LayerStep) -> torch.Tensor:
+        """Return the attention of the step's queries over its paged cache, [tokens, heads, head_dim].
 
         A key at position p is seen by a query at position t iff p <= t and, with a sliding window w, p > t - w.
         """
 
-    @abstractmethod
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
-        """Attention probability received by each key position, per request: [seq_len] float32, summed over the query
-        rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros."""
+    def attention_mass(self, step: LayerStep, query_rows: list[slice]) -> list[torch.Tensor]:
+        """Return the attention probability that each key position receives, per request: [seq_len] float32, summed over
+        the query rows `query_rows[r]` (rows of q) and averaged over heads. An empty slice gives zeros.
+
+        Here in plain torch: few libraries have a kernel for it.
+        """
+        q, kv, metadata, scale, window, _ = step
+        where = (metadata.positions, metadata.block_tables, query_rows, metadata.seq_lens)
+        return attention_mass_reference(q, kv, *where, scale, window)
 
     def another(self) -> AttentionBackend:
-        """A backend for `attend_with_lse` of a second step beside this one's, layer by layer in turns: one that plans
-        its steps needs another to keep that plan."""
+        """Return a backend for `attend_with_lse` of a second step beside this one's, layer by layer in turns: one that
+        plans its steps needs another to keep that plan."""
         return self
 
-    def attend_with_lse(
-        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` of the few rows of decode steps, with the log-sum-exp [tokens, heads] float32 of their scores, to be
-        merged with attention over other keys (`ops.merge_states`)."""
-        positions, tables, starts = metadata.positions, metadata.block_tables, metadata.query_start_loc
+    def attend_with_lse(self, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `attend` of the few rows of decode steps with the log-sum-exp [tokens, heads] float32 of their scores,
+        to be merged with attention over other keys (`ops.merge_states`). The step's window is ignored."""
+        q, kv, metadata, scale = step[:4]
+        starts = metadata.query_start_loc
         if metadata.device_query_start_loc is not None:
             starts = metadata.device_query_start_loc.tolist()
-        states = (positions, tables, starts, metadata.seq_lens, scale)
-        out, lse = ops.attention_states(q, cache.key, cache.value, *states)
+        states = (metadata.positions, metadata.block_tables, starts, metadata.seq_lens, scale)
+        out, lse = ops.attention_states(q, kv, *states)
         return out.to(q.dtype), lse
 
-    def attend_early(
-        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float
-    ) -> torch.Tensor | None:
-        """The log-sum-exp [tokens, heads] float32 of the scores of decode steps, before their layer attends: the output
-        that comes with it is kept for `attend` of the same q, which is next. None where it would take another pass over
-        the keys."""
+    def attend_early(self, step: LayerStep) -> torch.Tensor | None:
+        """Return the log-sum-exp [tokens, heads] float32 of the scores of decode steps, before their layer attends: the
+        output that comes with it is kept for `attend` of the same q, which is next. None if it would take another
+        pass over the keys."""
         return None
 
     def add_attention_mass(
         self,
         masses: list[torch.Tensor],
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
+        step: LayerStep,
         query_rows: list[slice],
-        sliding_window: int | None = None,
         ignored: torch.Tensor | None = None,
     ) -> None:
         """Add a layer's `attention_mass` to `masses`, per request [kv_heads, seq_len] float32.
@@ -168,6 +170,5 @@ class AttentionBackend(ABC):
         """
         if ignored is not None:
             raise NotImplementedError(f"the attention backend {self.name!r} measures every row it is given")
-        layer = self.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
-        for total, mass in zip(masses, layer, strict=True):
+        for total, mass in zip(masses, self.attention_mass(step, query_rows), strict=True):
             total[0] += mass

@@ -2,19 +2,21 @@
 
 Adjacent positions a .. b of a request are a request of their own whose keys end at b: there, bottom-right causal is the
 contract. What is too scattered for that goes into tiles of sorted queries, each with its keys up to its own largest
-position and an explicit mask.
+position and an explicit mask. Backends that divide the work also find here some requests of a step as a step of their
+own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_blend.attention.metadata import AttentionMetadata
-from vllm_blend.ops import host_copy
+from vllm_blend.ops.host_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Queries:
 
     @property
     def offsets(self) -> np.ndarray:
-        """[n + 1]: entry i has rows[offsets[i]:offsets[i + 1]]."""
+        """Return [n + 1]: entry i has rows[offsets[i]:offsets[i + 1]]."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
 
@@ -47,7 +49,7 @@ class SplitStep:
 
 
 def row_index(rows: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Ascending rows as an index of a step's tensors: a slice, which copies nothing, where they are adjacent."""
+    """Return ascending rows as an index of a step's tensors: a slice, which copies nothing, if they are adjacent."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else to_device(rows, device)
 
@@ -88,7 +90,8 @@ def split_step(
 
 
 def page_indices(queries: Queries, block_tables: torch.Tensor, block_size: int) -> tuple[np.ndarray, torch.Tensor]:
-    """The pages of each entry's keys: offsets [n + 1] on the host, and block numbers int32 on the tables' device."""
+    """Return the pages of each entry's keys: offsets [n + 1] on the host, and block numbers int32 on the tables'
+    device."""
     pages = -(-queries.num_keys // block_size)
     offsets = np.concatenate([[0], np.cumsum(pages)])
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], pages)
@@ -97,7 +100,7 @@ def page_indices(queries: Queries, block_tables: torch.Tensor, block_size: int) 
 
 
 def tile_masks(queries: Queries, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys each row sees, [sum of lengths * num_keys] bool: entry after entry, row after row.
+    """Return which keys each row sees, [sum of lengths * num_keys] bool: entry after entry, row after row.
 
     positions: of the step's rows ([tokens] int64, on any device). Nothing is read back to the host.
     """
@@ -117,12 +120,35 @@ def tile_masks(queries: Queries, positions: torch.Tensor, window: int | None) ->
 
 
 def mask_pieces(queries: Queries, mask: torch.Tensor) -> list[torch.Tensor]:
-    """`tile_masks` as one [rows, keys] view per entry."""
+    """Return `tile_masks` as one [rows, keys] view per entry."""
     sizes = np.concatenate([[0], np.cumsum(queries.lengths * queries.num_keys)])
     bounds = pairwise(sizes.tolist())
     return [mask[a:b].view(int(n), -1) for (a, b), n in zip(bounds, queries.lengths, strict=True)]
 
 
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array on the device; through pinned memory to a GPU, so that the host does not wait."""
-    return host_copy.to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
+class StepPart(NamedTuple):
+    """Rows of a step, and the step of these rows alone, to attend with (see `LayerStep.part`)."""
+
+    rows: slice | torch.Tensor
+    metadata: AttentionMetadata
+
+
+def part_of(requests: list[int], metadata: AttentionMetadata) -> StepPart:
+    """Return the part of a step that these requests are; all of them are the step itself."""
+    if len(requests) == metadata.num_requests:
+        return StepPart(slice(0, metadata.num_tokens), metadata)
+    device = metadata.positions.device
+    spans = [metadata.rows(request) for request in requests]
+    rows = row_index(np.concatenate([np.arange(span.start, span.stop) for span in spans]), device)
+    part = replace(
+        metadata,
+        positions=metadata.positions[rows],
+        slot_mapping=metadata.slot_mapping[rows],
+        block_tables=metadata.block_tables[to_device(np.array(requests), device)],
+        query_start_loc=[0, *accumulate(span.stop - span.start for span in spans)],
+        seq_lens=[metadata.seq_lens[request] for request in requests],
+        at_end=None if metadata.at_end is None else tuple(metadata.at_end[request] for request in requests),
+        device_query_start_loc=None,
+        rope_positions=None,  # queries are rotated by then
+    )
+    return StepPart(rows, part)

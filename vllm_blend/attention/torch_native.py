@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.ops.paged_kv import PagedKV
 
 QUERY_TILE = 256  # rows: small enough to skip most of the causal upper half, large enough for good products
 
@@ -21,15 +22,9 @@ class TorchNativeBackend(AttentionBackend):
 
     name = "torch_native"
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        out = torch.empty_like(q)
+    def attend(self, step: LayerStep) -> torch.Tensor:
+        metadata = step.metadata
+        out = torch.empty_like(step.q)
         decodes: list[int] = []
         for request in range(metadata.num_requests):
             rows = metadata.rows(request)
@@ -37,67 +32,37 @@ class TorchNativeBackend(AttentionBackend):
             if length == 1:
                 decodes.append(request)
             elif length > 1:
-                k, v = _gather(cache, metadata, request)
-                out[rows] = _prefill(q[rows], k, v, metadata, rows, scale, sliding_window)
+                out[rows] = _prefill(step, request)
         for bucket in _length_buckets(decodes, metadata):
-            _decode(q, cache, metadata, bucket, scale, sliding_window, out)
+            _decode(step, bucket, out)
         return out
 
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
-        masses = []
-        for request, rows in enumerate(query_rows):
-            n = metadata.seq_lens[request]
-            if rows.stop == rows.start:
-                masses.append(torch.zeros(n, device=q.device))
-                continue
-            k, _ = _gather(cache, metadata, request)
-            grouped = _group(q[rows], k.shape[1]).float()  # [kv_heads, group * m, head_dim]
-            scores = torch.matmul(grouped, k.permute(1, 2, 0).float()) * scale
-            visible = _visible(metadata.positions[rows], 0, n, sliding_window)
-            scores = scores.view(q.shape[1], -1, n).masked_fill(~visible, float("-inf"))
-            masses.append(scores.softmax(-1).sum(1).mean(0))
-        return masses
 
-
-def _gather(cache: LayerCache, metadata: AttentionMetadata, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a request in order of position, each [seq_len, kv_heads, head_dim]."""
-    n, block_size = metadata.seq_lens[request], cache.block_size
+def _gather(kv: PagedKV, metadata: AttentionMetadata, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a request in order of position, each [seq_len, kv_heads, head_dim]."""
+    n, block_size = metadata.seq_lens[request], kv.block_size
     blocks = metadata.block_tables[request, : -(-n // block_size)]
-    return cache.key[blocks].flatten(0, 1)[:n], cache.value[blocks].flatten(0, 1)[:n]
+    return kv.key[blocks].flatten(0, 1)[:n], kv.value[blocks].flatten(0, 1)[:n]
 
 
 def _group(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[m, heads, head_dim] -> [kv_heads, group * m, head_dim]: the query heads of a KV head side by side."""
+    """Return q [m, heads, head_dim] as [kv_heads, group * m, head_dim]: the query heads of a KV head side by side."""
     m, heads, head_dim = q.shape
     return q.view(m, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
 
 
 def _visible(positions: torch.Tensor, first_key: int, last_key: int, window: int | None) -> torch.Tensor:
-    """Mask [queries, last_key - first_key]: which of those key positions each query sees."""
+    """Return a mask [queries, last_key - first_key]: which of those key positions each query sees."""
     keys = torch.arange(first_key, last_key, device=positions.device)
     seen = keys[None] <= positions[:, None]
     return seen if window is None else seen & (keys[None] > positions[:, None] - window)
 
 
-def _prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    metadata: AttentionMetadata,
-    rows: slice,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attention of one request's queries [m, heads, head_dim] at their positions over its k, v [n, kv_heads,
-    head_dim]."""
+def _prefill(step: LayerStep, request: int) -> torch.Tensor:
+    """Return the attention of one request's queries [m, heads, head_dim] at their positions."""
+    metadata, scale, window = step.metadata, step.scale, step.window
+    rows = metadata.rows(request)
+    q, (k, v) = step.q[rows], _gather(step.kv, metadata, request)
     m, kv_heads = q.shape[0], k.shape[1]
     group = q.shape[1] // kv_heads
     if m == k.shape[0] and (window is None or m <= window):  # every position is a query: plainly causal
@@ -122,39 +87,31 @@ def _prefill(
 
 
 def _length_buckets(requests: list[int], metadata: AttentionMetadata) -> list[list[int]]:
-    """Requests grouped so that within a group no length is over twice another: padding stays below half."""
+    """Return requests in groups within which no length is over twice another: padding stays below half."""
     buckets: dict[int, list[int]] = {}
     for request in requests:
         buckets.setdefault(metadata.seq_lens[request].bit_length(), []).append(request)
     return list(buckets.values())
 
 
-def _decode(
-    q: torch.Tensor,
-    cache: LayerCache,
-    metadata: AttentionMetadata,
-    requests: list[int],
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    """One query per request, for a bucket of requests at once; writes the rows of `out`."""
+def _decode(step: LayerStep, requests: list[int], out: torch.Tensor) -> None:
+    """Attend with one query per request, for a bucket of requests at once; write the rows of `out`."""
+    q, kv, metadata, scale, window, _ = step
     heads, head_dim = q.shape[1:]
-    kv_heads = cache.key.shape[2]
     rows = torch.tensor([metadata.query_start_loc[r] for r in requests], device=q.device)
     longest = max(metadata.seq_lens[r] for r in requests)
     index = torch.tensor(requests, device=q.device)
-    blocks = metadata.block_tables[index, : -(-longest // cache.block_size)]
-    k = cache.key[blocks].flatten(1, 2)[:, :longest]  # [requests, longest, kv_heads, head_dim], a copy
-    v = cache.value[blocks].flatten(1, 2)[:, :longest]
+    blocks = metadata.block_tables[index, : -(-longest // kv.block_size)]
+    k = kv.key[blocks].flatten(1, 2)[:, :longest]  # [requests, longest, kv_heads, head_dim], a copy
+    v = kv.value[blocks].flatten(1, 2)[:, :longest]
     lengths = [metadata.seq_lens[r] for r in requests]
     if min(lengths) < longest:
-        # Slots behind a shorter request hold what somebody left there. A weight of 0 does not silence a NaN.
+        # Slots behind a shorter request hold what an earlier request left there. A weight of 0 does not silence a NaN.
         unused = torch.arange(longest, device=q.device) >= torch.tensor(lengths, device=q.device)[:, None]
         k.masked_fill_(unused[:, :, None, None], 0.0)
         v.masked_fill_(unused[:, :, None, None], 0.0)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     mask = _visible(metadata.positions[rows], 0, longest, window)[:, None, None]
-    grouped = q[rows].view(-1, kv_heads, heads // kv_heads, head_dim)
+    grouped = q[rows].view(-1, kv.kv_heads, heads // kv.kv_heads, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
     out[rows] = attended.reshape(-1, heads, head_dim)

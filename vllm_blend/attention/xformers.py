@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
-from vllm_blend.attention.runs import Queries, SplitStep, mask_pieces, row_index, split_step, tile_masks, to_device
-from vllm_blend.attention.torch_native import TorchNativeBackend
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.attention.runs import Queries, SplitStep, mask_pieces, row_index, split_step, tile_masks
+from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.paged_kv import PagedKV
 
 TILE_ROWS = 1024
 # Rows from which a run among scattered ones is worth a block of its own. 15% of 4096 tokens in runs of 32, on an H200
@@ -45,15 +46,15 @@ class _Plan:
 
 
 @dataclass
-class _Step:
+class _Plans:
     metadata: AttentionMetadata
-    plans: dict[int | None, _Plan] = field(default_factory=dict)  # by window
+    by_window: dict[int | None, _Plan] = field(default_factory=dict)
 
 
 class XFormersBackend(AttentionBackend):
     """See the module's docstring. Takes float16 and bfloat16. Raises ImportError when xformers is not installed.
 
-    The attention mass is computed by the plain torch twin: xformers has no kernel for it.
+    The attention mass is computed in plain torch: xformers has no kernel for it.
     """
 
     name = "xformers"
@@ -65,25 +66,18 @@ class XFormersBackend(AttentionBackend):
         self._has_triton = importlib.util.find_spec("triton") is not None
         # Only these two take a bias of numbers, and the first is in the compiled part of the package.
         self._bias_op = fmha.cutlass.FwOp if fmha.cutlass.FwOp.is_available() else fmha.triton_splitk.FwOp
-        self._twin = TorchNativeBackend()
-        self._step: _Step | None = None
+        self._plans: _Plans | None = None
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        if self._step is None or self._step.metadata is not metadata:
-            self._step = _Step(metadata)
-        plan = self._step.plans.get(sliding_window)
+    def attend(self, step: LayerStep) -> torch.Tensor:
+        q, kv = step.q, step.kv
+        if self._plans is None or self._plans.metadata is not step.metadata:
+            self._plans = _Plans(step.metadata)
+        plan = self._plans.by_window.get(step.window)
         if plan is None:
-            plan = self._step.plans[sliding_window] = self._plan(q, cache, metadata, sliding_window)
-        kv_heads, head_dim = cache.key.shape[2:]
+            plan = self._plans.by_window[step.window] = self._plan(step)
+        kv_heads, head_dim = kv.kv_heads, kv.head_dim
         group = q.shape[1] // kv_heads
-        paged = tuple(c.view(1, -1, kv_heads, 1, head_dim) for c in (cache.key, cache.value))
+        paged = tuple(c.view(1, -1, kv_heads, 1, head_dim) for c in (kv.key, kv.value))
         gathered = paged if plan.slots is None else tuple(c[:, plan.slots] for c in paged)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for call in plan.calls:
@@ -93,54 +87,44 @@ class XFormersBackend(AttentionBackend):
             )
             queries = q[call.rows].reshape(1, -1, kv_heads, group, head_dim)
             attended = self._fmha.memory_efficient_attention_forward(
-                queries, k, v, attn_bias=call.bias, scale=scale, op=call.op
+                queries, k, v, attn_bias=call.bias, scale=step.scale, op=call.op
             )
             out[call.rows] = attended.reshape(-1, *q.shape[1:])
         return out
 
-    def attention_mass(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        query_rows: list[slice],
-        sliding_window: int | None = None,
-    ) -> list[torch.Tensor]:
-        return self._twin.attention_mass(q, cache, metadata, scale, query_rows, sliding_window)
-
-    def _plan(self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, window: int | None) -> _Plan:
-        step = split_step(metadata, 1, window, LONG_RUN, TILE_ROWS)
-        paged = self._paged_op(cache)
+    def _plan(self, step: LayerStep) -> _Plan:
+        metadata, device = step.metadata, step.q.device
+        split = split_step(metadata, 1, step.window, LONG_RUN, TILE_ROWS)
+        paged = self._paged_op(step.kv)
         calls = []
-        if len(step.single) and paged is not None:
-            calls.append(self._single_rows_call(step.single, metadata, cache.block_size, paged))
+        if len(split.single) and paged is not None:
+            calls.append(self._single_rows_call(split.single, metadata, step.kv.block_size, paged))
         # Where each request's keys begin among the gathered ones; requests that need none have none.
         lengths = np.zeros(metadata.num_requests, np.int64)
-        for part in (step.causal, step.tiles, *([] if paged is not None else [step.single])):
+        for part in (split.causal, split.tiles, *([] if paged is not None else [split.single])):
             np.maximum.at(lengths, part.request, part.first_key + part.num_keys)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if starts[-1] == 0:
             return _Plan(None, calls)
-        if len(step.single) and paged is None:
-            calls.append(self._gappy_call(step.single, starts, causal=True, device=q.device))
-        if window is not None:
-            step_rows = split_rows(metadata, step, window)
-            if len(step_rows):
-                calls.append(self._gappy_call(step_rows, starts, causal=False, device=q.device))
+        if len(split.single) and paged is None:
+            calls.append(self._gappy_call(split.single, starts, causal=True, device=device))
+        if step.window is not None:
+            rows = split_rows(metadata, split, step.window)
+            if len(rows):
+                calls.append(self._gappy_call(rows, starts, causal=False, device=device))
         else:
-            if len(step.causal):
-                calls.append(self._gappy_call(step.causal, starts, causal=True, device=q.device))
-            if len(step.tiles):
-                calls += self._tile_calls(step.tiles, starts, metadata, q, cache)
-        return _Plan(_slots(lengths, metadata, cache.block_size), calls)
+            if len(split.causal):
+                calls.append(self._gappy_call(split.causal, starts, causal=True, device=device))
+            if len(split.tiles):
+                calls += self._tile_calls(split.tiles, starts, step)
+        return _Plan(_slots(lengths, metadata, step.kv.block_size), calls)
 
-    def _paged_op(self, cache: LayerCache) -> Any:
-        """The split-K kernel made to read our pages, None where it cannot."""
-        if not self._has_triton or cache.key.shape[3] not in TRITON_HEAD_DIMS or cache.block_size % SMALLEST_PAGE:
+    def _paged_op(self, kv: PagedKV) -> Any:
+        """Return the split-K kernel made to read our pages, None if it cannot."""
+        if not self._has_triton or kv.head_dim not in TRITON_HEAD_DIMS or kv.block_size % SMALLEST_PAGE:
             return None
         base = self._fmha.triton_splitk.FwOp
-        block = next(n for n in (64, 32, 16) if cache.block_size % n == 0)
+        block = next(n for n in (64, 32, 16) if kv.block_size % n == 0)
         return base if block == base.BLOCK_N else type(base.__name__, (base,), {"BLOCK_N": block})
 
     def _single_rows_call(self, part: Queries, metadata: AttentionMetadata, block_size: int, op: Any) -> _Call:
@@ -172,12 +156,10 @@ class XFormersBackend(AttentionBackend):
         )
         return _Call(row_index(part.rows, device), bias, None, slice(None))
 
-    def _tile_calls(
-        self, part: Queries, starts: np.ndarray, metadata: AttentionMetadata, q: torch.Tensor, cache: LayerCache
-    ) -> list[_Call]:
+    def _tile_calls(self, part: Queries, starts: np.ndarray, step: LayerStep) -> list[_Call]:
         calls = []
-        kv_heads = cache.key.shape[2]
-        pieces = mask_pieces(part, tile_masks(part, metadata.positions, None))
+        q, kv_heads = step.q, step.kv.kv_heads
+        pieces = mask_pieces(part, tile_masks(part, step.metadata.positions, None))
         for index, visible in enumerate(pieces):
             m, n = visible.shape
             bias = torch.zeros(m, -(-n // 8) * 8, dtype=q.dtype, device=q.device)[:, :n]  # rows aligned to 16 bytes
@@ -190,7 +172,7 @@ class XFormersBackend(AttentionBackend):
 
 
 def split_rows(metadata: AttentionMetadata, step: SplitStep, window: int) -> Queries:
-    """Every row of the causal runs and tiles as an entry of its own, with exactly the keys of its window."""
+    """Return every row of the causal runs and tiles as an entry of its own, with exactly the keys of its window."""
     rows = np.sort(np.concatenate([step.causal.rows, step.tiles.rows]))
     positions = np.asarray(metadata.host_positions, np.int64)[rows]
     request = np.searchsorted(np.asarray(metadata.query_start_loc), rows, side="right") - 1
@@ -199,10 +181,12 @@ def split_rows(metadata: AttentionMetadata, step: SplitStep, window: int) -> Que
 
 
 def _slots(lengths: np.ndarray, metadata: AttentionMetadata, block_size: int) -> torch.Tensor:
-    """Cache slots of the first lengths[r] positions of every request, [sum of lengths] int64 on the device."""
+    """Return the cache slots of the first lengths[r] positions of every request, [sum of lengths] int64 on the
+    device."""
     tables = metadata.block_tables
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     blocks = np.repeat(np.arange(len(lengths)) * tables.shape[1], lengths) + positions // block_size
     at, within = to_device(np.stack([blocks, positions % block_size]), tables.device)
-    return tables.reshape(-1)[at].long() * block_size + within
+    slots: torch.Tensor = tables.reshape(-1)[at].long() * block_size + within
+    return slots

@@ -1,15 +1,15 @@
-"""How much to compute while chunk KV arrives, and what to compute instead of loading it.
+"""Decide how much to recompute while chunk KV arrives, and which chunks to compute instead of loading them.
 
 CacheBlend (Yao et al., EuroSys 2025, section 5.1): with a recompute ratio r, recomputing takes r x prefill(L), and
-loading takes bytes(L) / throughput. As the two overlap, r can grow, at no cost in time, until recomputing takes as long
+loading takes bytes(L) / throughput. The two overlap, so r can grow, at no cost in time, until recomputing takes as long
 as loading; it never falls below the ratio that quality needs.
 
-Here, KV that travels from host memory to a GPU arrives while the request itself is computed, and so does what is left
-on the disk of a prompt that runs early (`ChunkComposer.start_early`). What comes from a server, or from a disk while
-others are computed, is there before the request runs: recomputing more of it would hide behind nothing. Chunk by chunk
+Here, KV that travels from host memory to a GPU arrives while the request itself is computed, and so does KV still on
+disk for a prompt that starts early (`ChunkComposer.start_early`). KV from a server, or from a disk while other requests
+are computed, is there before the request runs: recomputing more of it would not overlap with anything. For each chunk,
 the controller decides whether loading it from a tier or computing it is faster.
 
-Speeds are moving averages over what really happened in this process.
+Speeds are moving averages over what was measured in this process.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_blend.kv_store.tiered import Choice
+from vllm_blend.kv_store.tiers import ChunkLoad
 
 logger = logging.getLogger(__name__)
 
 WEIGHT = 0.2  # of the newest measurement
-MIN_PREFILL_TOKENS = 32  # of a step that says how fast prefill is: smaller ones are mostly overhead
-RATIO_STEP = 0.01  # ratios are multiples of it, rounded down: noise in the speeds changes few answers
-TRY_AGAIN = 16  # as many choices in a row against a tier, and then it is measured again
+MIN_PREFILL_TOKENS = 32  # smaller steps are mostly overhead, and do not count in the speed of prefill
+RATIO_STEP = 0.01  # ratios are rounded down to multiples of it, so that noise in the speeds changes few answers
+TRY_AGAIN = 16  # after as many choices in a row against a tier, it is measured again
 
 
 class Average:
-    """A moving average of seconds per unit; the first measurement is taken as it is."""
+    """A moving average of seconds per unit. The first measurement is taken as it is."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -43,17 +43,17 @@ class Average:
 
 @dataclass(frozen=True)
 class RatioChoice:
-    """A recompute ratio and, in words, why."""
+    """A recompute ratio, and the reason for it in words."""
 
     ratio: float
     reason: str
 
 
 class LoadingController:
-    """Safe to use from several threads."""
+    """The moving averages, and the choices that follow from them. Several threads may use it."""
 
     def __init__(self, bytes_per_token: int) -> None:
-        """`bytes_per_token` is of KV: K and V of all layers."""
+        """Start without any measurement. `bytes_per_token` is the size of one token's K and V in all layers."""
         self.bytes_per_token = bytes_per_token
         self.num_raised = 0  # prompts with a ratio above the floor
         self.num_recomputed = 0  # chunks that were computed though a tier had them
@@ -63,8 +63,8 @@ class LoadingController:
         self._prefill = Average()  # seconds per token
         self._against: dict[str, int] = {}  # choices in a row
 
-    def loaded(self, what: Choice, seconds: float) -> None:
-        """A chunk has arrived from a tier."""
+    def loaded(self, what: ChunkLoad, seconds: float) -> None:
+        """Note that a chunk has arrived from a tier."""
         with self._lock:
             self._loads.setdefault(what.tier, Average()).add(seconds, what.num_bytes)
 
@@ -73,13 +73,14 @@ class LoadingController:
         return self._prefill.value is not None
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """A step that only prefilled has computed so many tokens."""
+        """Note that a step that only prefilled has computed `num_tokens` tokens."""
         if num_tokens >= MIN_PREFILL_TOKENS:
             with self._lock:
                 self._prefill.add(seconds, num_tokens)
 
-    def recompute(self, what: Choice) -> bool:
-        """Whether to compute a chunk again that a tier has, as that is faster. What is not known yet is loaded."""
+    def recompute(self, what: ChunkLoad) -> bool:
+        """Return whether computing a chunk again is faster than loading it from its tier. Unmeasured tiers are loaded
+        from."""
         with self._lock:
             load, prefill = self._seconds(what.tier, what.num_bytes), self._prefill.value
             if load is None or prefill is None:
@@ -103,8 +104,8 @@ class LoadingController:
         return recompute
 
     def choose_ratio(self, floor: float, loads: Mapping[str, int], num_context: int) -> RatioChoice:
-        """The recompute ratio of a context of `num_context` tokens, of which so many bytes are loaded from each tier
-        while it is computed."""
+        """Return the recompute ratio for a context of `num_context` tokens, of which `loads` has the bytes that are
+        loaded from each tier while it is computed."""
         with self._lock:
             known = [seconds for tier, size in loads.items() if (seconds := self._seconds(tier, size)) is not None]
             prefill = self._prefill.value
@@ -118,7 +119,7 @@ class LoadingController:
         return choice
 
     def gauges(self) -> Iterator[tuple[str, float]]:
-        """Names and values, for metrics. What is not known yet is left out."""
+        """Yield names and values, for metrics. Values that are not known yet are left out."""
         with self._lock:
             yield "controller_prompts_raised", self.num_raised
             yield "controller_chunks_recomputed", self.num_recomputed
@@ -136,7 +137,7 @@ class LoadingController:
 
 
 def _choose(floor: float, load: float | None, prefill: float | None) -> RatioChoice:
-    """`load` and `prefill` are seconds, for all that is loaded and for a full prefill; None where not known."""
+    """Choose a ratio from the seconds that loading and a full prefill take; None if not known."""
     if load is None:
         return RatioChoice(floor, "nothing is loaded while it is computed, so the floor is kept")
     if prefill is None or prefill == 0:

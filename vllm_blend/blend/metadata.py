@@ -1,7 +1,7 @@
 """The hooks of CacheBlend's vLLM fork: a dict on the decoder stack, and KV that users hand over themselves.
 
-Names and meanings are those of that fork, so that scripts written for it run; its defects are not kept: any suffix is
-forced whole, the mask is exact, `old_kvs` can be used again.
+Names and meanings are those of that fork, so that scripts written for it run. Its defects are not kept: any suffix is
+computed whole, the mask is exact, and `old_kvs` can be used again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.config import check_ratio
+from vllm_blend.checks import check_ratio
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
 
 class FuseMetadata(dict[str, Any]):
-    """`cache_fuse_metadata`, which knows the thread that switched `collect` or `check` on."""
+    """The dict `cache_fuse_metadata`, which remembers the thread that switched `collect` or `check` on."""
 
     thread: int | None = None
 
@@ -31,7 +31,7 @@ class FuseMetadata(dict[str, Any]):
         return self
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Update the values as a dict does, and note the thread where a hook is switched on."""
+        """Update the values as a dict does, and note the thread if a hook is switched on."""
         new = dict(*args, **kwargs)
         super().update(new)
         if new.get("collect") or new.get("check"):
@@ -39,29 +39,29 @@ class FuseMetadata(dict[str, Any]):
 
 
 def check_one_thread(metadata: dict[str, Any], threads: Iterable[int]) -> None:
-    """Raise RuntimeError where a request is added while a hook of another thread is on, or with a hook on while
-    requests that `threads` added are unfinished: the hook would take the wrong request."""
+    """Raise RuntimeError if a request is added while another thread's hook is on, or with a hook on while requests of
+    other threads (`threads`) are unfinished: the hook would act on the wrong request."""
     if not (metadata.get("collect") or metadata.get("check")):
         return
     own = threading.get_ident()
     if getattr(metadata, "thread", None) not in (None, own) or any(thread != own for thread in threads):
         raise RuntimeError(
-            "cache_fuse_metadata holds for the whole engine, and two threads use it: switch collect and check on in "
+            "cache_fuse_metadata is shared by the whole engine, and two threads use it: switch collect and check on in "
             "the thread that calls generate, while no other thread has unfinished requests"
         )
 
 
 def default_fuse_metadata(kv_cache_dtype: torch.dtype) -> dict[str, Any]:
-    """`cache_fuse_metadata` as a new engine has it.
+    """Return `cache_fuse_metadata` as a new engine has it.
 
-    Set by users: `collect` (keep K before RoPE and V of this prompt in `hack_kv`), `check` (blend the next prompt with
+    Users set `collect` (keep K before RoPE and V of this prompt in `hack_kv`), `check` (blend the next prompt with
     `old_kvs`, then become False again), `selector`, `check_layers`, `recomp_ratio` or `recomp_ratios` (one per check
-    layer), `suffix_len` (trailing tokens always computed; None: what `old_kvs` does not cover, or the question, if it
-    was the last prompt collected and ends this one; at least the last token).
-    Set by the engine after a blend: `imp_indices` (the chosen positions, then those of the suffix, int64),
+    layer), and `suffix_len` (trailing tokens that are always computed; None: those that `old_kvs` does not cover, or
+    the question, if it was the last prompt collected and ends this one; at least the last token).
+
+    The engine sets, after a blend, `imp_indices` (the chosen positions, then those of the suffix, int64),
     `org_seq_len`, `original_slot_mapping` and `our_slot_mapping` (cache slots of all tokens, and of those computed in
-    the last layer).
-    `attn_bias` stays None and `fast_attention` True: the mask follows from explicit positions.
+    the last layer). `attn_bias` stays None and `fast_attention` True: the mask follows from explicit positions.
     """
     return {
         "collect": False,
@@ -90,7 +90,8 @@ def plan_from_old_kvs(
     head_dim: int,
     last_collected: Sequence[int] = (),
 ) -> BlendPlan:
-    """The blend that `check=True` asks for. Raises ValueError naming layer and lengths when `old_kvs` does not fit.
+    """Return the blend that `check=True` asks for. Raises ValueError that names layer and lengths if `old_kvs` does not
+    fit.
 
     `old_kvs[layer]` is [K before RoPE, V], each [tokens, kv_heads * head_dim] or [tokens, kv_heads, head_dim], for the
     first `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
@@ -99,9 +100,9 @@ def plan_from_old_kvs(
     if not isinstance(old_kvs, Sequence) or len(old_kvs) != num_layers:
         given = len(old_kvs) if isinstance(old_kvs, Sequence) else type(old_kvs).__name__
         raise ValueError(f"old_kvs has {given} layers, the model has {num_layers}: give [K, V] for every layer")
-    pairs = [_checked_pair(pair, layer) for layer, pair in enumerate(old_kvs)]
+    pairs = [_check_pair(pair, layer) for layer, pair in enumerate(old_kvs)]
     covered = len(pairs[0][0])
-    layers = [_checked_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(pairs)]
+    layers = [_check_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(pairs)]
     suffix_len = metadata.get("suffix_len")
     if suffix_len is None:
         suffix_len = max(1, n - covered, _common_suffix(prompt_token_ids, last_collected))
@@ -117,7 +118,7 @@ def plan_from_old_kvs(
     check_ratio("recomp_ratio", ratio)
     selector = make_selector(metadata.get("selector") or "value_deviation")
     if selector.fixed_ratio is not None:
-        ratio = None  # recomp_ratio always holds a number here, which such a rule does not use
+        ratio = None  # recomp_ratio always holds a number, which such a selector does not use
     k, v = (torch.stack([layer[i][: n - suffix_len] for layer in layers]) for i in (0, 1))
     segments = [Segment(0, ChunkKV(k, v), found_in="old_kvs")] if n > suffix_len else []
     return make_plan(
@@ -133,9 +134,9 @@ def plan_from_old_kvs(
 
 
 def _common_suffix(prompt: Sequence[int], question: Sequence[int]) -> int:
-    """How many trailing tokens the prompt shares with the last one collected: scripts end with the question.
+    """Return how many trailing tokens the prompt shares with the last one collected: scripts end with the question.
 
-    A collected prompt as long as this one is no question, and forces nothing.
+    A collected prompt as long as this one is not a question, so it shares none.
     """
     if len(question) >= len(prompt):
         return 0
@@ -145,7 +146,7 @@ def _common_suffix(prompt: Sequence[int], question: Sequence[int]) -> int:
     return shared
 
 
-def _checked_pair(pair: Sequence[torch.Tensor], layer: int) -> Sequence[torch.Tensor]:
+def _check_pair(pair: Sequence[torch.Tensor], layer: int) -> Sequence[torch.Tensor]:
     if len(pair) != 2:
         raise ValueError(f"old_kvs[{layer}] must be [K, V], got {len(pair)} entries")
     for name, tensor in zip("KV", pair, strict=True):
@@ -155,7 +156,7 @@ def _checked_pair(pair: Sequence[torch.Tensor], layer: int) -> Sequence[torch.Te
     return pair
 
 
-def _checked_layer(
+def _check_layer(
     pair: Sequence[torch.Tensor], layer: int, covered: int, num_kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     checked = []

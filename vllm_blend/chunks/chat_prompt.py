@@ -11,102 +11,24 @@ altogether.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from functools import lru_cache
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.chunks.chat import TEMPLATE_ERRORS, between_marks, render
+from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate, between_marks
 from vllm_blend.chunks.composition import matching_prefix
-from vllm_blend.chunks.content_format import detect_content_format, template_variables
-from vllm_blend.chunks.messages import ContentFormat, Message
-from vllm_blend.inputs import ParsedPrompt, is_far_too_long
+from vllm_blend.chunks.messages import Message
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.prompt_parser import is_far_too_long
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ROLES = ("user", "tool")
 _PART = "ThePartSays0x5d2c90e7n{}e"
-_FLAGS = frozenset(("add_generation_prompt", "continue_final_message"))
-# Arguments of `apply_chat_template` that are no variables of a template: they would change what it returns.
-_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
-    *_FLAGS,
-    "tools",
-    "documents",
-}
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A tokenizer's chat template, or the one given, and what it is rendered with."""
-
-    tokenizer: PreTrainedTokenizerBase
-    text: str
-    content_format: ContentFormat
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def render(self, messages: Sequence[Message], texts: Sequence[Sequence[str]] | None = None) -> str:
-        """Return the text of a conversation, with its own texts or with others in their places."""
-        own = [message.texts for message in messages] if texts is None else texts
-        rendered = [m.render(self.content_format, each) for m, each in zip(messages, own, strict=True)]
-        return render(self.tokenizer, rendered, self.text, **self.options)
-
-    @cached_property
-    def unused(self) -> list[str]:
-        """The options that the template does not read."""
-        known = template_variables(self.text) | _FLAGS
-        return [name for name, value in self.options.items() if value is not None and name not in known]
-
-
-def make_chat_template(
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: str | None,
-    content_format: Literal["auto", "string", "openai"],
-    tools: Sequence[Any] | None,
-    template_kwargs: dict[str, Any] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-) -> ChatTemplate:
-    """Check the arguments of `LLM.chat` that say how conversations are rendered.
-
-    Raises ValueError or TypeError that names the argument.
-    """
-    if content_format not in ("auto", "string", "openai"):
-        raise ValueError(
-            f"chat_template_content_format={content_format!r} is unknown: use 'auto', 'string' or 'openai'"
-        )
-    if not isinstance(chat_template, str | None):
-        raise TypeError(f"chat_template is a {type(chat_template).__name__}: give the template's text")
-    given = {} if template_kwargs is None else template_kwargs
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"chat_template_kwargs={given!r}: give a dict of the template's variables")
-    if reserved := sorted(_RESERVED.intersection(given)):
-        raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}: give the template's own variables alone")
-    if tools is not None and (isinstance(tools, (str, bytes, dict)) or not isinstance(tools, Sequence)):
-        raise TypeError(f"tools is a {type(tools).__name__}: give a list of tools")
-    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    options = {"tools": tools, **flags, **given}
-    if options["add_generation_prompt"] and options["continue_final_message"]:
-        raise ValueError(
-            "add_generation_prompt and continue_final_message exclude each other: give add_generation_prompt=False to "
-            "have the final message continued"
-        )
-    if chat_template is None and tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template: give chat_template, or use generate() with plain prompts")
-    text = tokenizer.get_chat_template(chat_template, tools=options["tools"])
-    try:
-        detected = detect_content_format(text)
-    except TEMPLATE_ERRORS as error:
-        raise ValueError(f"the chat template cannot be parsed: {error}") from error
-    template = ChatTemplate(tokenizer, text, detected if content_format == "auto" else content_format, options)
-    if template.unused:
-        logger.warning("the chat template does not read %s: leave out what changes nothing", ", ".join(template.unused))
-    return template
 
 
 def chat_prompts(
@@ -188,7 +110,7 @@ def _find_beginning(
 def _find_parts(
     template: ChatTemplate, messages: Sequence[Message], places: Sequence[tuple[int, int]], text: str
 ) -> list[tuple[int, int]] | None:
-    """Return where the parts stand in the text of the whole conversation: (start, stop) in characters. None where they
+    """Return where the parts stand in the text of the whole conversation: (start, stop) in characters. None if they
     do not stand there once each, in order and unchanged.
 
     The template is rendered again with marks in the places of the parts. White space around a part stays with its
@@ -224,13 +146,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], Sequence[tuple[int, int]] | None]:
-    """Return the ids of a text's tokens, and where the text of each starts and stops; None where the tokenizer does not
+    """Return the ids of a text's tokens, and where the text of each starts and stops; None if the tokenizer does not
     know."""
     if not tokenizer.is_fast:
         return _encode(tokenizer, text), None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
-    backend = _untrimmed(tokenizer, len(tokenizer))
+    backend = _without_trimming(tokenizer, len(tokenizer))
     if backend is None:
         return ids, encoded["offset_mapping"]
     encoding = backend.encode(text, add_special_tokens=False)
@@ -238,13 +160,13 @@ def _encode_with_offsets(
 
 
 @lru_cache(maxsize=4)
-def _untrimmed(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer | None:
-    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. None where its own are: some
+def _without_trimming(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer | None:
+    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. None if its own are: some
     post-processors of byte-level tokenizers leave white space out of them."""
     processor = tokenizer.backend_tokenizer.post_processor
     if processor is None or b'"trim_offsets":true' not in processor.__getstate__():
         return None
-    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend: tokenizers.Tokenizer = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.post_processor = None
     backend.no_truncation()
     backend.no_padding()

@@ -1,4 +1,5 @@
-"""A piece of a prompt with an identity: what it is, and how its KV is known to the chunk store."""
+"""A piece of a prompt with an identity: what it is, how its KV is known to the chunk store, and what can be wrong with
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from vllm_blend.inputs import StoredPiece
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 
 
@@ -22,8 +22,8 @@ class ChunkType(enum.Enum):
     OUTPUT = "output"  # what was generated earlier, to be used as context
 
     @classmethod
-    def of(cls, value: ChunkType | str) -> ChunkType:
-        """A type, by its name or value in any case. Raises ValueError naming the known ones."""
+    def parse(cls, value: ChunkType | str) -> ChunkType:
+        """Return the type of this name or value, in any case. Raises ValueError naming the known ones."""
         if isinstance(value, cls):
             return value
         known = {member.value: member for member in cls}
@@ -49,7 +49,7 @@ class Chunk:
     salt: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def of(
+    def from_tokens(
         cls,
         model: ModelFingerprint,
         chunk_type: ChunkType,
@@ -57,7 +57,7 @@ class Chunk:
         context_token_ids: tuple[int, ...],
         salt: bytes = b"",
     ) -> Chunk:
-        key = ChunkId.of(model, context_token_ids, token_ids, salt=salt).key
+        key = ChunkId.from_tokens(model, context_token_ids, token_ids, salt=salt).key
         if chunk_type not in (ChunkType.CONTEXT, ChunkType.OUTPUT):  # these play the same part: they are one chunk
             key = hashlib.sha256(f"{chunk_type.value}/{key}".encode()).hexdigest()[:32]
         return cls(key, chunk_type, token_ids, context_token_ids, salt)
@@ -67,22 +67,18 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.token_ids)
 
     @property
     def has_kv(self) -> bool:
-        """Whether KV of this chunk is stored and reused."""
+        """Return whether KV of this chunk is stored and reused."""
         return self.chunk_type is not ChunkType.QUERY
 
     @cached_property
     def stored(self) -> ChunkId:
-        """How the chunk store knows the KV."""
+        """Return the key of the KV in the chunk store."""
         return ChunkId(self.id, "", self.token_ids)
-
-    def at(self, start: int) -> StoredPiece:
-        """The chunk as a piece of a prompt."""
-        return StoredPiece(start, self.stored, self.context_token_ids)
 
 
 @dataclass(frozen=True)
@@ -109,4 +105,16 @@ class Deletion:
     deferred: bool
     num_references: int
     num_bytes: int  # that were freed, or will be
-    num_pages: int  # of the KV cache that nobody uses any more
+    num_pages: int  # of the KV cache that are unused now
+
+
+class UnknownChunkError(ValueError):
+    """No chunk has this id or name, or it has been deleted."""
+
+
+class ChunkInUseError(ValueError):
+    """A chunk is pinned, so it cannot be deleted."""
+
+
+class OutOfChunkMemoryError(RuntimeError):
+    """A chunk does not fit into the chunk store, although everything that may leave has left."""

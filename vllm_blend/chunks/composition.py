@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Literal, get_args
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from vllm_blend.chunks.chunk import Chunk
-from vllm_blend.core.block_manager import ChunkSpan
-from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.request import CompositionKey
-
-if TYPE_CHECKING:
-    from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.inputs import ParsedPrompt, StoredPiece
 
 Mode = Literal["blend", "reuse", "exact"]
 Role = Literal["template", "system", "context", "query"]
@@ -40,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPart:
     """A part and the positions that it takes: start .. stop - 1."""
 
     part: Part
@@ -90,19 +80,19 @@ class ChunkComposition:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """The chunks in their order, each as often as it stands there."""
+        """Return the chunks in their order, each as often as it stands there."""
         return [part.chunk for part in self.parts if part.chunk is not None]
 
-    def placed(self) -> list[Placed]:
-        """Where every part stands."""
+    def placed(self) -> list[PlacedPart]:
+        """Return every part with its positions."""
         result, start = [], 0
         for part in self.parts:
-            result.append(Placed(part, start, start + len(part.token_ids)))
+            result.append(PlacedPart(part, start, start + len(part.token_ids)))
             start += len(part.token_ids)
         return result
 
     def parse(self) -> ParsedPrompt:
-        """What the engine runs."""
+        """Return the prompt that the engine runs."""
         stored = [
             (placed, placed.part.chunk)
             for placed in self.placed()
@@ -116,39 +106,11 @@ class ChunkComposition:
             chunk_bounds=tuple((placed.start, placed.stop) for placed, _ in stored),
             blend_selector="none" if self.mode == "reuse" else self.selector,
             blend_recompute_ratio=self.recompute_ratio,
-            pieces=tuple(chunk.at(placed.start) for placed, chunk in stored),
+            pieces=tuple(StoredPiece(p.start, chunk.stored, chunk.context_token_ids) for p, chunk in stored),
             retain=self.retain,
             salt=self.salt,
             is_composed=True,
         )
-
-
-def composition_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPlan) -> CompositionKey | None:
-    """Return what the pages of a prompt's blended context are retained under: the model, the salt, the context's
-    tokens, which of them are stored and what they were encoded after, and how it is blended. The question is no part of
-    it.
-
-    None where they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
-    another: what question attention repairs serves its own question alone.
-    """
-    by_question = asked.selector.looks_at.asks and 0 < asked.shares[-1] < 1
-    if not (not by_question if parsed.retain is None else parsed.retain):
-        return None
-    context = parsed.token_ids[: asked.suffix_start]
-    selector = asked.selector
-    settings = {
-        "model": model.digest,
-        "salt": parsed.salt.hex(),
-        "pieces": [(piece.start, piece.id.key) for piece in parsed.pieces],
-        "bounds": parsed.chunk_bounds,
-        "selector": [selector.name, repr(asdict(selector)) if is_dataclass(selector) else ""],
-        "shares": asked.shares,
-        "layers": asked.check_layers,
-    }
-    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    digest.update(np.asarray(context, np.int64).tobytes())
-    spans = tuple(ChunkSpan(piece.id.key, piece.start, piece.stop) for piece in parsed.pieces)
-    return CompositionKey(digest.digest(), len(context), spans)
 
 
 def matching_prefix(left: Sequence[object], right: Sequence[object]) -> int:

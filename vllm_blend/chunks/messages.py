@@ -44,22 +44,17 @@ def parse_conversations(messages: Any) -> list[list[Message]]:
             f"messages is a {type(messages).__name__}: give a list of messages, "
             "[{'role': 'user', 'content': '...'}], or a list of such lists"
         )
-    _check_not_empty(messages, "messages")
-    if isinstance(messages[0], Mapping):
-        return [_parse_conversation(messages, "messages")]
-    return [_parse_conversation(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    if messages and not isinstance(messages[0], Mapping):
+        return [_parse_conversation(each, f"messages[{index}]") for index, each in enumerate(messages)]
+    return [_parse_conversation(messages, "messages")]
 
 
 def _parse_conversation(messages: Any, name: str) -> list[Message]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"{name} is a {type(messages).__name__}: give a list of messages, or lists of messages alone")
-    _check_not_empty(messages, name)
-    return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
-
-
-def _check_not_empty(messages: Sequence[Any], name: str) -> None:
     if not messages:
         raise ValueError(f"{name} is an empty list: a conversation needs at least one message")
+    return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
 def _parse_message(message: Any, name: str) -> Message:
@@ -83,7 +78,7 @@ def _parse_message(message: Any, name: str) -> Message:
 
 def _texts(content: Any, name: str) -> list[str]:
     if isinstance(content, str):
-        return [_checked(content, name)]
+        return [_check_text(content, name)]
     if isinstance(content, (bytes, Mapping)) or not isinstance(content, Sequence):
         raise TypeError(f"{name} is a {type(content).__name__}: give a string or a list of text parts")
     return [_text(part, f"{name}[{index}]") for index, part in enumerate(content)]
@@ -91,24 +86,30 @@ def _texts(content: Any, name: str) -> list[str]:
 
 def _text(part: Any, name: str) -> str:
     if isinstance(part, str):
-        return _checked(part, name)
+        return _check_text(part, name)
     if not isinstance(part, Mapping):
         raise TypeError(f"{name} is a {type(part).__name__}: give {{'type': 'text', 'text': '...'}}")
     kind = part.get("type")
+    if not isinstance(kind, str | None):
+        raise TypeError(
+            f"{name}['type'] is {kind!r}, a {type(kind).__name__}: give a string, {{'type': 'text', 'text': '...'}}"
+        )
     if kind not in _TEXT_KEYS:
         raise ValueError(
             f"{name} is of type {kind!r}, but this engine takes text alone: give {{'type': 'text', 'text': '...'}}"
         )
-    return _checked(part.get(_TEXT_KEYS[kind]), f"{name}[{_TEXT_KEYS[kind]!r}]")
+    return _check_text(part.get(_TEXT_KEYS[kind]), f"{name}[{_TEXT_KEYS[kind]!r}]")
 
 
-def _checked(text: Any, name: str) -> str:
+def _check_text(text: Any, name: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{name} is a {type(text).__name__}: give a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half of a surrogate pair, which is no character: {error}") from error
+        raise ValueError(
+            f"{name} holds half of a surrogate pair, which is not a character ({error}): remove it"
+        ) from error
     return text
 
 
@@ -121,7 +122,7 @@ def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
-                f"{name}[{index}] is no call of a function: give {{'type': 'function', 'function': {{'name': '...', "
+                f"{name}[{index}] is not a function call: give {{'type': 'function', 'function': {{'name': '...', "
                 "'arguments': '{...}'}}"
             )
         arguments = function.get("arguments") or {}

@@ -1,7 +1,7 @@
-"""Pages of the KV cache: who owns which block, and which full blocks can be found again by their content.
+"""Blocks of the KV cache: their reference counts, and which full blocks can be found again by their content.
 
 Every block has a reference count. A full block of exact prefill can be published under a digest chained over everything
-before it; a later request with the same beginning takes it by reference. A published block that nobody uses keeps its
+before it; a later request with the same beginning takes it by reference. A published block that is not in use keeps its
 content until the space is needed, least recently used first.
 
 The blocks of a blended context are no exact prefix and are never published. They can be retained under a key of their
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_blend.inputs import StoredPiece
+
 
 class OutOfBlocks(RuntimeError):
     """The pool has fewer free blocks than were asked for; nothing was allocated."""
@@ -24,29 +26,20 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(frozen=True)
 class Published:
-    """What a published block holds: the digest of its whole prefix, and its own tokens to verify a hit."""
+    """The content of a published block: the digest of its whole prefix, and its own tokens to verify a hit."""
 
     digest: bytes
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ChunkSpan:
-    """Where a chunk stands in a context: positions start .. stop - 1."""
-
-    chunk_id: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Retained:
-    """The blocks of a blended context of `num_tokens` tokens. Whoever computed it may have gone on in the last block,
-    if that is not full: others copy it before they write."""
+    """The blocks of a blended context of `num_tokens` tokens. If the last block is not full, the request that computed
+    it may have gone on there: others copy it before they write."""
 
     blocks: tuple[int, ...]
     num_tokens: int
-    spans: tuple[ChunkSpan, ...] = ()
+    pieces: tuple[StoredPiece, ...] = ()
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -74,31 +67,32 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody uses, cached content included."""
+        """Return the number of blocks that are not in use, including those with cached content."""
         return len(self._free)
 
     @property
     def num_usable_blocks(self) -> int:
-        """All blocks that requests can have."""
+        """Return the number of blocks that requests can have."""
         return self.num_blocks - 1
 
+    @property
+    def usage(self) -> float:
+        """Return the share of the blocks that requests hold, in 0..1."""
+        return 1 - self.num_free_blocks / self.num_usable_blocks
+
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks `num_tokens` tokens fill."""
+        """Return how many blocks `num_tokens` tokens fill."""
         return -(-num_tokens // self.block_size)
 
-    def room_in(self, table: Sequence[int]) -> int:
-        """How many tokens a block table holds, and every free block with it."""
-        return (len(table) + len(self._free)) * self.block_size
-
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, one reference each. Raises OutOfBlocks, having taken nothing."""
+        """Take `count` blocks of undefined content, one reference each. Raises OutOfBlocks, having taken nothing."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} blocks were asked for, {len(self._free)} of {self.num_usable_blocks} are free")
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             if block in self._published:
-                self._unpublish(block)
+                del self._by_digest[self._published.pop(block).digest]
             if block in self._retained_by:
                 self.forget_retained(self._retained_by[block])
             self._references[block] = 1
@@ -106,7 +100,7 @@ class BlockManager:
         return taken
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each of `blocks`, which hold content somebody wants to share."""
+        """Add a reference to each of `blocks`, to share their content."""
         for block in blocks:
             self._references[block] += 1
             self._free.pop(block, None)
@@ -127,12 +121,12 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)  # nothing to lose: reuse it before cached content
 
     def num_free_without(self, blocks: Sequence[int]) -> int:
-        """How many blocks would be free once whoever holds `blocks` had released them."""
+        """Return how many blocks would be free if the one table that holds `blocks` released them."""
         return len(self._free) + sum(self._references[block] == 1 for block in blocks)
 
     def match_prefix(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[int]:
-        """The longest run of published blocks for a prompt's chained `digests`, one per full block, without taking
-        them."""
+        """Return the longest run of published blocks for a prompt's chained `digests`, one per full block, without
+        taking them."""
         matched: list[int] = []
         for index, digest in enumerate(digests):
             block = self._by_digest.get(digest)
@@ -151,19 +145,19 @@ class BlockManager:
 
     @property
     def retained(self) -> Mapping[bytes, Retained]:
-        """What is retained, by key."""
+        """Return the retained contexts, by key."""
         return self._retained
 
     def retain(self, key: bytes, retained: Retained) -> None:
-        """Make the blocks of a blended context findable under a key. Whoever holds them releases them as any others.
+        """Make the blocks of a blended context findable under a key. They are released like any others.
 
-        Where the key is in use the blocks stay private."""
+        If the key is in use, the blocks stay private."""
         if key not in self._retained and not any(block in self._retained_by for block in retained.blocks):
             self._retained[key] = retained
             self._retained_by.update(dict.fromkeys(retained.blocks, key))
 
     def find_retained(self, key: bytes) -> Retained | None:
-        """What is retained under a key, without taking it; it counts as used now."""
+        """Return what is retained under a key, without taking it; it counts as used now."""
         retained = self._retained.get(key)
         if retained is not None:
             for block in reversed(retained.blocks):
@@ -172,8 +166,8 @@ class BlockManager:
         return retained
 
     def forget_retained(self, key: bytes) -> int:
-        """Retain nothing under this key any more; how many blocks nobody uses then. Blocks in use stay with their
-        owners."""
+        """Stop retaining what this key names, and return how many of its blocks are not in use. Blocks in use stay
+        with their owners."""
         retained = self._retained.pop(key, None)
         free = 0
         for block in () if retained is None else retained.blocks:
@@ -189,8 +183,3 @@ class BlockManager:
         self._by_digest.clear()
         for key in list(self._retained):
             self.forget_retained(key)
-
-    def _unpublish(self, block: int) -> None:
-        published = self._published.pop(block, None)
-        if published is not None:
-            del self._by_digest[published.digest]

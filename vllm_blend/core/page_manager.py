@@ -1,4 +1,4 @@
-"""Pages of the KV cache that belong to chunks: those a chunk is computed in, and those in which it stands since.
+"""Pages of the KV cache that hold chunks: those that a chunk is computed in, and those of retained contexts.
 
 A chunk's stored KV has no pages: it lies in the chunk store, before RoPE, and positions belong to a composition. A
 chunk has pages while it is computed, and in every blended composition whose pages are retained.
@@ -12,7 +12,7 @@ from vllm_blend.core.block_manager import BlockManager, OutOfBlocks
 
 
 class PageManager:
-    """The chunks' view of a `BlockManager`: pages are its blocks, and there is no other pool."""
+    """A view of a `BlockManager` by chunk: pages are its blocks, and there is no other pool."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
@@ -20,18 +20,18 @@ class PageManager:
 
     @property
     def chunk_page_tables(self) -> Mapping[str, list[tuple[int, ...]]]:
-        """The page tables of every chunk that has any, by chunk id: the pages it is computed in, then one table for
-        each retained composition, of the pages that hold at least one of its tokens there."""
+        """Return the page tables of every chunk that has any, by chunk id: the pages that it is computed in, then one
+        table for each retained composition, with the pages that hold at least one of its tokens there."""
         tables = {chunk_id: [tuple(table)] for chunk_id, table in self._computing.items()}
         size = self.blocks.block_size
         for retained in self.blocks.retained.values():
-            for span in retained.spans:
-                pages = retained.blocks[span.start // size : -(-span.stop // size)]
-                tables.setdefault(span.chunk_id, []).append(pages)
+            for piece in retained.pieces:
+                pages = retained.blocks[piece.start // size : -(-piece.stop // size)]
+                tables.setdefault(piece.id.key, []).append(pages)
         return tables
 
     def allocate_for_chunk(self, chunk_id: str, num_tokens: int) -> list[int]:
-        """Pages to compute a chunk in, with what stands before it. Retained and cached content gives way, least
+        """Take pages to compute a chunk in, with what stands before it. Retained and cached content gives way, least
         recently used first. Raises OutOfBlocks with the numbers, having taken nothing."""
         if chunk_id in self._computing:
             raise RuntimeError(f"chunk {chunk_id} is being computed already")
@@ -45,16 +45,18 @@ class PageManager:
         table = self._computing[chunk_id] = self.blocks.allocate(needed)
         return list(table)
 
-    def computed(self, chunk_id: str) -> None:
-        """Give back the pages that a chunk was computed in; those of retained compositions stay."""
+    def release_computed(self, chunk_id: str) -> None:
+        """Return the pages that a chunk was computed in; those of retained compositions stay."""
         self.blocks.release(self._computing.pop(chunk_id, []))
 
     def free_for_chunk(self, chunk_id: str) -> int:
-        """Give back every page that is held for a chunk; how many nobody uses since. Compositions that it stands in are
-        not found any more, and what runs in their pages keeps them to its end."""
+        """Return every page that is held for a chunk, and how many are not in use any more. Compositions that it stands
+        in are not found any more; a request that runs in their pages keeps them to its end."""
         pages = len(self._computing.get(chunk_id, ()))
-        self.computed(chunk_id)
+        self.release_computed(chunk_id)
         holding = [
-            key for key, kept in self.blocks.retained.items() if any(span.chunk_id == chunk_id for span in kept.spans)
+            key
+            for key, retained in self.blocks.retained.items()
+            if any(piece.id.key == chunk_id for piece in retained.pieces)
         ]
         return pages + sum(self.blocks.forget_retained(key) for key in holding)

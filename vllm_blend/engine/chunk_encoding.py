@@ -1,62 +1,66 @@
-"""Encoding chunks ahead of any question, and checking chunk KV that comes from elsewhere."""
+"""Encoding chunks ahead of any question: those of a context, and those that are registered, each at once and in pages
+of its own. And checking chunk KV that comes from elsewhere."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from vllm_blend.engine.composition import Composition
-from vllm_blend.engine.driver import Inbox
+from vllm_blend.chunks.chunk import Chunk, OutOfChunkMemoryError
+from vllm_blend.chunks.composition import ChunkComposition
+from vllm_blend.chunks.registry import ChunkRegistry
+from vllm_blend.core.page_manager import PageManager
+from vllm_blend.engine.composer import ChunkComposer
+from vllm_blend.engine.driver import Driver, Inbox
+from vllm_blend.engine.pieces import PendingBlend
+from vllm_blend.engine.requests import LiveRequests
 from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk, find_kv_mismatch, is_finite
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
-from vllm_blend.kv_store.validation import ExpectedChunk, find_kv_mismatch, is_finite
-
-if TYPE_CHECKING:
-    from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.outputs import RequestMetrics
+from vllm_blend.request import Request
 
 
-def run_encodings(engine: LLMEngine, parsed: ParsedPrompt) -> list[ChunkKV]:
+def encode_chunks(parsed: ParsedPrompt, requests: LiveRequests, driver: Driver) -> list[ChunkKV]:
     """Return the KV of the chunks of `parsed`. When a step raises, nothing of it is left to run."""
+    composer, longest = requests.composer, requests.composer.finder.max_model_len
     first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else 0
     for index, (start, stop) in enumerate(parsed.chunk_bounds):
         length = first + stop - start
-        if length > engine.max_model_len:
+        if length > longest:
             raise ValueError(
-                f"chunks[{index}] has {length} tokens with its prefix, more than max_model_len={engine.max_model_len}: "
-                "split it, or raise max_model_len where the model allows it"
+                f"chunks[{index}] has {length} tokens with its prefix, more than max_model_len={longest}: split it, "
+                "or raise max_model_len where the model allows it"
             )
     if not parsed.chunk_bounds:
         return []
     inbox = Inbox()
-    composition = Composition(parsed, on_complete=inbox.ring)  # another thread's step may encode the last chunk
+    pending = PendingBlend(parsed, on_complete=inbox.wake)  # another thread's step may encode the last chunk
     try:
-        with engine.lock:
-            composition.pieces = engine.composer.pieces(parsed)
-            for request in engine.composer.encode(composition):
-                engine.scheduler.add(request)
-        engine.driver.wait(inbox, lambda: not composition.missing)
+        with driver.lock:
+            pending.pieces = composer.finder.pieces(parsed)
+            for request in composer.start(pending):
+                requests.scheduler.add(request)
+        driver.wait(inbox, lambda: not pending.missing)
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
-        with engine.lock:
-            for request in engine.composer.withdraw(composition):
-                engine.scheduler.finish(request)
+        with driver.lock:
+            for request in composer.withdraw(pending):
+                requests.scheduler.finish(request)
         raise
-    own = composition.pieces[len(composition.pieces) - len(parsed.chunk_bounds) :]
+    own = pending.pieces[len(pending.pieces) - len(parsed.chunk_bounds) :]
     return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
 
 
 def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
-    """Raise ValueError unless `kv` is what this model's KV of `chunk` looks like, and holds a part of it if and only if
-    the key says so."""
-    tokens = len(chunk.token_ids)
-    compressed = chunk.key != chunk_key(model, chunk.context, chunk.token_ids)
-    holds_a_part = kv.positions is not None
-    if compressed != holds_a_part or (holds_a_part and kv.num_tokens != tokens):
+    """Raise ValueError unless the chunk's key is this model's for its tokens, and `kv` looks like its KV."""
+    if chunk.key != chunk_key(model, chunk.context, chunk.token_ids):
         raise ValueError(
-            f"the KV given for chunk {chunk.key} is {kv.num_kvs} KVs of {kv.num_tokens} tokens, but the chunk has "
-            f"{tokens}, of which its key says that {'a part is' if compressed else 'all are'} kept "
-            "(blend_chunk_kept_share): encode the chunk with this model and these settings"
+            f"the key {chunk.key} given for a chunk of {len(chunk.token_ids)} tokens is not that of these tokens, "
+            "encoded by this model: encode the chunk with this model"
         )
-    mismatch = find_kv_mismatch(ExpectedChunk(model, chunk, kv.num_kvs if compressed else None), kv)
+    mismatch = find_kv_mismatch(ExpectedChunk(model, chunk), kv)
     if mismatch is not None:
         raise ValueError(
             f"the KV given for chunk {chunk.key} is not its KV: {mismatch}: encode the chunk with this model"
@@ -67,3 +71,71 @@ def check_chunk(model: ModelFingerprint, chunk: ChunkId, kv: ChunkKV) -> None:
             f"the KV given for chunk {chunk.key} has numbers that are NaN or infinite, which would fail every prompt "
             "that uses it: encode the chunk again"
         )
+
+
+@dataclass(frozen=True)
+class ChunkRegistration:
+    """Puts chunks into a registry. `prefill` computes the KV of a request's tokens from `collect_from` on."""
+
+    registry: ChunkRegistry
+    composer: ChunkComposer
+    pages: PageManager
+    prefill: Callable[[Request], ChunkKV]
+
+    def register(self, chunk: Chunk, name: str | None, metadata: Mapping[str, Any] | None) -> Chunk:
+        """Enter a chunk, and compute its KV now unless it is stored already. Other requests may be running.
+
+        Raises ValueError for an empty or over-long chunk or a name in use, OutOfBlocks where no pages are free to
+        compute it in, and OutOfChunkMemoryError if the store cannot keep it.
+        """
+        self.registry.check_name(name, chunk.id)
+        if not isinstance(metadata, Mapping | None):
+            raise TypeError(f"metadata is a {type(metadata).__name__}: give a dict")
+        if len(chunk) == 0:
+            raise ValueError("the chunk is empty: it needs at least one token")
+        length, longest = len(chunk.context_token_ids) + len(chunk), self.composer.finder.max_model_len
+        if length >= longest:
+            raise ValueError(
+                f"the chunk has {len(chunk)} tokens and {len(chunk.context_token_ids)} stand before it, but "
+                f"max_model_len={longest} must hold them and at least one more: split it"
+            )
+        if chunk.has_kv and self.composer.stored.find(chunk.stored) is None:
+            self._compute(chunk)
+        return self.registry.register(chunk, name, metadata)
+
+    def _compute(self, chunk: Chunk) -> None:
+        store = self.composer.store
+        num_bytes = len(chunk) * self.composer.bytes_per_token
+        if num_bytes > store.free_bytes:
+            raise OutOfChunkMemoryError(
+                f"the chunk takes {num_bytes} bytes of KV, but of the chunk store's {store.budget_bytes} only "
+                f"{store.free_bytes} are not pinned or in use: delete or unpin chunks, let running requests finish, or "
+                "raise blend_chunk_cache_gib"
+            )
+        ids = [*chunk.context_token_ids, *chunk.token_ids]
+        metrics = RequestMetrics(arrival_time=time.time())
+        request = Request(chunk.id, ids, None, metrics, collect_from=len(chunk.context_token_ids))
+        request.block_table = self.pages.allocate_for_chunk(chunk.id, len(ids))
+        try:
+            kv = self.prefill(request)
+        finally:
+            self.pages.release_computed(chunk.id)
+        self.composer.num_encoded += 1
+        store.put(chunk.id, kv)
+        if not store.bytes_of(chunk.id):
+            raise OutOfChunkMemoryError(
+                f"the chunk store found no {num_bytes} bytes in one piece, although {store.free_bytes} of "
+                f"{store.budget_bytes} are not pinned: running requests hold the rest; let them finish, or raise "
+                "blend_chunk_cache_gib"
+            )
+
+
+def check_registered(composition: ChunkComposition, registry: ChunkRegistry) -> None:
+    """Raise ValueError unless every chunk of a composition is the one that is registered under its id."""
+    for chunk in composition.chunks:
+        registered = registry.get(chunk.id)
+        if (chunk.token_ids, chunk.context_token_ids) != (registered.token_ids, registered.context_token_ids):
+            raise ValueError(
+                f"chunk {chunk.id!r} of the composition is not what is registered under this id: use the Chunk that "
+                "register_chunk returned"
+            )

@@ -14,46 +14,40 @@ from vllm_blend.config import BlendConfig, ChunkStoreConfig, EngineConfig
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import Gauge
-from vllm_blend.kv_store.cpu import MemoryChunkStore, make_chunk_store
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.kv_store.remote import RemoteChunkStore, RemoteStoreConfig
-from vllm_blend.kv_store.tiered import DISK, MAX_WRITE_BYTES, MEMORY, REMOTE, Choice, Tier, TieredChunkStore
-from vllm_blend.worker.kv_cache import bytes_per_block
-from vllm_blend.worker.model_runner import RunnerOutput
+from vllm_blend.kv_store.memory import make_chunk_store
+from vllm_blend.kv_store.remote import RemoteChunkStore
+from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
+from vllm_blend.kv_store.tiered import MAX_WRITE_BYTES, Tier, TieredChunkStore
+from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE, ChunkLoad
+from vllm_blend.worker.runner_output import RunnerOutput
 from vllm_blend.worker.worker import Worker
 
-PROBE_BYTES = 64 << 20  # that are copied to find out how fast the link to a GPU is
-
-
-def bytes_per_token(worker: Worker) -> int:
-    """Of chunk KV: K and V of all layers."""
-    return bytes_per_block(worker.num_layers, 1, worker.num_kv_heads, worker.head_dim, worker.dtype)
+PROBE_BYTES = 64 << 20  # copied once, to find out how fast the link to a GPU is
 
 
 def make_controller(config: BlendConfig, worker: Worker) -> LoadingController | None:
-    """The controller that `blend_controller` asks for. It knows the speed of the link to a GPU from the start."""
+    """Return the controller that `blend_controller` asks for. It knows from the start how fast the link to a GPU is."""
     if not config.controller:
         return None
-    controller = LoadingController(bytes_per_token(worker))
+    controller = LoadingController(worker.shape.bytes_per_token)
     if config.resolve_chunk_device(worker.device) != worker.device:
-        controller.loaded(Choice(MEMORY, PROBE_BYTES, 1), _link_seconds(worker.device))
+        controller.loaded(ChunkLoad(MEMORY, PROBE_BYTES, 1), _link_seconds(worker.device))
     return controller
 
 
 def make_store(
     config: EngineConfig, model: ModelFingerprint, worker: Worker, controller: LoadingController | None
-) -> MemoryChunkStore | TieredChunkStore:
-    """Memory, over the tiers that `ChunkStoreConfig` names. Raises ValueError naming the setting and the fix."""
+) -> TieredChunkStore:
+    """Return a store in memory, over the tiers that the configuration names, if any. Raises ValueError naming the
+    setting and the fix."""
     memory = make_chunk_store(
         int(config.blend.chunk_cache_gib * 2**30),
         config.blend.resolve_chunk_device(worker.device),
         worker.device,
-        worker.model_runner.placement.in_flight,
+        worker.model_runner.block_pass.placement.in_flight,
     )
-    if not config.chunk_store.is_used:
-        return memory
     max_write_bytes = min(MAX_WRITE_BYTES, memory.budget_bytes // 4)
     below = []
     if config.chunk_store.path is not None:
@@ -63,12 +57,15 @@ def make_store(
     return TieredChunkStore(memory, below, controller)
 
 
-def store_gauges(
-    store: MemoryChunkStore | TieredChunkStore, composer: ChunkComposer, controller: LoadingController | None
-) -> list[Gauge]:
-    """Metrics of what is below the memory, and of the controller."""
-    values: list[tuple[str, float]] = []
-    if isinstance(store, TieredChunkStore):
+def store_gauges(composer: ChunkComposer) -> list[Gauge]:
+    """Return metrics of the chunk store and its tiers, and of the controller."""
+    store, controller = composer.store, composer.planner.controller
+    values: list[tuple[str, float]] = [
+        ("chunk_cache_chunks", len(store)),
+        ("chunk_cache_bytes", store.num_bytes),
+        ("chunks_encoded", composer.num_encoded),
+    ]
+    if store.below:
         values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
     if composer.loader is not None:
         values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]
@@ -94,7 +91,7 @@ def observe_step(
 
 
 def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:
-    """Tokens that a step computes; None where it does something else than prefill: blends that have to choose do."""
+    """Return how many tokens a step prefills; None if it does something else, as blends do that choose tokens."""
     total = 0
     for item in items:
         if item.is_decode or (item.is_blend and item.request.params is not None):
@@ -120,11 +117,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
             f"chunk_store_path={str(path)!r} cannot be used ({type(error).__name__}: {error}): name a folder of a "
             "local disk that this process may write to"
         ) from error
-
-    def usage() -> tuple[int, int]:
-        return store.num_bytes, len(store)
-
-    return Tier(DISK, store, store.get, max_write_bytes, usage, store.close, store.read_many, store.put_many)
+    return Tier(DISK, store, max_write_bytes, store.read_many)
 
 
 def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:
@@ -134,11 +127,11 @@ def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_wri
         raise ValueError(
             f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"
         ) from error
-    return Tier(REMOTE, store, lambda key, allocate, expected: store.get(key, expected), max_write_bytes)
+    return Tier(REMOTE, store, max_write_bytes)
 
 
 def _link_seconds(device: torch.device) -> float:
-    """Seconds that `PROBE_BYTES` take from pinned memory to a GPU, when nothing else runs."""
+    """Return the seconds that `PROBE_BYTES` take from pinned memory to a GPU while nothing else runs."""
     source = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -147,4 +140,5 @@ def _link_seconds(device: torch.device) -> float:
     target.copy_(source, non_blocking=True)
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
+    milliseconds: float = start.elapsed_time(stop)
+    return milliseconds / 1e3

@@ -102,7 +102,7 @@ def eos_token_ids(
 
 
 def _find(source: str, revision: str | None) -> Path | None:
-    """Return the path of the file in a folder, or of a repository's after downloading it; None where there is none.
+    """Return the path of the file in a folder, or of a repository's after downloading it; None if there is none.
 
     Raises FileNotFoundError if the Hub does not say whether a repository has one.
     """

@@ -1,17 +1,22 @@
-"""Counters of an engine, under vLLM's metric names where vLLM has them."""
+"""What an engine counts, under vLLM's metric names where vLLM has them."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter as Multiset
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_blend.engine.reuse_counts import ReuseCounts
+import numpy as np
+
+from vllm_blend.worker.runner_output import BlendResult
 
 logger = logging.getLogger(__name__)
 
 # Keys of `RequestOutput.num_found_tokens`: see there.
 FOUND_IN = ("prefix_cache", "retained", "device", "host", "disk", "remote", "joined", "old_kvs")
+VLLM_COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")  # vLLM has them
 
 
 @dataclass(frozen=True)
@@ -22,17 +27,51 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """Only grows."""
+    """A total, which only grows."""
 
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """The value now."""
+    """A value as it is now."""
+
+
+@dataclass(frozen=True)
+class ReuseCounts:
+    """Tokens of a prompt. `exact`, `reused`, `encoded` and `recomputed` make up the prompt; `found` has the first two
+    by where they were found."""
+
+    exact: int
+    reused: int
+    encoded: int
+    recomputed: int
+    found: Mapping[str, int]
+
+    @property
+    def num_found(self) -> int:
+        return self.exact + self.reused
+
+
+def count_reuse(result: BlendResult) -> ReuseCounts:
+    """Count what a blend has kept of stored KV, and what it has computed."""
+    plan = result.plan
+    kept = np.ones(plan.suffix_start, bool)
+    kept[result.computed_on_host.wait().numpy()] = False
+    found = Multiset[str]()
+    exact = encoded = 0
+    for segment in plan.segments:
+        count = int(kept[segment.start : segment.stop].sum())
+        if segment.found_in is None:
+            encoded += count
+            continue
+        found[segment.found_in] += count
+        exact += count if segment.exact else 0
+    recomputed = len(result.computed) + plan.num_prompt_tokens - plan.suffix_start
+    return ReuseCounts(exact, found.total() - exact, encoded, recomputed, +found)
 
 
 @dataclass
 class EngineMetrics:
-    """Totals since the engine started.
+    """Totals since the engine started. Each number is a counter by its own name.
 
     Each of a request's completions (`n`) counts its prompt, and what it finds of it, as it is scheduled by itself.
     """
@@ -48,9 +87,6 @@ class EngineMetrics:
     blend_recomputed_tokens: int = 0
     chat_parts_merged: int = 0
     chat_parts_unfound: int = 0
-    spec_drafts: int = 0
-    spec_draft_tokens: int = 0
-    spec_accepted_tokens: int = 0
     found_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FOUND_IN, 0))
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
 
@@ -69,22 +105,8 @@ class EngineMetrics:
         self.found_tokens[where] += num_tokens
 
     def counters(self) -> list[Metric]:
-        named = {
-            "vllm_blend:num_steps": self.num_steps,
-            "vllm:prompt_tokens": self.prompt_tokens,
-            "vllm:generation_tokens": self.generation_tokens,
-            "vllm:prefix_cache_queries": self.prefix_cache_queries,
-            "vllm:prefix_cache_hits": self.prefix_cache_hits,
-            "vllm_blend:blended_prompts": self.blended_prompts,
-            "vllm_blend:blend_reused_tokens": self.blend_reused_tokens,
-            "vllm_blend:blend_encoded_tokens": self.blend_encoded_tokens,
-            "vllm_blend:blend_recomputed_tokens": self.blend_recomputed_tokens,
-            "vllm_blend:chat_parts_merged": self.chat_parts_merged,
-            "vllm_blend:chat_parts_unfound": self.chat_parts_unfound,
-            "vllm:spec_decode_num_drafts": self.spec_drafts,
-            "vllm:spec_decode_num_draft_tokens": self.spec_draft_tokens,
-            "vllm:spec_decode_num_accepted_tokens": self.spec_accepted_tokens,
-        }
+        totals = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        named = {f"{'vllm' if name in VLLM_COUNTERS else 'vllm_blend'}:{name}": n for name, n in totals.items()}
         named |= {f"vllm_blend:found_tokens_{where}": count for where, count in self.found_tokens.items()}
         named |= {f"vllm:request_success_{reason}": count for reason, count in self.finished.items()}
         return [Counter(name, value) for name, value in named.items()]
@@ -98,7 +120,7 @@ class StatLogger:
         self._mark()
 
     def step(self, num_running: int, num_waiting: int, cache_usage: float) -> None:
-        """Call after each step. Rates are means since the last line."""
+        """Log a line after a step, if it is time for one. Rates are means since the last line."""
         elapsed = time.monotonic() - self._time
         if elapsed < self.interval:
             return

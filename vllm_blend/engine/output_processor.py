@@ -2,54 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.engine.detokenizer import with_decoded_tokens
-from vllm_blend.engine.reuse_counts import ReuseCounts, count_reuse
-from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.chunks.retention import RetentionKey
+from vllm_blend.detokenizer import with_decoded_tokens
+from vllm_blend.engine.metrics import ReuseCounts, count_reuse
+from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.layers.sampling_state import check_stop
-from vllm_blend.outputs import BlendStats, CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
-from vllm_blend.request import CompositionKey, Request
-from vllm_blend.worker.model_runner import BlendResult
+from vllm_blend.outputs import BlendStats, CompletionOutput, FlatLogprobs, Logprob, RequestOutput
+from vllm_blend.request import Request
+from vllm_blend.worker.runner_output import BlendResult
 
 Entry = TypeVar("Entry", bound="dict[int, Logprob] | None")
-
-
-@dataclass(eq=False)
-class RequestGroup:
-    """A user's request and the sequences (one per completion) that serve it."""
-
-    request_id: str
-    parsed: ParsedPrompt
-    metrics: RequestMetrics
-    requests: list[Request]
-    final_only: bool = False  # report once, at the end
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    text: str | None = None  # what the prompt's ids decode to, once it has been asked for
-    blend: BlendStats | None = None
-    on_end: Callable[[], None] | None = None  # called once, when nothing more will come
-    thread: int = field(default_factory=threading.get_ident)  # which added it
-
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
 
 
 @dataclass
 class OutputProcessor:
     tokenizer: PreTrainedTokenizerBase | None
     max_model_len: int
-    groups: dict[Request, RequestGroup] = field(default_factory=dict)
 
     def append_token(self, request: Request, token: int, logprobs: dict[int, Logprob] | None) -> bool:
-        """Add a sampled token to its request; True when that ends it."""
+        """Add a sampled token to its request; return whether that ends it."""
         now = time.time()
         request.output_token_ids.append(token)
         if request.metrics.first_token_time is None:
@@ -67,75 +45,56 @@ class OutputProcessor:
             request.finish(*stop)
         return request.finished
 
-    def add_prompt_logprobs(self, request: Request, start: int, entries: list[dict[int, Logprob]]) -> None:
-        """Entries of the positions from `start` + 1 on. What is computed again after a preemption replaces the old."""
-        group = self.groups[request]
+    def add_prompt_logprobs(
+        self, group: RequestGroup, request: Request, start: int, entries: list[dict[int, Logprob]]
+    ) -> None:
+        """Enter what the positions from `start` + 1 on have. What is computed again after a preemption replaces the
+        old."""
         if request is not group.requests[0]:
             return
         decoded = [self._with_text(request, entry) for entry in entries]
         group.prompt_logprobs = [*(group.prompt_logprobs or [None])[: start + 1], *decoded]
 
     def _with_text(self, request: Request, entry: dict[int, Logprob]) -> dict[int, Logprob]:
-        """Add the text of each token, where the request wants text."""
+        """Return the entry with the text of each token, if the request wants text."""
         if self.tokenizer is None or request.params is None or not request.params.detokenize:
             return entry
         return with_decoded_tokens(entry, self.tokenizer)
 
-    def record_blend(self, request: Request, result: BlendResult) -> ReuseCounts | None:
-        """Count what a blended prefill reused. A request blended again after a preemption keeps its first counts: None.
-        What it finds then may be its own."""
+    def record_blend(self, group: RequestGroup, request: Request, result: BlendResult) -> ReuseCounts | None:
+        """Count what a blended prefill reused. Return None for a request that is blended again after a preemption: it
+        keeps its first counts, as what it finds then may be its own."""
         if request.found_in is not None:
             return None
         counts = count_reuse(result)
         request.num_cached_tokens, request.found_in = counts.num_found, dict(counts.found)
-        group = self.groups[request]
-        if group.blend is None:
-            group.blend = BlendStats(
-                selector=result.plan.selector.name,
-                num_reused_tokens=counts.reused,
-                num_recomputed_tokens=counts.recomputed,
-                num_exact_tokens=counts.exact,
-                num_chunks=len(group.parsed.chunk_bounds),
-                recompute_ratio=result.plan.ratio,
-                num_encoded_tokens=counts.encoded,
-                num_merged_parts=group.parsed.num_merged_parts,
-            )
+        _record(group, counts, result.plan)
         return counts
 
-    def record_retained(self, request: Request, composition: CompositionKey, asked: BlendPlan) -> bool:
-        """Count what a prompt reused whose blended context was found in retained pages; False where it is counted
-        already."""
+    def record_retained(self, group: RequestGroup, request: Request, retention: RetentionKey, asked: BlendPlan) -> bool:
+        """Count what a prompt reused whose blended context was found in retained pages. Return whether it had not been
+        counted yet."""
         if request.found_in is not None:
             return False
-        request.found_in = {"retained": composition.num_tokens}
-        group = self.groups[request]
-        if group.blend is None:
-            group.blend = BlendStats(
-                selector=asked.selector.name,
-                num_reused_tokens=composition.num_tokens,
-                num_recomputed_tokens=len(group.parsed.token_ids) - composition.num_tokens,
-                num_exact_tokens=0,
-                num_chunks=len(group.parsed.chunk_bounds),
-                recompute_ratio=asked.ratio,
-                retained=True,
-                num_merged_parts=group.parsed.num_merged_parts,
-            )
+        request.found_in = {"retained": retention.num_tokens}
+        computed = len(group.parsed.token_ids) - retention.num_tokens
+        _record(group, ReuseCounts(0, retention.num_tokens, 0, computed, request.found_in), asked, retained=True)
         return True
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """The state of a group as its user sees it."""
+        """Return the state of a group as its user sees it."""
         errors = [request.error for request in group.requests if request.error]
         prompt_logprobs = group.prompt_logprobs
         return RequestOutput(
             request_id=group.request_id,
             prompt=self._text(group),
-            prompt_token_ids=list(group.parsed.token_ids),  # the caller may change his
-            prompt_logprobs=None if prompt_logprobs is None else _listed(group.requests[0], prompt_logprobs),
+            prompt_token_ids=list(group.parsed.token_ids),  # the caller may change the prompt
+            prompt_logprobs=None if prompt_logprobs is None else _format_logprobs(group.requests[0], prompt_logprobs),
             outputs=[self._completion(request) for request in group.requests],
             finished=group.finished,
             metrics=group.metrics,
             num_cached_tokens=group.requests[0].num_cached_tokens,
-            num_found_tokens=_found(group.requests[0]),
+            num_found_tokens=_count_found_tokens(group.requests[0]),
             blend=group.blend,
             error=errors[0] if errors else None,
         )
@@ -158,20 +117,36 @@ class OutputProcessor:
             text=request.detokenizer.text if request.detokenizer is not None else "",
             token_ids=list(request.output_token_ids),
             cumulative_logprob=sum(chosen) if asked else None,
-            logprobs=_listed(request, request.logprobs) if asked else None,
+            logprobs=_format_logprobs(request, request.logprobs) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
 
 
-def _listed(request: Request, entries: list[Entry]) -> list[Entry] | FlatLogprobs:
+def _record(group: RequestGroup, counts: ReuseCounts, plan: BlendPlan, retained: bool = False) -> None:
+    """Enter the counts of a group's first completion, which are its user's."""
+    if group.blend is None:
+        group.blend = BlendStats(
+            selector=plan.selector.name,
+            num_reused_tokens=counts.reused,
+            num_recomputed_tokens=counts.recomputed,
+            num_exact_tokens=counts.exact,
+            num_chunks=len(group.parsed.chunk_bounds),
+            recompute_ratio=plan.ratio,
+            retained=retained,
+            num_merged_parts=group.parsed.num_merged_parts,
+            num_encoded_tokens=counts.encoded,
+        )
+
+
+def _format_logprobs(request: Request, entries: list[Entry]) -> list[Entry] | FlatLogprobs:
     """Return log-probabilities in the form that the request wants."""
     flat = request.params is not None and request.params.flat_logprobs
     return FlatLogprobs.from_positions(entries) if flat else list(entries)
 
 
-def _found(request: Request) -> dict[str, int]:
-    """Return the prompt tokens that were found, by where."""
+def _count_found_tokens(request: Request) -> dict[str, int]:
+    """Return how many prompt tokens were found in each place."""
     if request.found_in is not None:
         return dict(request.found_in)
     return {"prefix_cache": request.num_cached_tokens} if request.num_cached_tokens else {}

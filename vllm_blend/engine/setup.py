@@ -1,10 +1,13 @@
-"""What an engine learns from a model directory before it loads weights: lengths, token ids, tokenizer, identity."""
+"""What an engine learns from a model directory before it loads weights: lengths, token ids, tokenizer, identity; and
+`llm_engine.model_config`, which tells callers of vLLM about the model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -13,6 +16,7 @@ from vllm_blend.checks import require
 from vllm_blend.config import ModelConfig
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
 from vllm_blend.layers.rope_frequencies import context_lengths
+from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.worker.worker import Worker
 
@@ -21,8 +25,24 @@ logger = logging.getLogger(__name__)
 _NOT_IN_KV = {"max_position_embeddings", "rope_parameters", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedModelConfig(ModelConfig):
+    """The model of an engine under the names of vLLM's `ModelConfig`, with every default resolved."""
+
+    hf_config: Any  # a PretrainedConfig, or what hf_overrides made of it
+
+    @property
+    def hf_text_config(self) -> PretrainedConfig:
+        """Return the part of the Hugging Face config that describes the text model."""
+        text_config: PretrainedConfig = self.hf_config.get_text_config()
+        return text_config
+
+    def get_vocab_size(self) -> int:
+        return int(self.hf_text_config.vocab_size)
+
+
 def checkpoint_dtype(hf_config: PretrainedConfig) -> torch.dtype | None:
-    """The dtype that config.json names, None where it names none."""
+    """Return the dtype that config.json names, None if it names none."""
     named = getattr(hf_config, "dtype", None)  # transformers 4 reads "torch_dtype" into the same attribute
     return named if isinstance(named, torch.dtype) else None
 
@@ -51,7 +71,7 @@ def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> i
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer named in the config, or the model's own, or None where the config asks for none.
+    """Return the tokenizer named in the config, or the model's own, or None if the config asks for none.
 
     Raises ValueError saying where it was looked for.
     """
@@ -65,18 +85,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
 
 
 def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokenizerBase | None) -> ModelFingerprint:
-    """What chunk KV of this engine depends on."""
+    """Return what chunk KV of this engine depends on."""
     directory = Path(config.model)
     if config.load_format == "dummy":
-        weights = f"dummy-{worker.num_layers}x{worker.num_kv_heads}x{worker.head_dim}"
+        weights = f"dummy-{worker.num_layers}x{worker.shape.kv_heads}x{worker.shape.head_dim}"
     else:
         weights = weights_digest(directory) if directory.is_dir() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
     if config.hf_overrides:
-        weights += _overridden(config, worker.hf_config)
-    layers = worker.model_runner.model.model.layers  # type: ignore[union-attr]
-    ropes = list(dict.fromkeys(layer.self_attn.attn.rotary.fingerprint() for layer in layers))  # type: ignore[union-attr]
+        weights += _describe_overrides(config, worker.hf_config)
+    attentions = attention_layers(worker.model_runner.model)
+    ropes = list(dict.fromkeys(attention.rotary.fingerprint() for attention in attentions))
     return ModelFingerprint(
         # A local directory is known by its content: moving it changes nothing.
         model="" if directory.is_dir() else config.model,
@@ -86,12 +106,12 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         rope=" ".join(ropes),
         tokenizer=_tokenizer_digest(tokenizer),
         num_layers=worker.num_layers,
-        num_kv_heads=worker.num_kv_heads,
-        head_dim=worker.head_dim,
+        num_kv_heads=worker.shape.kv_heads,
+        head_dim=worker.shape.head_dim,
     )
 
 
-def _overridden(config: ModelConfig, hf_config: PretrainedConfig) -> str:
+def _describe_overrides(config: ModelConfig, hf_config: PretrainedConfig) -> str:
     """Return a text for what hf_overrides change in the KV, empty for nothing; RoPE is told apart elsewhere."""
     plain = load_hf_config(config.model, config.revision, config.trust_remote_code).to_dict()
     fields = hf_config.to_dict()

@@ -1,34 +1,58 @@
-"""What a step that has been read means for its requests: tokens, blends, KV to keep, and errors."""
+"""What a step means for its requests: tokens, blends, KV to keep, errors, and what is counted of them."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
-from vllm_blend.engine.output_processor import RequestGroup
+from vllm_blend.engine.extension import Extension
+from vllm_blend.engine.metrics import EngineMetrics
+from vllm_blend.engine.output_processor import OutputProcessor
+from vllm_blend.engine.requests import LiveRequests, RequestGroup
 from vllm_blend.layers.sampler import SamplerOutput
 from vllm_blend.request import Request
-from vllm_blend.worker.model_runner import BlendResult, RunnerOutput
-
-if TYPE_CHECKING:
-    from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.worker.runner_output import BlendResult, RunnerOutput
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StepResults:
-    """Hands the results of steps on, in the order in which these were queued."""
+    """Hands the results of steps on, in the order in which these were queued. `decoder` is the decoder stack, which
+    carries the public blending hooks."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.last_collected: list[int] = []  # the prompt whose KV `hack_kv` holds
+    requests: LiveRequests
+    processor: OutputProcessor
+    metrics: EngineMetrics
+    extensions: list[Extension]
+    decoder: Any
+    last_collected: list[int] = field(default_factory=list)  # the prompt whose KV `hack_kv` holds
+
+    def count_scheduled(self, scheduled: SchedulerOutput) -> None:
+        """Count what requests of a new step found in pages that earlier ones have filled."""
+        for item in scheduled.scheduled:
+            retention = item.request.retention
+            if retention is not None and not item.is_blend and item.start == retention.num_tokens:
+                group = self.requests.groups[item.request]
+                asked = self.requests.composer.planner.plan(group.parsed)
+                if self.processor.record_retained(group, item.request, retention, asked):
+                    self.metrics.count_found("retained", retention.num_tokens)
+        for request in scheduled.admitted:
+            if request.params is None:
+                continue
+            self.metrics.prompt_tokens += request.num_prompt_tokens
+            if request.exact and self.requests.scheduler.blocks.enable_prefix_caching:
+                self.metrics.prefix_cache_queries += request.num_prompt_tokens
+                self.metrics.prefix_cache_hits += request.num_cached_tokens
+                self.metrics.count_found("prefix_cache", request.num_cached_tokens)
 
     def process(self, scheduled: SchedulerOutput, result: RunnerOutput) -> list[RequestGroup]:
-        """The groups of the requests that advanced or failed. Waits for the step's tokens."""
+        """Wait for a step's tokens, and return the groups of the requests that advanced or failed."""
         touched: dict[RequestGroup, None] = {}
         for request, blend in result.blends.items():
-            if request in self.engine.processor.groups:
+            if request in self.requests.groups:
                 self.record_blend(request, blend)
         for request, error in result.errors.items():
             self._fail(request, error, touched)
@@ -37,9 +61,10 @@ class StepResults:
             if request.finished:
                 continue
             if request in result.prompt_logprobs:
-                self.engine.processor.add_prompt_logprobs(request, item.start, result.prompt_logprobs[request])
+                group = self.requests.groups[request]
+                self.processor.add_prompt_logprobs(group, request, item.start, result.prompt_logprobs[request])
             if request.collect_from is not None and item.start < request.num_prompt_tokens <= item.stop:
-                self._collected(request)
+                self._store_collected_kv(request)
         if result.tokens is not None:
             self._append_drawn(scheduled, result, result.tokens.result(), touched)
         return list(touched)
@@ -52,6 +77,7 @@ class StepResults:
         touched: dict[RequestGroup, None],
     ) -> None:
         drafted = {item.request: item for item in scheduled.scheduled if item.drafts}
+        extensions = [each for each in self.extensions if type(each).verify is not Extension.verify]
         row = 0
         for request in result.sampled:
             item = drafted.get(request)
@@ -61,9 +87,9 @@ class StepResults:
             request.num_in_flight -= 1
             if request.finished:
                 continue
-            touched[self.engine.processor.groups[request]] = None
-            if self.engine.speculation is not None:
-                rows = rows[: self.engine.speculation.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
+            touched[self.requests.groups[request]] = None
+            for extension in extensions:
+                rows = rows[: extension.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
             self._append_rows(request, rows, tokens, item, touched)
 
     def _append_rows(
@@ -79,36 +105,36 @@ class StepResults:
             if row in tokens.errors:
                 self._fail(request, tokens.errors[row], touched)
                 return
-            self.engine.metrics.generation_tokens += 1
-            ends = self.engine.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row])
+            self.metrics.generation_tokens += 1
+            ends = self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row])
             if item is not None and (ends or row == rows[-1]):
-                self.engine.scheduler.accept(item, index)
+                self.requests.scheduler.accept(item, index)
             if ends:
-                self.engine.finish(request, request.finish_reason or "stop")
+                self.requests.finish(request, request.finish_reason or "stop")
                 return
 
     def record_blend(self, request: Request, blend: BlendResult) -> None:
-        """What a blend computed, for its user, the metrics and the hooks."""
-        counts = self.engine.processor.record_blend(request, blend)
+        """Enter what a blend computed, for its user, the metrics and the hooks."""
+        counts = self.processor.record_blend(self.requests.groups[request], request, blend)
         if counts is not None:
-            self.engine.metrics.count_blend(counts)
+            self.metrics.count_blend(counts)
         plan = blend.plan
-        self.engine.decoder.cache_fuse_metadata.update(
+        self.decoder.cache_fuse_metadata.update(
             imp_indices=blend.computed_with_suffix(),
             org_seq_len=plan.num_prompt_tokens,
             original_slot_mapping=blend.all_slots,
             our_slot_mapping=blend.computed_slots,
         )
 
-    def _collected(self, request: Request) -> None:
-        """The prompt of a request that keeps its KV is complete."""
+    def _store_collected_kv(self, request: Request) -> None:
+        """Store the KV of a request that keeps it, now that its prompt is complete."""
         if request.params is None:
-            self.engine.finish_encoding(request)
+            self.requests.finish_encoding(request)
             return
         if request.output_token_ids:
             return
         kv = request.collected_kv().flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
-        for layer, (k, v) in zip(self.engine.decoder.layers, zip(*kv, strict=True), strict=True):
+        for layer, (k, v) in zip(self.decoder.layers, zip(*kv, strict=True), strict=True):
             layer.self_attn.hack_kv = [k, v]
         self.last_collected = list(request.prompt_token_ids)
         request.collected.clear()
@@ -118,5 +144,5 @@ class StepResults:
         if not request.finished:
             logger.warning("request %s failed: %s", request.request_id, error)
             request.error = error
-            self.engine.finish(request, "error")
-            touched[self.engine.processor.groups[request]] = None
+            self.requests.finish(request, "error")
+            touched[self.requests.groups[request]] = None

@@ -1,4 +1,4 @@
-"""Beam search, built on ordinary requests of one token each: the prefix cache has what their prompts share."""
+"""Beam search, built on ordinary requests of one token each: the prefix cache holds what their prompts share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 from vllm_blend.checks import check_field_types, require
 from vllm_blend.engine.llm_engine import LLMEngine
-from vllm_blend.engine.request_checks import check_length
-from vllm_blend.inputs import ParsedPrompt, PromptType, parse_prompt
+from vllm_blend.engine.request_builder import check_length
+from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.outputs import Logprob, RequestOutput
+from vllm_blend.prompt_parser import parse_prompt
 from vllm_blend.sampling_params import SamplingParams
 
 Run = Callable[[list[ParsedPrompt], SamplingParams], list[RequestOutput]]
@@ -23,7 +24,7 @@ class BeamSearchParams:
     """Settings of a beam search, with vLLM's names and meanings.
 
     beam_width: how many sequences are kept after each token, and returned.
-    max_tokens: most tokens that a sequence may add to its prompt.
+    max_tokens: the most tokens that a sequence may add to its prompt.
     ignore_eos: treat the end-of-sequence tokens as any other token.
     temperature: sequences are always scored in the model's own distribution. Above 0, each sequence may also be
         continued by a token that is drawn at this temperature, besides its 2 * beam_width most likely ones.
@@ -51,8 +52,8 @@ class BeamSearchSequence:
     """A sequence that a beam search found.
 
     `tokens` and `text` begin with the prompt; `text` is None without a tokenizer. `logprobs` has the candidates at each
-    generated token, and `cum_logprob` is the sum over the chosen ones. `finish_reason` is "stop" where an
-    end-of-sequence token, which is then `stop_reason`, ended the sequence, and otherwise "length".
+    generated token, and `cum_logprob` is the sum over the chosen ones. `finish_reason` is "stop" if an
+    end-of-sequence token, which is then `stop_reason`, ended the sequence, else "length".
     """
 
     tokens: list[int]
@@ -63,9 +64,10 @@ class BeamSearchSequence:
     stop_reason: int | None = None
 
     def score(self, length_penalty: float, num_tokens: int | None = None) -> float:
-        """Return what sequences are ranked by; with `num_tokens`, what it would be at that length."""
+        """Return the score that sequences are ranked by; with `num_tokens`, its score at that length."""
         length = len(self.tokens) - (self.finish_reason == "stop") if num_tokens is None else num_tokens
-        return self.cum_logprob / length**length_penalty
+        penalty: float = length**length_penalty
+        return self.cum_logprob / penalty
 
 
 @dataclass
@@ -113,7 +115,7 @@ def beam_search(
 
 
 def _step_params(engine: LLMEngine, params: BeamSearchParams) -> SamplingParams:
-    """Return what the requests are given: twice as many candidates as there are beams, so that enough go on even if
+    """Return the parameters of the requests: twice as many candidates as there are beams, so that enough go on even if
     each beam may end."""
     count = min(2 * params.beam_width, engine.hf_config.vocab_size)
     most = engine.config.model.max_logprobs
@@ -128,7 +130,7 @@ def _step_params(engine: LLMEngine, params: BeamSearchParams) -> SamplingParams:
 def _begin(engine: LLMEngine, prompt: PromptType, index: int, params: BeamSearchParams) -> _Search:
     parsed = parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size, engine.max_model_len)
     check_length(parsed, engine.max_model_len)
-    if engine.composer.blends(parsed) or engine.decoder.cache_fuse_metadata.get("check"):
+    if engine.planner.blends(parsed) or engine.decoder.cache_fuse_metadata.get("check"):
         raise ValueError(
             f"prompts[{index}] would be blended, which a beam search cannot do: every sequence would be computed over "
             "another blend. Give it as plain text or token ids"
@@ -179,8 +181,8 @@ def _best(sequences: list[BeamSearchSequence], params: BeamSearchParams) -> list
 
 
 def _is_decided(search: _Search, params: BeamSearchParams) -> bool:
-    """Return whether no beam can come to rank among the best that have ended: log-probabilities only add up to less,
-    and a positive length penalty favours a sequence most at its greatest length."""
+    """Return whether no beam can still rank among the best that have ended: log-probabilities only add up to less, and
+    a positive length penalty favours a sequence most at its greatest length."""
     search.ended = _best(search.ended, params)
     if len(search.ended) < params.beam_width:
         return False

@@ -1,4 +1,4 @@
-"""`vllm-blend COMMAND ...`: the commands, each loaded when it is used. `python -m vllm_blend` is the same."""
+"""`vllm-blend COMMAND ...`: the commands, each loaded only when it is used. `python -m vllm_blend` does the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 # Name -> the module whose main(arguments) it is (an exit status, or None for 0), and what it does.
 COMMANDS = {
     "check-model": (
-        "vllm_blend.pipeline.quality.check_model",
-        "how little of a context a model may recompute before its answers suffer",
+        "vllm_blend.quality.check_model",
+        "find how little of a context a model must recompute to keep its answers",
     ),
     "finetune": (
         "vllm_blend.finetune.command",

@@ -16,15 +16,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_whole
-from vllm_blend.chunks.chat_prompt import chat_prompts, make_chat_template
+from vllm_blend.chunks.chat_prompt import chat_prompts
+from vllm_blend.chunks.chat_template import make_chat_template
 from vllm_blend.chunks.messages import parse_conversations
-from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.driver import Inbox
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine.lock import current
 from vllm_blend.engine.metrics import Metric
-from vllm_blend.engine.own_device import current
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from vllm_blend.entrypoints.unsupported_methods import UNSUPPORTED_LLM_METHODS
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
@@ -32,6 +32,7 @@ from vllm_blend.outputs import CompletionOutput, RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.sampling_params import SamplingParams
 from vllm_blend.unsupported import refuse_methods
+from vllm_blend.unsupported.llm_methods import UNSUPPORTED_LLM_METHODS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -212,7 +213,9 @@ class LLM:
     def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
         """Return `func` of the model, one result per worker."""
         with self.llm_engine.lock, current(self.llm_engine.device):
-            return [func(self.llm_engine.model_executor.driver_worker.model_runner.model)]
+            model = self.llm_engine.model_executor.driver_worker.model_runner.model
+            assert isinstance(model, nn.Module)  # as every model is that `load_model` built
+            return [func(model)]
 
     def collective_rpc(
         self,
@@ -239,7 +242,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free the model and the KV cache, write what the chunk stores still have to write, and close them. Any later
-        call is a RuntimeError, but `shutdown`. Calls that other threads are in end with that error too."""
+        call but `shutdown` is a RuntimeError. Calls that other threads are in end with that error too."""
         self.llm_engine.shutdown()
 
     def __enter__(self: Own) -> Own:
@@ -257,7 +260,7 @@ class LLM:
         priority: int,
         failed: dict[str, Exception],
     ) -> str:
-        """Queue a prompt, or enter the error with which it is refused into `failed`. Returns its id."""
+        """Queue a prompt, or put the error with which it is refused into `failed`. Return its id."""
         engine = self.llm_engine
         with engine.lock:
             # Requests that were added to the engine directly may have taken an id.
@@ -266,12 +269,12 @@ class LLM:
             try:
                 engine.add_request(request_id, prompt, params, arrival_time, final_only=True, priority=priority)
             except (ValueError, TypeError) as error:
-                engine.driver.refused(request_id, inbox)
+                engine.driver.stop_expecting(request_id, inbox)
                 failed[request_id] = error
         return request_id
 
     def _run(self, inbox: Inbox, finished: dict[str, RequestOutput], use_tqdm: bool | Callable[..., tqdm]) -> None:
-        """Wait for the outputs that `finished` lacks, and enter them."""
+        """Wait for the outputs that `finished` lacks, and put them there."""
         total = len(inbox.request_ids) + len(finished)
         new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with new_bar(total=total, initial=len(finished), desc="Processed prompts") as bar:
@@ -295,17 +298,14 @@ def as_batch(prompts: PromptType | Sequence[PromptType] | None, prompt_token_ids
         prompts = prompt_token_ids
     if isinstance(prompts, bytes) or not isinstance(prompts, (str, dict, Sequence)):
         raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
-    batch: list[Any] = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
-    return batch
+    given: Any = prompts
+    is_one = isinstance(given, (str, dict)) or (bool(given) and is_whole(given[0]))
+    return [given] if is_one else list(given)
 
 
 def _check_no_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; leave it None")
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    return bool(prompts) and is_whole(prompts[0])
 
 
 def _failed_output(request_id: str, error: Exception) -> RequestOutput:

@@ -1,11 +1,11 @@
 """Attention over reused chunks, exactly as reuse computes it, inside a whole-sequence forward of transformers.
 
-A mask alone is not reuse. A reused chunk was encoded right after the prefix: its tokens saw the prefix close before
-them, while in a masked prompt they would see it as far away as it really is, and could read their place in the prompt
-off that distance. Reuse hides that place, which is most of what it breaks. So the scores of a chunk's tokens with the
+A mask alone is not reuse. A reused chunk was encoded right after the prefix: its tokens saw the prefix right before
+them, whereas in a masked prompt they would see it at its real distance, and could read their place in the prompt off
+that distance. Reuse hides that place, which is most of what it breaks. So the scores between a chunk's tokens and the
 prefix are taken at the encoding distance: the rotated query is turned back by the token's shift (rotations compose).
-All other scores are right as they are: within a chunk only the difference of positions counts, and whatever looks at
-chunks afterwards sees their keys rotated to where they stand.
+All other scores are right as they are: within a chunk only the difference of positions counts, and tokens that look at
+chunks afterwards see their keys rotated to where they stand.
 
 Both kinds of scores come from one call: queries [q, q turned back] against keys [k or 0, 0 or k in the prefix].
 """
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from vllm_blend.finetune.masks import Reuse, additive, visible
 from vllm_blend.finetune.rows import PREFIX
 
-NAME = "vllm_blend_reuse"  # of this attention among transformers' implementations
+NAME = "vllm_blend_reuse"  # among transformers' attention implementations
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the same frequencies at every length
 
@@ -44,7 +44,8 @@ def reuse_attention(
     reuse_prefix: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers. Without the arguments of `reuse_arguments` it is ordinary attention."""
+    """Compute attention, as a function of transformers. Without the arguments of `reuse_arguments` it is ordinary
+    attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if reuse_turn is not None and reuse_prefix is not None:
         turned = _rotate(query.float(), *reuse_turn)
@@ -61,16 +62,18 @@ def reuse_attention(
 
 
 def register() -> None:
-    """Make the attention known to transformers, as `attn_implementation=NAME`. Again is the same as once."""
+    """Make the attention known to transformers, as `attn_implementation=NAME`. It may be called again."""
     AttentionInterface.register(NAME, reuse_attention)
 
 
 def reuse_arguments(
     model: PreTrainedModel, ids: torch.Tensor, chunks: torch.Tensor, reuse: Reuse, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Keyword arguments of `model(...)` for rows of which this is reused; logits of the rows' tokens come first.
+    """Return keyword arguments of `model(...)` for rows that reuse `reuse`; the logits of the rows' own tokens come
+    first.
 
-    ids, chunks: [batch, length], see `Rows`. dtype: of the scores' mask, that in which attention computes.
+    `ids` and `chunks` are [batch, length], see `Rows`. `dtype` is that of the scores' mask, in which attention
+    computes.
     """
     angles = reuse.shift[:, None, :, None] * -model.model.rotary_emb.inv_freq.float()
     prefix = chunks.gather(1, reuse.source) == PREFIX
@@ -84,7 +87,7 @@ def reuse_arguments(
 
 
 def check_supported(config: Any, where: str) -> None:
-    """ValueError, naming the field of `config.json`, for a model whose attention this is not."""
+    """Raise ValueError that names the field of `config.json`, for a model whose attention differs from this one."""
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"{where}: model_type is {config.model_type!r}; only {', '.join(MODEL_TYPES)} can be trained")
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -4,8 +4,9 @@
     vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset train_musique.json --steps 2000
 
 Prompts are computed in full, from chunks that were encoded on their own, or with a share of the chunks' tokens
-computed again; the answers are what is mostly trained. It takes Llama, Qwen2 and Qwen3 models of transformers.
-docs/finetune.md explains it. It ends with status 0, or 2 for bad input, before any work, and where training diverges.
+recomputed; most of the training goes into the answers. Llama, Qwen2 and Qwen3 models of transformers can be trained.
+docs/finetune.md explains the method. The exit status is 0, or 2 for bad input (before any work) and if training
+diverges.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from vllm_blend.devices import resolve_device
 from vllm_blend.finetune import attention
 from vllm_blend.finetune.loop import TrainingPlan, train
 from vllm_blend.finetune.masks import MaskShares
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE, RowPool, Rows, pad_rows
 from vllm_blend.finetune.samples import sample_rows
 from vllm_blend.finetune.saving import check_output, save_model
-from vllm_blend.finetune.worlds import WorldRows, seeds_of_run, world_shards
+from vllm_blend.finetune.worlds import WorldRows, run_seeds, world_shards
 
 BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to come: how many, of how many tokens, and a context whose value makes them."""
+    """Rows to come: how many, how many tokens each, and a context manager that yields them."""
 
     rows: int
     length: int
@@ -43,12 +45,12 @@ class Source:
 
 
 def finetune(args: argparse.Namespace, say: Any) -> int:
-    """The command. Raises ValueError or OSError for bad input."""
+    """Run the command. Raises ValueError or OSError for bad input."""
     plan = make_plan(args)
     check_output(args.output)
     config = AutoConfig.from_pretrained(args.model)
     attention.check_supported(config, args.model)
-    device = choose_device(args.device)
+    device = resolve_device(args.device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     source = make_source(args, tokenizer, config.max_position_embeddings, say)
     attention.register()
@@ -69,19 +71,13 @@ def make_plan(args: argparse.Namespace) -> TrainingPlan:
     shares = MaskShares(args.full, args.isolated, args.max_recomputed)
     names = ["batch_size", "minutes", "steps", "learning_rate", "warmup_steps", "weight_decay"]
     names += ["save_minutes", "log_steps", "seed"]
-    compiled = choose_device(args.device).type == "cuda" if args.compile is None else args.compile
+    compiled = resolve_device(args.device).type == "cuda" if args.compile is None else args.compile
     return TrainingPlan(**{name: getattr(args, name) for name in names}, shares=shares, compile=compiled)
 
 
-def choose_device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("--device cuda: PyTorch sees no CUDA device; use --device cpu")
-    return torch.device(("cuda" if available else "cpu") if name == "auto" else name)
-
-
 def make_source(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, positions: int, say: Any) -> Source:
-    """Where rows come from, by --worlds or --dataset. Data sets are read at once; worlds are made meanwhile."""
+    """Return the source of rows that --worlds or --dataset names. Data sets are read at once; worlds are made during
+    training."""
     longest = min(positions, 1024 if args.worlds else positions) if args.max_length is None else args.max_length
     if not 0 < longest <= positions:
         raise ValueError(f"--max-length is {longest}: use 1 to {positions}, as the model has {positions} positions")
@@ -95,7 +91,7 @@ def make_source(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, po
             raise ValueError(f"--workers is {args.workers}: use 0 or more processes")
         worlds = WorldRows(backend.to_str(), bos, padding, longest - longest % LENGTH_MULTIPLE)
         worlds.check()
-        seeds = seeds_of_run(args.seed, args.prompts)
+        seeds = run_seeds(args.seed, args.prompts)
         return Source(args.prompts, worlds.length, world_shards(worlds, seeds, args.workers))
 
     def encode(text: str) -> list[int]:
@@ -109,7 +105,7 @@ def make_source(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, po
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """What the tokenizer puts before a text, where it does."""
+    """Return the BOS that the tokenizer puts before a text, or None if it puts none."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos] else None
 
@@ -126,16 +122,16 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--dataset", type=Path, nargs="+", metavar="FILE", help="train on data sets, one question a prompt"
     )
-    add("--style", help="how data sets are asked (musique, wikimqa, samsum), where a file's name does not say it")
-    add("--minutes", type=float, help="of training, compilation included")
-    add("--steps", type=int, help="of training; with --minutes, whichever is up first")
+    add("--style", help="how to ask data sets (musique, wikimqa, samsum), if a file's name does not say it")
+    add("--minutes", type=float, help="minutes of training, with compilation")
+    add("--steps", type=int, help="steps of training; with --minutes, the first limit ends it")
     add("--prompts", type=int, default=120_000, help="with --worlds: how many prompts to make (default: %(default)s)")
     workers = os.cpu_count() or 1
     add("--workers", type=int, default=workers, help="with --worlds: processes that make them (default: %(default)s)")
     add(
         "--max-length",
         type=int,
-        help="of a prompt with its answers, in tokens (default: the model's positions, with --worlds at most 1024)",
+        help="longest prompt with its answers, in tokens (default: the model's positions, with --worlds at most 1024)",
     )
     add("--full", type=float, default=shares.full, help="share of prompts computed in full (default: %(default)s)")
     add("--isolated", type=float, default=shares.isolated, help="share of prompts all reused (default: %(default)s)")
@@ -146,13 +142,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="of the other prompts, at most this share of the chunks' tokens is recomputed (default: %(default)s)",
     )
     add("--batch-size", type=int, default=plan.batch_size, help="prompts in a step (default: %(default)s)")
-    add("--learning-rate", type=float, default=plan.learning_rate, help="its peak (default: %(default)s)")
-    add("--warmup-steps", type=int, default=plan.warmup_steps, help="up to the peak (default: %(default)s)")
-    add("--weight-decay", type=float, default=plan.weight_decay, help="of matrices (default: %(default)s)")
-    add("--save-minutes", type=float, help="also write the model this often (default: at the end only)")
-    add("--log-steps", type=int, default=plan.log_steps, help="between lines about progress (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of worlds, masks and order (default: %(default)s)")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: %(default)s)")
+    add("--learning-rate", type=float, default=plan.learning_rate, help="peak learning rate (default: %(default)s)")
+    add("--warmup-steps", type=int, default=plan.warmup_steps, help="steps up to the peak (default: %(default)s)")
+    add("--weight-decay", type=float, default=plan.weight_decay, help="weight decay of matrices (default: %(default)s)")
+    add("--save-minutes", type=float, help="minutes between checkpoints (default: only one, at the end)")
+    add("--log-steps", type=int, default=plan.log_steps, help="steps between progress reports (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of worlds, masks and order (default: %(default)s)")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto, cpu or cuda (default: %(default)s)")
     add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on a GPU)")
     return parser
 

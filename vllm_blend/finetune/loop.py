@@ -15,19 +15,20 @@ from transformers import PreTrainedModel
 
 from vllm_blend.finetune.attention import reuse_arguments
 from vllm_blend.finetune.masks import KINDS, MaskShares, Reuse, draw_reuse
-from vllm_blend.finetune.rows import Batch, RowPool, Rows
+from vllm_blend.finetune.rows import RowBatch, RowPool, Rows
 
-FIRST_BATCHES = 8  # rows to begin with, where more are still being made
-FINAL_RATE = 0.02  # of the learning rate
+FIRST_BATCHES = 8  # batches of rows to begin with, while more are being made
+FINAL_RATE = 0.02  # share of the peak learning rate
 BETAS = (0.9, 0.95)
 LONGEST_GRADIENT = 1.0
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """minutes and steps: whichever is up first ends training; None for no limit, but not both. The learning rate rises
-    over `warmup_steps` and falls linearly over the last `decay_share` of the minutes or steps. shares is None where
-    nothing is ever reused: the model then runs without masks. compile: by torch.compile."""
+    """The settings of a training run. `minutes` and `steps`: the first limit that is reached ends training; None for no
+    limit, but not both. The learning rate rises over `warmup_steps` and falls linearly over the last `decay_share` of
+    the minutes or steps. `shares` is None if nothing is ever reused: the model then runs without masks. `compile` uses
+    torch.compile."""
 
     batch_size: int = 64
     minutes: float | None = None
@@ -51,22 +52,24 @@ class TrainingPlan:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be a number above 0")
         for name in ("warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be a number from 0 on")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be a number, at least 0"
+                )
 
     def done(self, seconds: float, step: int) -> float:
-        """Share of the training that is over, after `step` steps."""
+        """Return the share of the training that is over, after `step` steps."""
         by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
         return max(by_time, step / self.steps if self.steps else 0.0)
 
     def rate(self, step: int, done: float) -> float:
-        """Learning rate of step `step`, counted from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         rising = min(1.0, (step + 1) / max(1, self.warmup_steps))
         return self.learning_rate * rising * max(FINAL_RATE, min(1.0, (1 - done) / self.decay_share))
 
 
 @dataclass(frozen=True)
-class Progress:
-    """After `step` steps. accuracy: of answer tokens in the last batch, by kind of mask, where the batch had any."""
+class TrainingProgress:
+    """The state after `step` steps. `accuracy` is that of answer tokens in the last batch, by kind of mask in it."""
 
     step: int
     seconds: float
@@ -83,26 +86,26 @@ def train(
     pool: RowPool,
     arriving: Iterator[Rows],
     plan: TrainingPlan,
-    report: Callable[[Progress], None],
+    report: Callable[[TrainingProgress], None],
     save: Callable[[], None] = lambda: None,
-) -> Progress:
-    """Train `model` in place, on its device. `save` is called every `save_minutes`, not at the end.
-    ValueError where the loss of a step that is reported or saved is not finite.
+) -> TrainingProgress:
+    """Train `model` in place, on its device. `save` is called every `save_minutes`, but not at the end. Raises
+    ValueError if the loss of a step that is reported or saved is not finite.
 
-    On a GPU the products are computed in bfloat16; weights and optimizer are float32 (the model must be).
+    On a GPU, products are computed in bfloat16; weights and optimizer are float32 (the model must be).
     """
     device = model.device
     half = device.type == "cuda"
     if half:
         torch.set_float32_matmul_precision("high")
-        torch.backends.cuda.enable_cudnn_sdp(False)  # queries are wider than values: cuDNN's backward takes only equal
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward needs queries as wide as values
     drawing = torch.Generator(device).manual_seed(plan.seed)
     optimizer = _optimizer(model, plan, fused=half)
     forward: Any = torch.compile(model) if plan.compile else model
     model.train()
     all_here = _receive(pool, arriving, FIRST_BATCHES * plan.batch_size)
     start = saved = time.perf_counter()
-    step, progress = 0, Progress(0, 0.0, float("nan"), {})
+    step, progress = 0, TrainingProgress(0, 0.0, float("nan"), {})
     while (done := plan.done(time.perf_counter() - start, step)) < 1 or step == 0:
         if not all_here:
             all_here = _receive(pool, arriving)
@@ -124,7 +127,7 @@ def train(
         step += 1
         now = time.perf_counter()
         if step % plan.log_steps == 0 or step in (1, 10) or plan.done(now - start, step) >= 1:
-            progress = Progress(step, now - start, loss.item(), accuracies(logits, batch, reuse))
+            progress = TrainingProgress(step, now - start, loss.item(), accuracies(logits, batch, reuse))
             report(progress)
             _check_loss(progress.loss, step)
         if plan.save_minutes is not None and now - saved > 60 * plan.save_minutes:
@@ -137,21 +140,22 @@ def train(
 def _check_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise ValueError(
-            f"the loss is {loss} after {step} steps, and the model is spoilt: lower --learning-rate, or raise "
+            f"the loss is {loss} after {step} steps, and the model is ruined: lower --learning-rate, or raise "
             "--warmup-steps"
         )
 
 
-def weighted_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the next token, by the tokens' weights. logits: [batch, length, vocabulary]."""
+def weighted_loss(logits: torch.Tensor, batch: RowBatch) -> torch.Tensor:
+    """Return the mean cross-entropy of the next token, by the tokens' weights. `logits` is [batch, length,
+    vocabulary]."""
     weights, targets = batch.weights[:, 1:], batch.ids[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="none")
     return (losses.view_as(weights) * weights).sum() / weights.sum()
 
 
 @torch.no_grad()
-def accuracies(logits: torch.Tensor, batch: Batch, reuse: Reuse | None) -> dict[str, float]:
-    """Share of answer tokens that are the likeliest, by kind of mask."""
+def accuracies(logits: torch.Tensor, batch: RowBatch, reuse: Reuse | None) -> dict[str, float]:
+    """Return the share of answer tokens that the model finds likeliest, by kind of mask."""
     answers = batch.answers[:, 1:]
     right = (logits[:, :-1].argmax(-1) == batch.ids[:, 1:]) & answers
     kinds = torch.zeros(len(answers), dtype=torch.int64, device=answers.device) if reuse is None else reuse.kinds
@@ -167,8 +171,8 @@ def _optimizer(model: PreTrainedModel, plan: TrainingPlan, fused: bool) -> torch
 
 
 def _receive(pool: RowPool, arriving: Iterator[Rows], at_least: int = 0) -> bool:
-    """Put the rows that are there into the pool, and wait until it has `at_least`; whether all have come."""
-    ready = getattr(arriving, "next", None)  # of a pool of processes; another iterator makes rows when asked
+    """Put the rows that have arrived into the pool, and wait until it has `at_least`; return whether all have come."""
+    ready = getattr(arriving, "next", None)  # a pool of processes has it; other iterators make rows on demand
     while True:
         try:
             pool.add(next(arriving) if ready is None or len(pool) < at_least else ready(timeout=0))

@@ -1,4 +1,4 @@
-"""Training rows: prompts with answers as padded arrays, and the growing set of them that a training run draws from."""
+"""Training rows: prompts with answers as padded arrays, and the growing pool that a training run draws from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-CONTEXT_WEIGHT = 5  # of every token that is no answer, in tenths: the model stays a language model
+CONTEXT_WEIGHT = 5  # of every token outside answers, in tenths: the model stays a language model
 ANSWER_WEIGHT = 200  # of a whole answer, in tenths: a long one weighs no more than a short one
 LEAST_ANSWER_TOKEN_WEIGHT = 10
-LENGTH_MULTIPLE = 8  # rows are padded to it: attention kernels with a mask want it
+LENGTH_MULTIPLE = 8  # rows are padded to it, as attention kernels with a mask need it
 
-PREFIX, SUFFIX = 0, -1  # `chunks` of tokens before the chunks, and of those after them (padding too)
+PREFIX, SUFFIX = 0, -1  # in `chunks`: tokens before the chunks, and those after them (with padding)
 
 Encode = Callable[[str], list[int]]
 
@@ -33,7 +33,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt with its answers, not padded."""
+    """One prompt with its answers, without padding."""
 
     ids: list[int]
     weights: list[int]
@@ -46,8 +46,8 @@ class Row:
 def make_row(
     prefix: str, chunks: Sequence[str], turns: Iterable[tuple[str, str]], encode: Encode, bos: int | None, length: int
 ) -> Row | None:
-    """A prompt's pieces, tokenized one by one as the engine does it, with as many of its (question, answer) as fit
-    `length` tokens, one after another. None if not even the first of them fits."""
+    """Return a prompt's pieces, tokenized one by one as the engine does it, with as many of its (question, answer)
+    turns as fit `length` tokens, one after another; None if not even the first turn fits."""
     ids = encode(prefix)
     if bos is not None and ids[:1] != [bos]:
         ids = [bos, *ids]
@@ -68,7 +68,7 @@ def make_row(
 
 
 def pad_rows(rows: Sequence[Row], length: int, padding: int) -> Rows:
-    """The rows as arrays of `length` tokens."""
+    """Return the rows as arrays of `length` tokens."""
     shape = (len(rows), length)
     ids, weights = np.full(shape, padding, np.int32), np.zeros(shape, np.uint8)
     chunks = np.full(shape, SUFFIX, np.int16)
@@ -78,7 +78,7 @@ def pad_rows(rows: Sequence[Row], length: int, padding: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """Tensors [batch, length] on the training device: ids int64, weights float32 (1 = an ordinary token), chunks int16,
     and which tokens are answers."""
 
@@ -103,22 +103,22 @@ class RowPool:
         return self.count
 
     def add(self, rows: Rows) -> None:
-        """Take as many of the rows as there is room for."""
-        room = min(len(rows), len(self.ids) - self.count)
-        here = slice(self.count, self.count + room)
+        """Take as many of the rows as fit the pool's capacity."""
+        taken = min(len(rows), len(self.ids) - self.count)
+        here = slice(self.count, self.count + taken)
         for own, given in ((self.ids, rows.ids), (self.weights, rows.weights), (self.chunks, rows.chunks)):
-            own[here] = torch.from_numpy(given[:room]).to(own.device)
-        self.count += room
+            own[here] = torch.from_numpy(given[:taken]).to(own.device)
+        self.count += taken
 
-    def draw(self, size: int) -> Batch:
-        """The next `size` rows of a random order; a new order over all rows begins where fewer are left."""
+    def draw(self, size: int) -> RowBatch:
+        """Return the next `size` rows of a random order. When fewer are left, a new order over all rows begins."""
         if self._used + size > len(self._order):
             orders = [torch.randperm(self.count, generator=self._generator) for _ in range(-(-size // self.count))]
             self._order, self._used, self.epoch = torch.cat(orders), 0, self.epoch + 1
         chosen = self._order[self._used : self._used + size].to(self.ids.device)
         self._used += size
         weights = self.weights[chosen]
-        return Batch(
+        return RowBatch(
             ids=self.ids[chosen].long(),
             weights=weights.float() * 0.1,
             chunks=self.chunks[chosen],

@@ -1,4 +1,4 @@
-"""Training rows from data sets in the formats of `pipeline/datasets.py`: one question a prompt."""
+"""Make training rows from data sets in the formats of `pipeline/datasets.py`: one question a prompt."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from pathlib import Path
 
 from vllm_blend.finetune.rows import Encode, Row, make_row
 from vllm_blend.pipeline.datasets import load_dataset, normalize_sample
-from vllm_blend.pipeline.prompts import PROMPT_STYLES, build_qa_prompt, prompt_for
+from vllm_blend.pipeline.prompts import build_qa_prompt, find_style
 
 
 def sample_rows(
     paths: Sequence[Path], style: str | None, encode: Encode, bos: int | None, length: int
 ) -> tuple[list[Row], list[str]]:
-    """A row for each sample (its first answer is the one to give), and the ids of those longer than `length` tokens.
+    """Return a row for each sample, with its first answer, and the ids of the samples longer than `length` tokens.
 
-    Raises FileNotFoundError, or ValueError naming the file, the field and the fix; also if nothing is left.
+    Raises FileNotFoundError, or ValueError that names the file, the field and the fix, also if no row is left.
     """
     rows, left_out = [], []
-    if style is not None and style not in PROMPT_STYLES:
-        raise ValueError(f"--style {style!r} is unknown: use one of {', '.join(PROMPT_STYLES)}")
     for path in paths:
-        name = style or _style_of(path)
+        name = find_style(style, path).name
         for index, raw in enumerate(load_dataset(path)):
             sample = normalize_sample(raw, index)
             prompt = build_qa_prompt(sample, name)
@@ -37,13 +35,3 @@ def sample_rows(
             "use a model with more positions"
         )
     return rows, left_out
-
-
-def _style_of(path: Path) -> str:
-    try:
-        return prompt_for(path).name
-    except ValueError as error:
-        raise ValueError(
-            f"cannot tell how to ask data set {str(path)!r}: its name must contain one of {', '.join(PROMPT_STYLES)}; "
-            "rename the file, or give --style"
-        ) from error

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face model directory, written beside its place and moved there file by file."""
+"""Save a trained model as a Hugging Face model directory, written beside its place and moved there file by file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = "config.json"
 
 
 def check_output(output: Path) -> None:
-    """FileExistsError if there is something at `output` that writing could spoil, another OSError where nothing can be
+    """Raise FileExistsError if writing could spoil something at `output`, and another OSError if nothing can be
     written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output {output} exists and is not an empty folder: choose another, or remove it")
@@ -26,8 +26,8 @@ def check_output(output: Path) -> None:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, output: Path) -> None:
     """Write weights (in `dtype`), configuration and tokenizer; an earlier checkpoint there is replaced.
 
-    The configuration comes last: a folder that has one has whole weights, those of the last checkpoint or these. (Of
-    weights in several files, some may be newer than others where replacing a checkpoint is cut short.)
+    The configuration comes last: a folder that has one has complete weights, those of the last checkpoint or these. (If
+    the weights are in several files and replacing a checkpoint is interrupted, some may be newer than others.)
     """
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as name:

@@ -1,7 +1,7 @@
-"""Training rows from synthetic worlds, made by worker processes while training has begun.
+"""Make training rows from synthetic worlds, in worker processes while training goes on.
 
-The distribution is the demo model's (`pipeline/worlds.py`): 12% dialogues to summarise, else a world with 6 to 20 of
-its questions. Seeds stay in `TRAINING_SEEDS`: the demo model itself was trained on seeds below 2,000, and everything is
+The distribution is the demo model's (`quality/worlds.py`): 12% dialogues to summarise, else a world with 6 to 20 of its
+questions. Seeds stay in `TRAINING_SEEDS`: the demo model itself was trained on seeds below 2,000, and everything is
 evaluated on seeds above 1,000,000.
 """
 
@@ -18,21 +18,21 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vllm_blend.finetune.rows import Encode, Row, Rows, make_row, pad_rows
-from vllm_blend.pipeline.dialogues import summary_episode
-from vllm_blend.pipeline.prompts import PROMPT_STYLES
-from vllm_blend.pipeline.worlds import Episode, question_episode, render_passage
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, render_passage
+from vllm_blend.quality.dialogues import summary_episode
+from vllm_blend.quality.worlds import Episode, question_episode
 
 TRAINING_SEEDS = range(100_000, 1_000_000)
-SEEDS_PER_RUN = 10_000  # a run's own part of them, by its --seed
+SEEDS_PER_RUN = 10_000  # each --seed has its own
 ROWS_PER_SEED = 256
 SUMMARY_SHARE = 0.12
 FEWEST_QUESTIONS, MOST_QUESTIONS = 6, 20
-CHECKED_WORLDS = 20  # tried before work begins
+CHECKED_WORLDS = 20  # tried before training begins
 
 
 @dataclass(frozen=True)
 class WorldRows:
-    """Everything that a worker needs. bos: id before a prompt, or None. length: of a row, in tokens."""
+    """What a worker needs. `bos` is the id before a prompt, or None; `length` is that of a row, in tokens."""
 
     tokenizer_json: str
     bos: int | None
@@ -40,7 +40,7 @@ class WorldRows:
     length: int
 
     def shard(self, seed: int, rows: int) -> Rows:
-        """`rows` rows of one random stream; prompts that are too long are drawn again."""
+        """Return `rows` rows of one random stream; prompts that are too long are drawn again."""
         rng, encode = Random(seed), self._encode()
         made: list[Row] = []
         while len(made) < rows:
@@ -50,7 +50,7 @@ class WorldRows:
         return pad_rows(made, self.length, self.padding)
 
     def check(self) -> None:
-        """ValueError where too few worlds fit the rows: drawing again and again would take for ever."""
+        """Raise ValueError if too few worlds fit the rows: drawing them again and again would not end."""
         rng, encode = Random(TRAINING_SEEDS.start), self._encode()
         drawn = (episode_row(draw_episode(rng), encode, self.bos, self.length) for _ in range(CHECKED_WORLDS))
         fitting = sum(row is not None for row in drawn)
@@ -68,7 +68,7 @@ class WorldRows:
 
 
 def draw_episode(rng: Random) -> Episode:
-    """A dialogue to summarise, or a world with some of its questions in random order."""
+    """Return a dialogue to summarise, or a world with some of its questions in random order."""
     if rng.random() < SUMMARY_SHARE:
         return summary_episode(rng)
     episode = question_episode(rng)
@@ -79,7 +79,7 @@ def draw_episode(rng: Random) -> Episode:
 
 
 def episode_row(episode: Episode, encode: Encode, bos: int | None, length: int) -> Row | None:
-    """The episode as one prompt in which its questions follow one another, each with its answer."""
+    """Return the episode as one prompt in which its questions follow one another, each with its answer."""
     passages = [render_passage(passage.title, passage.text) for passage in episode.passages]
     turns = []
     for question in episode.questions:
@@ -88,8 +88,8 @@ def episode_row(episode: Episode, encode: Encode, bos: int | None, length: int) 
     return make_row(episode.instruction, passages, turns, encode, bos, length)
 
 
-def seeds_of_run(run_seed: int, prompts: int) -> range:
-    """One seed for each shard of `prompts` prompts, shared with no run of another seed."""
+def run_seeds(run_seed: int, prompts: int) -> range:
+    """Return one seed for each shard of `prompts` prompts, shared with no run of another --seed."""
     needed, first = -(-prompts // ROWS_PER_SEED), TRAINING_SEEDS.start + run_seed * SEEDS_PER_RUN
     runs = len(TRAINING_SEEDS) // SEEDS_PER_RUN
     if not 0 <= run_seed < runs:
@@ -99,29 +99,29 @@ def seeds_of_run(run_seed: int, prompts: int) -> range:
     return range(first, first + needed)
 
 
-_source: WorldRows  # of a worker process
+_source: WorldRows  # in a worker process
 
 
 def _start_worker(source: WorldRows) -> None:
     global _source
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process each
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is a process
     _source = source
 
 
-def _work(seed: int) -> Rows:
+def _make_rows(seed: int) -> Rows:
     return _source.shard(seed, ROWS_PER_SEED)
 
 
 @contextmanager
 def world_shards(source: WorldRows, seeds: range, workers: int) -> Iterator[Iterator[Rows]]:
-    """Shards as they are made, in no fixed order; without workers in this process, when they are asked for.
+    """Yield shards as they are made, in no fixed order; without workers, in this process when they are asked for.
 
     The iterator of a pool has `next(timeout)`, as `multiprocessing.Pool.imap_unordered` says.
     """
     if workers == 0:
         yield (source.shard(seed, ROWS_PER_SEED) for seed in seeds)
         return
-    # Not forked: this process has threads, and perhaps a GPU.
+    # Spawned, as this process has threads and perhaps a GPU.
     pool: Any = multiprocessing.get_context("spawn").Pool(workers, _start_worker, (source,))
     with pool:
-        yield pool.imap_unordered(_work, seeds)
+        yield pool.imap_unordered(_make_rows, seeds)

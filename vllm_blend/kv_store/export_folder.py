@@ -3,8 +3,7 @@
     python -m vllm_blend.kv_store.export_folder /var/cache/chunks results/exported
 
 The store may be in use. fp8 and int8 chunks are written as they are read: in the model's dtype, rounded. Chunks that
-were stored by a version that kept no token ids cannot be exported, nor compressed ones, whose positions the format has
-no place for: these are counted as `unnamed`.
+were stored by a version that kept no token ids cannot be exported: these are counted as `unnamed`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_blend.kv_store.chunk_kv import ExpectedChunk
 from vllm_blend.kv_store.disk import VERSION, DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import write_chunk
 from vllm_blend.kv_store.import_folder import NO_MODEL
-from vllm_blend.kv_store.validation import ExpectedChunk
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 logger = logging.getLogger(__name__)
 
 
 def export_folder(path: Path, target: Path) -> Counter[str]:
-    """Write every chunk of the store in `path` below `target`, of whatever model. Returns how many were written, and
+    """Write every chunk of the store in `path`, of any model, below `target`. Returns how many were written, and
     how many not, by reason: what cannot be read is left out with a warning.
 
-    Raises ValueError where there is no store, and OSError or sqlite3.Error where one of the two cannot be used.
+    Raises ValueError if there is no store, and OSError or sqlite3.Error if one of the two cannot be used.
     """
     if not (path / VERSION).is_dir():
         raise ValueError(f"{path} holds no chunk store: give the folder that is an engine's chunk_store_path")
@@ -52,7 +51,7 @@ def export_folder(path: Path, target: Path) -> Counter[str]:
                     write_chunk(target / chunk.key, chunk, kv, model)
                     counts["written"] += 1
         for store in stores.values():
-            counts.update(store.tally.misses)
+            counts.update(store.stats.misses)
     finally:
         for store in stores.values():
             store.close()

@@ -18,17 +18,15 @@ import logging
 import os
 import tempfile
 from dataclasses import asdict, fields
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV, ExpectedChunk, find_mismatch, is_finite
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.regular_file import read_regular
 from vllm_blend.kv_store.tensor_file import OVERHEAD, BadTensorFile, read_tensor
-from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch, is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +36,6 @@ KEYS, VALUES, VALID_MASK = "keys.pt", "values.pt", "valid_mask.pt"
 
 MAX_METADATA = 32 << 20  # bytes: three million token ids
 MAX_NUMBER = 1 << 31  # of layers, heads and token ids: no model has so many
-
-STORED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 MissKind = Literal["missing", "damaged", "foreign"]
 
@@ -53,15 +49,7 @@ class ChunkMiss(Exception):
 
 
 def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFingerprint) -> int:
-    """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses.
-
-    Raises ValueError for a compressed chunk: the format has no place for its positions.
-    """
-    if kv.positions is not None:
-        raise ValueError(
-            f"chunk {chunk.key} holds a part of its KVs, and the .pt format has no place for which: leave "
-            "blend_chunk_kept_share out where folders are written, or keep chunks in a chunk_store_path"
-        )
+    """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METADATA).unlink(missing_ok=True)
@@ -89,10 +77,9 @@ def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> C
     metadata = _read_metadata(folder)
     _check_identity(folder, metadata, chunk, model)
     expected, tokens = ExpectedChunk(model, chunk), len(chunk.token_ids)
-    num_bytes = prod(expected.shape) * STORED_DTYPES[model.dtype].itemsize
-    k, v = (_read_tensor(folder, name, metadata, num_bytes) for name in (KEYS, VALUES))
+    k, v = (_read_tensor(folder, name, metadata, expected.num_bytes // 2) for name in (KEYS, VALUES))
     for name, tensor in ((KEYS, k), (VALUES, v)):
-        mismatch = find_mismatch(expected, tensor.shape, tensor.dtype, None)
+        mismatch = find_mismatch(expected, tensor.shape, tensor.dtype)
         if mismatch is not None:
             raise ChunkMiss(folder, "foreign", f"{name} does not fit: {mismatch}")
         if not is_finite(tensor):
@@ -116,16 +103,7 @@ def read_identity(folder: str | Path) -> tuple[ChunkId, ModelFingerprint]:
         _check_identity_types(model, context, token_ids)
         return ChunkId(chunk_key(model, context, token_ids), context, tuple(token_ids)), model
     except (KeyError, TypeError, ValueError) as error:
-        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say what it holds ({_short(error)})") from error
-
-
-def read_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV | None:
-    """As `load_chunk`, but a miss is a logged warning and None."""
-    try:
-        return load_chunk(folder, chunk, model)
-    except ChunkMiss as miss:
-        logger.warning("stored chunk not used, it will be computed again: %s", miss)
-        return None
+        raise ChunkMiss(folder, "damaged", f"{METADATA} does not say what it holds ({_summarize(error)})") from error
 
 
 def _metadata(chunk: ChunkId, model: ModelFingerprint) -> dict[str, Any]:
@@ -159,13 +137,13 @@ def _check_number(value: object, least: int, what: str) -> None:
         raise ValueError(f"{what} is not an integer from {least} to {MAX_NUMBER - 1}")
 
 
-def _short(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _write(path: Path, data: bytes) -> int:
-    """Replace a file as a whole. No fsync: what a power cut leaves half-written, the checksum finds."""
+    """Replace a file as a whole. There is no fsync: the checksum finds what a power cut leaves half-written."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -185,7 +163,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ChunkMiss(folder, "damaged", f"{METADATA} is missing, so writing was not finished") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, numbers of many digits
-        raise ChunkMiss(folder, "damaged", f"{METADATA} cannot be read ({_short(error)})") from error
+        raise ChunkMiss(folder, "damaged", f"{METADATA} cannot be read ({_summarize(error)})") from error
     if not isinstance(metadata, dict):
         raise ChunkMiss(folder, "damaged", f"{METADATA} is not a JSON object")
     return metadata
@@ -232,4 +210,4 @@ def _read_tensor(folder: Path, name: str, metadata: dict[str, Any], num_bytes: i
     try:
         return read_tensor(data)
     except BadTensorFile as error:
-        raise ChunkMiss(folder, "damaged", f"{name} cannot be used: {_short(error)}") from error
+        raise ChunkMiss(folder, "damaged", f"{name} cannot be used: {_summarize(error)}") from error

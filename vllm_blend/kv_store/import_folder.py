@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.disk_config import DiskStoreConfig
 from vllm_blend.kv_store.format import METADATA, ChunkMiss, load_chunk, read_identity
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
-    """Store every chunk below `source`, of whatever model (`config.model` does not count). Returns how many were
+    """Store every chunk below `source`, of any model (`config.model` does not count). Returns how many were
     stored, and how many not, by reason: what does not hold what it says is left out with a warning.
 
-    Raises ValueError where there is no chunk, and OSError or sqlite3.Error where the store cannot be used.
+    Raises ValueError if there is no chunk, and OSError or sqlite3.Error if the store cannot be used.
     """
     walk = os.walk(source)  # unlike a glob, it also shows what is no file
     folders = sorted(Path(folder) for folder, subfolders, files in walk if METADATA in (*subfolders, *files))
@@ -54,9 +54,9 @@ def import_folder(source: Path, config: DiskStoreConfig) -> Counter[str]:
                 found = _read(folder, _load, counts)
                 if found is not None:
                     chunk, kv = found
-                    store.put(chunk.key, kv.of(chunk))
-            counts["stored"] += store.tally.num_stored
-            counts.update(store.tally.refused)
+                    store.put(chunk.key, kv.with_content(chunk))
+            counts["stored"] += store.stats.num_stored
+            counts.update(store.stats.refused)
     return counts
 
 

@@ -2,13 +2,13 @@
 
 A chunk is a row, in one of three states. It is `WRITING` from before its first byte is written, so that its space is
 counted; `LIVE` from when its last byte is on the disk; `DEAD` from when it is given up until its space is given back.
-Every change is one transaction: a process that is killed leaves rows that are WRITING or DEAD and that nobody has
-claimed, and whoever comes next clears them away. (The log is flushed to the operating system with every transaction
-and to the disk now and then: a power cut can take the last transactions back, which the checksums turn into misses.)
+Every change is one transaction: a process that is killed leaves rows that are WRITING or DEAD and not claimed, and the
+next process clears them away. (The log is flushed to the operating system with every transaction and to the disk now
+and then: a power cut can take the last transactions back, which the checksums turn into misses.)
 
-A chunk is worth frequency x recompute cost / bytes, and the least worth leaves first. As in GreedyDual-Size-Frequency
-(Cherkasova, HP Labs 1998), the worth of what leaves is a clock that is added when a chunk arrives or is used: without
-it, what was once popular would never leave.
+The chunk of the least priority leaves first: frequency x recompute cost / bytes, plus a clock. As in
+GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998), the clock is the priority of the last chunk that left, when this
+chunk arrived or was used: without it, what was once popular would never leave.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.host_memory import PAGE
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.segment import Extent
 from vllm_blend.kv_store.serialization import is_key
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 WRITING, LIVE, DEAD = 0, 1, 2
 MAX_REMEMBERED = 100_000  # keys that were put once, with admission on second use
-MAX_PARAMETERS = 500  # of a query: sqlite takes 999 or more
+MAX_PARAMETERS = 500  # in one query: SQLite takes 999 or more
 
 T = TypeVar("T")
 
@@ -85,15 +85,17 @@ class Entry:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """Return the stored token ids; None where none are, and no ids where what is stored is none."""
+        """Return the stored token ids; None if none are, and no ids where what is stored is none."""
         if self.tokens is None:
             return None
-        fits = isinstance(self.tokens, bytes) and len(self.tokens) % 8 == 0
-        return np.frombuffer(self.tokens, "<i8").tolist() if fits else []  # type: ignore[call-overload]
+        if not isinstance(self.tokens, bytes) or len(self.tokens) % 8:
+            return []
+        token_ids: list[int] = np.frombuffer(self.tokens, "<i8").tolist()
+        return token_ids
 
 
 class Index:
-    """Safe to use from several threads. Everything raises sqlite3.Error where the database cannot be used, among others
+    """Safe to use from several threads. Everything raises sqlite3.Error if the database cannot be used, among others
     when another process keeps it locked for `timeout` seconds."""
 
     def __init__(self, path: Path, timeout: float) -> None:
@@ -115,7 +117,7 @@ class Index:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside happens or nothing does; other processes wait. Not to be nested."""
+        """Make all changes inside or none, while other processes wait. Not to be nested."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -126,63 +128,63 @@ class Index:
                     self._db.execute("ROLLBACK")
                 raise
 
-    # Questions.
+    # Queries.
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of segments that are taken, by chunks in any state."""
+        """Return the bytes of segments that are taken, by chunks in any state."""
         return int(self._value("SELECT bytes FROM totals"))
 
     def __len__(self) -> int:
         return int(self._value("SELECT count(*) FROM chunks WHERE state = 1"))
 
     def find(self, key: str) -> Entry | None:
-        """The chunk that `key` stands for now."""
+        """Return the chunk that `key` stands for now."""
         return next(iter(self._entries("WHERE key = ? AND state = 1", key)), None)
 
     def find_many(self, keys: Sequence[str]) -> dict[str, Entry]:
         """Return the chunks that these keys stand for now, by key, with their token ids."""
         found: dict[str, Entry] = {}
-        for some in _in_parts(keys):
+        for some in _batched(keys):
             marks = ", ".join("?" * len(some))
             columns = f"{_COLUMNS}, tokens FROM chunks LEFT JOIN names USING (id)"
-            for *row, tokens in self._all(f"SELECT {columns} WHERE state = 1 AND key IN ({marks})", *some):
-                for entry in self._sound([tuple(row)]):
+            for *row, tokens in self._query(f"SELECT {columns} WHERE state = 1 AND key IN ({marks})", *some):
+                for entry in self._validate([tuple(row)]):
                     found[entry.key] = replace(entry, tokens=tokens)
         return found
 
     def are_live(self, entries: Sequence[Entry]) -> set[int]:
-        """The ids of those that are live."""
+        """Return the ids of those that are live."""
         live: set[int] = set()
-        for some in _in_parts(entries):
+        for some in _batched(entries):
             marks = ", ".join("?" * len(some))
             query = f"SELECT id FROM chunks WHERE state = 1 AND id IN ({marks})"
-            live |= {number for (number,) in self._all(query, *(entry.id for entry in some))}
+            live |= {number for (number,) in self._query(query, *(entry.id for entry in some))}
         return live
 
     def live(self) -> list[Entry]:
         return self._entries("WHERE state = 1")
 
     def segments(self) -> list[str]:
-        return [name for (name,) in self._all("SELECT name FROM segments")]
+        return [name for (name,) in self._query("SELECT name FROM segments")]
 
     def unfinished(self) -> list[Entry]:
-        """Chunks that are not live: being written or given up, here or elsewhere, or left by a process that died."""
+        """Return chunks that are not live: being written or given up, or left by a process that died."""
         return self._entries("WHERE state != 1 ORDER BY id")
 
-    def by_worth(self) -> Iterator[Entry]:
-        """Live chunks, the least worth first; for use inside of a transaction."""
-        return self._sound(self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"))
+    def by_priority(self) -> Iterator[Entry]:
+        """Return live chunks, the least priority first; for use inside of a transaction."""
+        return self._validate(self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE state = 1 ORDER BY priority, id"))
 
-    def by_worth_of_segments(self) -> list[list[Entry]]:
-        """The chunks of each segment, whatever their state, the segment that is worth least for its bytes first."""
-        worth = "sum(CASE state WHEN 1 THEN priority * bytes ELSE 0 END) / sum(bytes)"
-        order = f"SELECT segment FROM chunks GROUP BY segment ORDER BY {worth}"
-        return [self.in_segment(name) for (name,) in self._all(order)]
+    def by_priority_of_segments(self) -> list[list[Entry]]:
+        """Return the chunks of each segment, in any state, the segment of the least priority by byte first."""
+        priority = "sum(CASE state WHEN 1 THEN priority * bytes ELSE 0 END) / sum(bytes)"
+        order = f"SELECT segment FROM chunks GROUP BY segment ORDER BY {priority}"
+        return [self.in_segment(name) for (name,) in self._query(order)]
 
     def name(self, entry: Entry) -> tuple[ChunkId, ModelFingerprint] | None:
-        """Which chunk it is, and of which model, where that is known and fits the key."""
-        row = self._one(
+        """Return which chunk it is, and of which model, where that is known and fits the key."""
+        row = self._query_one(
             "SELECT context, tokens, fingerprint FROM names JOIN models ON model = digest WHERE id = ?", entry.id
         )
         if row is None:
@@ -197,7 +199,7 @@ class Index:
         return (ChunkId(entry.key, context, ids), model) if fits else None
 
     def in_segment(self, segment: str) -> list[Entry]:
-        """The chunks of a segment, whatever their state."""
+        """Return the chunks of a segment, in any state."""
         return self._entries("WHERE segment = ?", segment)
 
     # Changes, inside of a transaction.
@@ -205,10 +207,12 @@ class Index:
     def insert(self, key: str, num_bytes: int, header: bytes, cost: float, segment_bytes: int) -> Entry:
         """Take `num_bytes` behind what the segments hold, for a chunk that is being written. Segments of
         `segment_bytes` are full."""
-        row = self._one("SELECT name, filled FROM segments WHERE filled < ?", segment_bytes)
+        row = self._query_one("SELECT name, filled FROM segments WHERE filled < ?", segment_bytes)
         segment, offset = row or (uuid.uuid4().hex, 0)
         if not (isinstance(segment, str) and is_key(segment) and isinstance(offset, int) and offset % PAGE == 0):
-            raise DamagedIndex(f"{segment!r}, filled up to byte {offset!r}, is no segment")  # its name becomes a path
+            raise DamagedIndex(
+                f"{segment!r}, filled up to byte {offset!r}, is not a segment"
+            )  # its name becomes a path
         self._db.execute("REPLACE INTO segments VALUES (?, ?)", (segment, offset + num_bytes))
         values = (key, WRITING, segment, offset, num_bytes, header, cost, self._clock + cost / num_bytes)
         columns = "key, state, segment, offset, bytes, header, cost, frequency, priority"
@@ -217,14 +221,13 @@ class Index:
         return Entry(cursor.lastrowid, key, WRITING, Extent(segment, offset, num_bytes), header)
 
     def set_name(self, entry: Entry, chunk: ChunkId, model: ModelFingerprint) -> None:
-        """Keep which chunk it is."""
+        """Store which chunk an entry is."""
         self._db.execute("INSERT OR IGNORE INTO models VALUES (?, ?)", (model.digest, json.dumps(asdict(model))))
         tokens = np.asarray(chunk.token_ids, "<i8").tobytes()
         self._db.execute("REPLACE INTO names VALUES (?, ?, ?, ?)", (entry.id, model.digest, chunk.context, tokens))
 
     def publish(self, entry: Entry) -> Entry | None:
-        """A written chunk is there from now on, in place of the one that is returned. Raises DamagedIndex where its row
-        is gone."""
+        """Make a written chunk live, and return the one it replaces. Raises DamagedIndex if its row is gone."""
         replaced = self.find(entry.key)
         if replaced is not None:
             self.give_up([replaced])
@@ -237,7 +240,7 @@ class Index:
         self._db.executemany("UPDATE chunks SET state = 2 WHERE id = ?", [(entry.id,) for entry in entries])
 
     def advance_clock(self, entries: Iterable[Entry]) -> None:
-        """Chunks are evicted: what arrives from now on is compared with what they were worth."""
+        """Raise the clock to the priority of chunks that are evicted."""
         ids = [(entry.id,) for entry in entries]
         query = "UPDATE totals SET clock = max(clock, (SELECT priority FROM chunks WHERE id = ?))"
         self._db.executemany(query, ids)
@@ -251,69 +254,64 @@ class Index:
         self._db.executemany(query, [(count, clock, count, number) for number, count in uses.items()])
 
     def delete(self, entry: Entry) -> None:
-        """The space of a chunk is given back."""
+        """Delete the row of a chunk whose space is given back."""
         self._db.execute("DELETE FROM chunks WHERE id = ?", (entry.id,))
 
     def delete_segment(self, segment: str) -> None:
-        """A segment's file is gone."""
+        """Delete the rows of a segment whose file is gone."""
         self._db.execute("DELETE FROM chunks WHERE segment = ?", (segment,))
         self._db.execute("DELETE FROM segments WHERE name = ?", (segment,))
 
     def remember(self, key: str) -> bool:
-        """Whether `key` was remembered before."""
-        if self._one("SELECT 1 FROM remembered WHERE key = ?", key) is not None:
+        """Remember `key`. Return whether it was remembered before."""
+        if self._query_one("SELECT 1 FROM remembered WHERE key = ?", key) is not None:
             return True
         cursor = self._db.execute("INSERT INTO remembered (key) VALUES (?)", (key,))
         self._db.execute("DELETE FROM remembered WHERE seen <= ?", ((cursor.lastrowid or 0) - MAX_REMEMBERED,))
         return False
 
-    # Within.
+    # Helpers.
 
     def _entries(self, condition: str, *values: object) -> list[Entry]:
-        return list(self._sound(self._all(f"SELECT {_COLUMNS} FROM chunks {condition}", *values)))
+        return list(self._validate(self._query(f"SELECT {_COLUMNS} FROM chunks {condition}", *values)))
 
-    def _sound(self, rows: Iterable[tuple]) -> Iterator[Entry]:
-        """Yield the chunks of rows, and delete the rows that are none: they must not cost the others. Where their bytes
-        lie is not known; the space comes back with the segment."""
+    def _validate(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Entry]:
+        """Yield the chunks of rows, and delete the rows that are not chunks: they must not cost the others. Where their
+        bytes lie is not known; the space comes back with the segment."""
         for row in rows:
             try:
                 entry = _entry(row)
             except DamagedIndex as error:
                 logger.warning("a chunk is dropped from the index of the chunk store: %s", error)
-                self._delete_damaged(row[0])
+                with self._lock, nullcontext() if self._db.in_transaction else self.transaction():
+                    self._db.execute("DELETE FROM chunks WHERE id = ?", (row[0],))
+                    # The row may not have fitted the sum.
+                    self._db.execute("UPDATE totals SET bytes = (SELECT coalesce(sum(bytes), 0) FROM chunks)")
             else:
                 yield entry
-
-    def _delete_damaged(self, number: int) -> None:
-        """Delete a row that the sum of all bytes may not fit."""
-        with self._lock:
-            if not self._db.in_transaction:
-                with self.transaction():
-                    return self._delete_damaged(number)
-            self._db.execute("DELETE FROM chunks WHERE id = ?", (number,))
-            self._db.execute("UPDATE totals SET bytes = (SELECT coalesce(sum(bytes), 0) FROM chunks)")
 
     @property
     def _clock(self) -> float:
         return float(self._value("SELECT clock FROM totals"))
 
-    def _one(self, query: str, *values: object) -> tuple | None:
+    def _query_one(self, query: str, *values: object) -> tuple[Any, ...] | None:
         with self._lock:
-            return self._db.execute(query, values).fetchone()
+            row: tuple[Any, ...] | None = self._db.execute(query, values).fetchone()
+            return row
 
-    def _all(self, query: str, *values: object) -> list[tuple]:
+    def _query(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
     def _value(self, query: str) -> int | float:
-        row = self._one(query)
+        row = self._query_one(query)
         if row is None or not isinstance(row[0], int | float):
             raise DamagedIndex(f"{query!r} has no answer")
         return row[0]
 
     def _create_or_check(self) -> None:
         statements, names = (schema.strip().split(";\n") for schema in (_SCHEMA, _NAMES_SCHEMA))
-        found = {sql for (sql,) in self._all("SELECT sql FROM sqlite_master")}
+        found = {sql for (sql,) in self._query("SELECT sql FROM sqlite_master")}
         if not found:
             for statement in [*statements, *names]:
                 self._db.execute(statement)
@@ -325,26 +323,27 @@ class Index:
         for sql in names:
             if sql.rstrip(";") not in found:
                 self._db.execute(sql)
-        if (answer := self._one("PRAGMA integrity_check")) != ("ok",):
+        if (answer := self._query_one("PRAGMA integrity_check")) != ("ok",):
             raise DamagedIndex(f"sqlite says {answer}")
-        if sum(_entry(row).extent.num_bytes for row in self._all(f"SELECT {_COLUMNS} FROM chunks")) != self.num_bytes:
+        rows = self._query(f"SELECT {_COLUMNS} FROM chunks")
+        if sum(_entry(row).extent.num_bytes for row in rows) != self.num_bytes:
             raise DamagedIndex("its sums are wrong")
 
 
-def _in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """As many as a query takes parameters."""
+def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield as many items at a time as a query takes parameters."""
     for start in range(0, len(items), MAX_PARAMETERS):
         yield items[start : start + MAX_PARAMETERS]
 
 
-def _entry(row: tuple) -> Entry:
+def _entry(row: tuple[Any, ...]) -> Entry:
     number, key, state, segment, offset, num_bytes, header = row
     for value, kind in zip(row, (int, str, int, str, int, int, object), strict=True):
         if not isinstance(value, kind):
             raise DamagedIndex(f"{value!r} in a chunk's row is not {kind.__name__}")
     if state not in (WRITING, LIVE, DEAD):
-        raise DamagedIndex(f"{state} is no state of a chunk")
+        raise DamagedIndex(f"{state} is not a state of a chunk")
     if not is_key(segment) or offset % PAGE or num_bytes % PAGE or offset < 0 or num_bytes <= 0:
-        raise DamagedIndex(f"bytes {offset} to {offset + num_bytes} of {segment!r} are no place for a chunk")
+        raise DamagedIndex(f"bytes {offset} to {offset + num_bytes} of {segment!r} cannot be the place of a chunk")
     header = header if isinstance(header, bytes) else b""  # the chunk is dropped in good order when it is read
     return Entry(number, key, state, Extent(segment, offset, num_bytes), header)

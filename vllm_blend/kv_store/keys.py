@@ -1,8 +1,8 @@
 """What makes two pieces of chunk KV the same: content, never origin.
 
 A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it
-was encoded, its token ids, how it was compressed, where it was, and the salt of the prompt that brought it, where that
-has one. Whatever stood beside the chunk in some request is no part of it.
+was encoded, its token ids, and the salt of the prompt that brought it, where that has one. What stood beside the chunk
+in some request is no part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelFingerprint:
 
 
 def weights_digest(directory: Path) -> str:
-    """A digest of config.json and of every weight file in a model directory.
+    """Return a digest of config.json and of every weight file in a model directory.
 
     Files up to 1 GiB are read whole. Of larger ones, the header and 4 KiB of every MiB are: a matrix of a model that
     size spans megabytes, so retraining any of them shows, and start-up stays a matter of seconds.
@@ -81,11 +81,9 @@ def context_id(context_token_ids: Sequence[int], salt: bytes = b"") -> str:
     return hmac.digest(salt, _as_bytes(context_token_ids), "sha256").hex()[:32]
 
 
-def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int], compression: str = "") -> str:
-    """The key of a chunk's KV: 32 hex digits. `compression` says how it was compressed, empty for not at all."""
+def chunk_key(model: ModelFingerprint, context: str, token_ids: Sequence[int]) -> str:
+    """Return the key of a chunk's KV: 32 hex digits."""
     content = f"{model.digest}/{context}/{_ids_digest(token_ids)}"
-    if compression:
-        content += f"/{compression}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -98,21 +96,16 @@ class ChunkId:
     token_ids: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        model: ModelFingerprint,
-        context: Sequence[int],
-        token_ids: Sequence[int],
-        compression: str = "",
-        salt: bytes = b"",
+    def from_tokens(
+        cls, model: ModelFingerprint, context: Sequence[int], token_ids: Sequence[int], salt: bytes = b""
     ) -> ChunkId:
         """Return the chunk `token_ids`, encoded after the tokens `context` for prompts with this `salt_digest`."""
-        return cls.after(context_id(context, salt), model, token_ids, compression)
+        return cls.from_context(context_id(context, salt), model, token_ids)
 
     @classmethod
-    def after(cls, context: str, model: ModelFingerprint, token_ids: Sequence[int], compression: str = "") -> ChunkId:
+    def from_context(cls, context: str, model: ModelFingerprint, token_ids: Sequence[int]) -> ChunkId:
         """Return the chunk `token_ids`, encoded after what has the `context_id` `context`."""
-        return cls(chunk_key(model, context, token_ids, compression), context, tuple(token_ids))
+        return cls(chunk_key(model, context, token_ids), context, tuple(token_ids))
 
 
 def _ids_digest(token_ids: Sequence[int]) -> str:

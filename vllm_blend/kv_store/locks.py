@@ -28,7 +28,7 @@ class NumberLocks:
         self._claimed: set[int] = set()
 
     def share(self, number: int) -> bool:
-        """Keep others from claiming `number`; False where it is claimed. Counted: `unshare` as often."""
+        """Keep others from claiming `number`. Return False if it is claimed. Counted: `unshare` as often."""
         with self._lock:
             if not self._readers[number] and not _set(self._readers_fd, fcntl.F_RDLCK, number):
                 return False
@@ -43,7 +43,7 @@ class NumberLocks:
                 _set(self._readers_fd, fcntl.F_UNLCK, number)
 
     def claim(self, number: int) -> bool:
-        """Own `number`; False where anybody has it, here or elsewhere."""
+        """Own `number`. Return False if it is held or claimed, here or elsewhere."""
         with self._lock:
             if number in self._claimed or not _set(self._owner_fd, fcntl.F_WRLCK, number):
                 return False
@@ -56,7 +56,7 @@ class NumberLocks:
             _set(self._owner_fd, fcntl.F_UNLCK, number)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         for fd in (self._readers_fd, self._owner_fd):
             os.close(fd)
 

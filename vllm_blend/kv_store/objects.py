@@ -1,4 +1,4 @@
-"""Named values on some server: Redis or Valkey, or whatever fsspec has a URL for (s3://, gs://, file://, memory://).
+"""Named values on some server: Redis or Valkey, or any that fsspec has a URL for (s3://, gs://, file://, memory://).
 
 Each operation may raise anything, and may take for ever: remote.py deals with both.
 """
@@ -6,6 +6,8 @@ Each operation may raise anything, and may take for ever: remote.py deals with b
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,11 +31,11 @@ class ObjectStore(Protocol):
     max_bytes: int | None  # of one value
 
     def get(self, name: str, max_bytes: int | None) -> bytes | None:
-        """Return a value; None where there is none. Of a value of more than `max_bytes`, as little as shows that may be
+        """Return a value; None if there is none. Of a value of more than `max_bytes`, as little as shows that may be
         all that is read."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Set a value. Nobody ever sees a part of it."""
+        """Set a value, of which no reader ever sees a part."""
 
     def delete(self, name: str) -> None:
         """Drop a value; nothing happens when it is not there."""
@@ -63,7 +65,8 @@ class RedisObjects:
         )
 
     def get(self, name: str, max_bytes: int | None) -> bytes | None:
-        return self._ask(self._redis.get, name)  # the server sends no more than `self.max_bytes`
+        data: bytes | None = self._ask(self._redis.get, name)  # the server sends no more than `self.max_bytes`
+        return data
 
     def put(self, name: str, data: bytes) -> None:
         self._ask(self._redis.set, name, data)
@@ -99,17 +102,17 @@ class FsspecObjects:
     def get(self, name: str, max_bytes: int | None) -> bytes | None:
         path = self._path(name)
         try:
-            if self._local:
-                require_regular(Path(path))  # a FIFO would keep the thread for ever
-            return self._fs.cat_file(path, start=0, end=None if max_bytes is None else max_bytes + 1)
+            with _refusals():
+                if self._local:
+                    require_regular(Path(path))  # a FIFO would keep the thread for ever
+                data: bytes = self._fs.cat_file(path, start=0, end=None if max_bytes is None else max_bytes + 1)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise _told(error) from error
+        return data
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        try:
+        with _refusals():
             if self._whole:
                 self._fs.pipe_file(path, data)
                 return
@@ -122,16 +125,10 @@ class FsspecObjects:
                 if self._fs.exists(part):
                     self._fs.rm_file(part)
                 raise
-        except OSError as error:
-            raise _told(error) from error
 
     def delete(self, name: str) -> None:
-        try:
+        with _refusals(), suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise _told(error) from error
 
     def exists(self, name: str) -> bool:
         return bool(self._fs.exists(self._path(name)))
@@ -141,7 +138,7 @@ class FsspecObjects:
 
 
 def open_objects(url: str, timeout: float) -> ObjectStore:
-    """Return the values behind a URL. Raises ImportError where a package for it is missing, ValueError for a URL that
+    """Return the values behind a URL. Raises ImportError if a package for it is missing, ValueError for a URL that
     cannot be used, without the secrets in it. Whether the server answers is seen with the first operation."""
     scheme, separator, _ = url.partition("://")
     if not separator:
@@ -157,6 +154,12 @@ def open_objects(url: str, timeout: float) -> ObjectStore:
         raise ValueError(redact_secrets(str(error), url)) from None
 
 
-def _told(error: OSError) -> Exception:
-    full = error.errno in (ENOSPC, EDQUOT, EFBIG, EROFS)
-    return Rejected(f"{type(error).__name__}: {error}") if full or isinstance(error, PermissionError) else error
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise Rejected in place of what says that a file system is full or not allowed to be used."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (ENOSPC, EDQUOT, EFBIG, EROFS) or isinstance(error, PermissionError):
+            raise Rejected(f"{type(error).__name__}: {error}") from error
+        raise

@@ -1,24 +1,33 @@
-"""A chunk that is on its way from the disk, layer by layer."""
+"""Chunks that are on their way from the disk, layer by layer, and those of one prompt together, so that it can run
+while they arrive.
+
+The disk gives the first layers of all of them first. When those are there, a forward pass may begin: it asks for
+each layer before it computes it, while the next ones are being read (CacheBlend, Yao et al., EuroSys 2025, section 5).
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost, ExpectedChunk
+from vllm_blend.kv_store.host_memory import PAGE, round_up
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import PAGE, ChunkFault, ChunkHeader, ChunkLayout, check_numbers
+from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader, ChunkLayout, check_numbers
 
 READ_BYTES = 1 << 20  # small layers are read together, until they are so many bytes
 
 
 class PendingChunk:
-    """Layers arrive in any order, in other threads. A layer that is damaged, or late, is None, and the chunk a miss.
+    """A chunk whose layers arrive in any order, in other threads. A layer that is damaged or late is None, and the
+    chunk a miss.
 
     `kv` has the shape of the chunk at once; a layer of it is valid from when `layer` has returned it. The reading
     threads hold on to the memory until they are done with it.
@@ -35,11 +44,12 @@ class PendingChunk:
         report: Callable[[Exception | None], None],
         release: Callable[[Exception | None], None],
     ) -> None:
-        """`report` is called once with what became of it: None or what was wrong. `release`, too, when nothing is being
-        read any more."""
+        """`report` is called once, with None or with what was wrong; so is `release`, when nothing is being read any
+        more."""
         self.kv, self.timeout = kv, timeout
+        self.deadline = math.inf  # time.monotonic, of all waits for a layer that a prompt needs
         self.error: Exception | None = None
-        self._plan = _plan(header.layout, READ_BYTES)
+        self._plan = _plan_reads(header.layout, READ_BYTES)
         self.runs = self._plan.runs
         self.extent = extent
         self._header, self._files, self.payload = header, files, payload
@@ -55,90 +65,91 @@ class PendingChunk:
 
     @property
     def num_bytes(self) -> int:
-        """That are read."""
+        """Return the bytes that are read."""
         return self.extent.num_bytes
 
     @property
     def is_small(self) -> bool:
-        """Whether several such chunks may be read at once."""
+        """Return whether several such chunks may be read at once."""
         return self.num_bytes < READ_BYTES
 
     @property
     def bytes_left(self) -> int:
-        """Of KV, that have not arrived."""
+        """Return the bytes of KV that have not arrived."""
         with self._changed:
             share = self._ready.count(False) / len(self._ready)
         return int(self.kv.nbytes * share)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the chunk is a miss."""
+        return self.error is not None
+
     def has(self, layer: int) -> bool:
-        """Whether a layer has arrived, of a chunk that is not a miss so far. Never waits."""
+        """Return whether a layer has arrived, and the chunk is not a miss so far. Never waits."""
         with self._changed:
             return self._ready[layer] and self.error is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it has arrived. Never waits."""
+        """Return whether all of it has arrived. Never waits."""
         return self._done and self.error is None
 
     def watch(self, first: Callable[[], None] | None = None, done: Callable[[], None] | None = None) -> None:
-        """Have `first` called when the first layer has arrived, or nothing is being read any more, and `done` when
-        nothing is: once each, in a reading thread, or now. They must neither wait nor raise."""
+        """Call `first` when the first layer has arrived, or nothing is being read any more, and `done` when nothing is:
+        once each, in a reading thread, or now. They must neither wait nor raise."""
         with self._changed:
             self._on_first += [first] if first is not None else []
             self._on_done += [done] if done is not None else []
         self._call_watchers()
 
     def layer(self, index: int, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V of a layer, each [tokens, kv_heads, head_dim], as soon as they are there; None when the chunk turns
-        out to be a miss, among others because `timeout` (by default the store's) seconds have passed."""
+        """Return K and V of a layer, each [tokens, kv_heads, head_dim], as soon as they are there; None when the chunk
+        turns out to be a miss, among others because `timeout` (by default the store's) seconds have passed."""
         if not self._wait(lambda: self._ready[index], timeout):
             return None
         return self.kv.k[index], self.kv.v[index]
 
+    def wait_layer(self, layer: int) -> None:
+        """Return when a layer is there. Raises ChunkLost where it is not by `deadline`."""
+        if self.layer(layer, max(0.0, self.deadline - time.monotonic())) is None:
+            raise ChunkLost(f"layer {layer} of a stored chunk did not arrive: {self.error}")
+
     def wait(self, timeout: float | None = None) -> ChunkKV | None:
-        """The whole chunk; None as in `layer`."""
+        """Return the whole chunk when it is there; None as in `layer`."""
         return self.kv if self._wait(lambda: self._done, timeout) else None
 
     def abandon(self) -> None:
-        """Nobody wants the chunk any more: what has not begun to be read will not be."""
+        """Do not read what has not begun to be read: the chunk is not wanted any more."""
         self._fail(InterruptedError("abandoned"))
 
     def give_up(self) -> None:
-        """Instead of `read_run`: nothing is read."""
+        """Read nothing, instead of `read_run`."""
         self.abandon()
         for number in range(len(self.runs)):
             self.read_run(number)
 
-    def read_run(self, number: int) -> None:
-        """Read a part of the chunk; for one of the store's threads, once for each of `runs`."""
+    def read_run(self, number: int, is_read: bool = False) -> None:
+        """Read a part of the chunk, unless its payload has been read with others; for one of the store's threads, once
+        for each of `runs`."""
         try:
             if self.error is None:
                 start, stop = self.runs[number]
-                self._files.read(self.extent, start, self.payload[start:stop])
+                if not is_read:
+                    self._files.read(self.extent, start, self.payload[start:stop])
                 self._arrived(number)
-        except Exception as error:  # of any kind: whoever waits must hear of it
+        except Exception as error:  # of any kind: a waiting thread must hear of it
             self._fail(error)
         self._end(number)
 
-    def take_whole(self) -> None:
-        """All of the payload has been read, by somebody else: instead of `read_run`."""
-        try:
-            if self.error is None:
-                for number in range(len(self.runs)):
-                    self._arrived(number)
-        except Exception as error:  # as above
-            self._fail(error)
-        for number in range(len(self.runs)):
-            self._end(number)
-
     def _end(self, number: int) -> None:
-        """Nothing of a run is being read any more."""
+        """Note that nothing of a run is being read any more."""
         with self._changed:
             self._unread -= 1
             last = self._unread == 0
         if last:
             self._release(self.error)
-            self._tell()
+            self._report_once()
             with self._changed:
                 self._done = True
                 self._changed.notify_all()
@@ -184,7 +195,7 @@ class PendingChunk:
             late = not ready() and not self._done
         if late:
             self._fail(TimeoutError("it took too long"))
-            self._tell()
+            self._report_once()
         return self.error is None
 
     def _fail(self, error: Exception) -> None:
@@ -192,29 +203,88 @@ class PendingChunk:
             if not self._done and self.error is None:
                 self.error = error
 
-    def _tell(self) -> None:
+    def _report_once(self) -> None:
         with self._changed:
             first, self._reported = not self._reported, True
         if first:
             self._report(self.error)
 
 
-def neighbours(chunks: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
-    """Chunks that lie one behind the other, as many as make one read."""
-    group: list[PendingChunk] = []
-    size = 0
+@dataclass(frozen=True)
+class RequestedChunk:
+    """A chunk that a prompt asks a disk for. With `may_recompute`, the store's observer may have it computed."""
+
+    expected: ExpectedChunk
+    may_recompute: bool = False
+
+
+@dataclass(frozen=True)
+class StartedReads:
+    """The chunks that a disk has begun to read, and those that it has but that are `declined`: computing them is
+    faster. It does not have the others."""
+
+    pending: Mapping[str, PendingChunk] = field(default_factory=dict)
+    declined: frozenset[str] = frozenset()
+
+
+class Arrivals:
+    """The chunks that one prompt requests from the disk. The thread that loads the first one begins to read them
+    all."""
+
+    def __init__(self, ready: Callable[[], None]) -> None:
+        """`ready` is called, in some thread, when the first layer of a chunk that is being read is there, or never will
+        be."""
+        self.adding = threading.Lock()  # to be held while `requested` is added to: no read begins meanwhile
+        self.requested: dict[str, RequestedChunk] = {}  # by key
+        self._ready = ready
+        self._started: StartedReads | None = None
+
+    def start(self, read: Callable[[Mapping[str, RequestedChunk]], StartedReads]) -> StartedReads:
+        """Begin to read, unless another thread has. Waits until it is known what is being read."""
+        with self.adding:
+            if self._started is None:
+                self._started = read(self.requested)
+                for pending in self._started.pending.values():
+                    pending.watch(first=self._ready)
+            return self._started
+
+    def kv(self, key: str, deadline: float) -> ChunkKV | None:
+        """Return a chunk of which the first layer is there, and the others will be by `deadline` (time.monotonic), or
+        it is lost. Never waits."""
+        started = self._started
+        pending = None if started is None else started.pending.get(key)
+        if pending is None or not pending.has(0):
+            return None
+        pending.deadline = deadline
+        return replace(pending.kv, arriving=pending)
+
+
+def submit_reads(pool: Executor, files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
+    """Have chunks read: small ones that are neighbours together, and of others the first layers of all first."""
+    for group in _group_neighbours([chunk for chunk in chunks if chunk.is_small]):
+        pool.submit(_read_together, files, group)
+    large = [chunk for chunk in chunks if not chunk.is_small]
+    runs = [(start, at, number) for at, chunk in enumerate(large) for number, (start, _) in enumerate(chunk.runs)]
+    for _, at, number in sorted(runs):
+        pool.submit(large[at].read_run, number)
+
+
+def _group_neighbours(chunks: Sequence[PendingChunk]) -> list[list[PendingChunk]]:
+    """Return groups of chunks that lie one behind the other, each of as many as make one read."""
+    groups: list[list[PendingChunk]] = []
+    stop: tuple[str, int] | None = None
+    num_bytes = 0
     for chunk in sorted(chunks, key=lambda chunk: (chunk.extent.segment, chunk.extent.offset)):
-        follows = bool(group) and group[-1].extent.stop == (chunk.extent.segment, chunk.extent.offset)
-        if group and not (follows and size + chunk.num_bytes <= READ_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(chunk)
-        size += chunk.num_bytes
-    if group:
-        yield group
+        if stop != (chunk.extent.segment, chunk.extent.offset) or num_bytes + chunk.num_bytes > READ_BYTES:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(chunk)
+        num_bytes += chunk.num_bytes
+        stop = chunk.extent.stop
+    return groups
 
 
-def read_together(files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
+def _read_together(files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
     """Read chunks that lie one behind the other; for one of the store's threads, instead of `read_run`."""
     first, together = chunks[0].extent, len(chunks) > 1
     if together:
@@ -223,19 +293,16 @@ def read_together(files: SegmentFiles, chunks: Sequence[PendingChunk]) -> None:
         except (ChunkFault, OSError):  # of one of them: each is read by itself, and says what is wrong with it
             together = False
     for chunk in chunks:
-        if together:
-            chunk.take_whole()
-        else:
-            for number in range(len(chunk.runs)):
-                chunk.read_run(number)
+        for number in range(len(chunk.runs)):
+            chunk.read_run(number, is_read=together)
 
 
 def plan_runs(layout: ChunkLayout, read_bytes: int = READ_BYTES) -> list[tuple[int, int]]:
-    """The parts of a payload that are read at once: start and stop, whole pages, each behind the last one. Small layers
-    are read together, until they are `read_bytes`."""
+    """Return the parts of a payload that are read at once: start and stop, whole pages, each behind the last one. Small
+    layers are read together, until they are `read_bytes`."""
     runs, start = [], 0
-    for _, layer_stop in layer_spans(layout):
-        stop = -(-layer_stop // PAGE) * PAGE
+    for layer in range(layout.num_layers):
+        stop = round_up(layout.layer_span(layer)[1], PAGE)
         if stop - start >= read_bytes:
             runs.append((start, stop))
             start = stop
@@ -244,22 +311,15 @@ def plan_runs(layout: ChunkLayout, read_bytes: int = READ_BYTES) -> list[tuple[i
     return runs
 
 
-def layer_spans(layout: ChunkLayout) -> list[tuple[int, int]]:
-    return [layout.layer_span(layer) for layer in range(layout.num_layers)]
-
-
 @dataclass(frozen=True)
-class _Plan:
-    runs: tuple[tuple[int, int], ...]
-    layers: tuple[tuple[int, ...], ...]  # of each run: the layers of which it has a part
-    num_runs: tuple[int, ...]  # of each layer: the runs that have a part of it
+class _ReadPlan:
+    runs: list[tuple[int, int]]
+    layers: list[list[int]]  # of each run: the layers of which it has a part
+    num_runs: list[int]  # of each layer: the runs that have a part of it
 
 
 @lru_cache(256)  # chunks of one length are alike
-def _plan(layout: ChunkLayout, read_bytes: int) -> _Plan:
-    runs, spans = tuple(plan_runs(layout, read_bytes)), layer_spans(layout)
-    layers = tuple(
-        tuple(layer for layer, (first, last) in enumerate(spans) if first < stop and start < last)
-        for start, stop in runs
-    )
-    return _Plan(runs, layers, tuple(sum(layer in some for some in layers) for layer in range(len(spans))))
+def _plan_reads(layout: ChunkLayout, read_bytes: int) -> _ReadPlan:
+    runs, spans = plan_runs(layout, read_bytes), [layout.layer_span(layer) for layer in range(layout.num_layers)]
+    layers = [[i for i, (first, last) in enumerate(spans) if first < stop and start < last] for start, stop in runs]
+    return _ReadPlan(runs, layers, [sum(layer in some for some in layers) for layer in range(len(spans))])

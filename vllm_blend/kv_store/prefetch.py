@@ -24,11 +24,12 @@ class _Load:
 
 
 class ChunkLoader:
-    """`request` and `poll` never wait; they and `cancel` are for one thread, the one that steps the engine.
+    """Loads chunks in other threads. `request` and `poll` never wait; they and `cancel` are for the engine's own
+    thread.
 
     A load that is late counts as a miss. It goes on by itself, and its key cannot be asked for again meanwhile: a
-    medium that hangs costs each chunk one deadline. A load that was cancelled too late goes on as well; whoever asks
-    for its key again gets it.
+    medium that hangs costs each chunk one deadline. A load that was cancelled too late goes on as well, and
+    serves the next request for its key.
     """
 
     def __init__(self, timeout: float = LOAD_SECONDS, num_threads: int = NUM_THREADS) -> None:
@@ -43,11 +44,11 @@ class ChunkLoader:
         self._woken = False
 
     def __len__(self) -> int:
-        """Loads that somebody waits for."""
+        """Return the number of loads that are waited for."""
         return len(self._loads)
 
     def request(self, key: str, load: Callable[[], ChunkKV | None]) -> bool:
-        """Begin to load a chunk; False where it cannot be had."""
+        """Begin to load a chunk. Return False if it cannot be had."""
         if key in self._loads:
             return True
         if key in self._late and not self._late[key].done():
@@ -61,11 +62,11 @@ class ChunkLoader:
         return True
 
     def cancel(self, key: str) -> None:
-        """Nobody waits for a chunk any more."""
+        """Stop waiting for a chunk."""
         self._drop(key, self._unwanted)
 
     def poll(self) -> list[tuple[str, ChunkKV | None]]:
-        """What has become of requests since the last call: the chunk, or None where there is none, or none in time."""
+        """Return what has arrived since the last call: each chunk, or None if there is none, or none in time."""
         with self._changed:
             arrived, self._arrived = self._arrived, []
         results = []
@@ -78,12 +79,15 @@ class ChunkLoader:
         now = time.monotonic()
         for key in [key for key, load in self._loads.items() if load.deadline <= now]:
             self._drop(key, self._late)
-            self._count_late(key)
+            self.num_late += 1
+            if self.num_late == 1:
+                message = "chunk %s did not arrive in %g s and is computed again: further cases are only counted"
+                logger.warning(message, key, self.timeout)
             results.append((key, None))
         return results
 
     def wait(self, timeout: float) -> None:
-        """Return when `poll` has something to tell, somebody has called `wake`, or after `timeout` seconds."""
+        """Return when `poll` has something to return, when `wake` is called, or after `timeout` seconds."""
         if not self._loads:
             return
         earliest = min(load.deadline for load in self._loads.values())
@@ -93,13 +97,13 @@ class ChunkLoader:
             self._woken = False
 
     def wake(self) -> None:
-        """End the `wait` that goes on, or the next one; for any thread."""
+        """End the current `wait`, or the next one; for any thread."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def deadline(self, key: str) -> float:
-        """When a chunk that somebody waits for counts as late (time.monotonic)."""
+        """Return when a chunk that is waited for counts as late (time.monotonic)."""
         return self._loads[key].deadline
 
     def close(self) -> None:
@@ -107,7 +111,7 @@ class ChunkLoader:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _drop(self, key: str, running: dict[str, Future[None]]) -> None:
-        """Nobody waits for a load any more; where it has begun, it is one of `running` from now on."""
+        """Stop waiting for a load. If it has begun, it is one of `running` from now on."""
         load = self._loads.pop(key, None)
         if load is not None and not load.future.cancel():
             running[key] = load.future
@@ -116,17 +120,8 @@ class ChunkLoader:
         chunk = None
         try:
             chunk = load()
-        except Exception:  # of any kind: whoever waits must hear of it
+        except Exception:  # of any kind: the engine must hear of it
             logger.warning("chunk %s could not be loaded and will be computed again", key, exc_info=True)
         with self._changed:
             self._arrived.append((key, chunk))
             self._changed.notify_all()
-
-    def _count_late(self, key: str) -> None:
-        self.num_late += 1
-        if self.num_late == 1:
-            logger.warning(
-                "chunk %s did not arrive in %g s and is computed again: further cases are only counted",
-                key,
-                self.timeout,
-            )

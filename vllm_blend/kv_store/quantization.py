@@ -39,7 +39,7 @@ class Quantization:
     shared: tuple[tuple[int, ...], tuple[int, ...]]  # dimensions along which K, and V, share a scale
 
     def scale_counts(self, layer_shape: Sequence[int]) -> list[int]:
-        """How many scales K and V of a layer have."""
+        """Return how many scales K and V of a layer have."""
         return [prod(_scale_shape(layer_shape, dims)) for dims in self.shared]
 
 
@@ -74,8 +74,8 @@ class QuantizedTensor:
             self.values[rows].copy_(scaled.round_() if self.how.dtype is torch.int8 else scaled)
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the largest magnitude is one: `write` stores no other."""
+    def is_valid(self) -> bool:
+        """Return whether the largest magnitude can be one: finite and not negative, as `write` stores it."""
         return bool(self.top.isfinite()) and float(self.top) >= 0
 
     def read(self, out: torch.Tensor) -> None:
@@ -87,16 +87,16 @@ class QuantizedTensor:
             out[rows].copy_(values.mul_(scales if len(scales) == 1 else scales[rows]))
 
     def _blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Tokens a few at a time, and room for these [tokens, kv_heads, head_dim] float32, which the thread keeps: new
-        memory for each layer would take longer to get than all the rest."""
+        """Yield tokens, a few at a time, and a buffer for these [tokens, kv_heads, head_dim] float32, which the thread
+        keeps: new memory for each layer would take longer to get than all the rest."""
         tokens, *row = self.values.shape
         step = max(1, BLOCK // prod(row))
-        room: torch.Tensor | None = getattr(_own, "room", None)
-        if room is None or len(room) < step * prod(row):
-            room = _own.room = torch.empty(max(BLOCK, step * prod(row)))
+        buffer: torch.Tensor | None = getattr(_own, "buffer", None)
+        if buffer is None or len(buffer) < step * prod(row):
+            buffer = _own.buffer = torch.empty(max(BLOCK, step * prod(row)))
         for start in range(0, tokens, step):
             stop = min(tokens, start + step)
-            yield slice(start, stop), room[: (stop - start) * prod(row)].view(stop - start, *row)
+            yield slice(start, stop), buffer[: (stop - start) * prod(row)].view(stop - start, *row)
 
     def _scales(self) -> torch.Tensor:
         scales = torch.exp2(self.steps.float() / -STEPS) * (self.top / self.how.largest)
@@ -104,8 +104,8 @@ class QuantizedTensor:
 
 
 def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
-    """x.float() for finite x of float8_e4m3fn, 15 times as fast as torch 2.13 on a CPU: a number's bits in the place of
-    float16's, whose exponent is larger by 8."""
+    """Return x.float() for finite x of float8_e4m3fn, 15 times as fast as torch 2.13 on a CPU: a number's bits in the
+    place of float16's, whose exponent is larger by 8."""
     bits = x.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     return bits.view(torch.float16).float().mul_(2.0**8)
 

@@ -26,7 +26,7 @@ def require_regular(path: Path, follow_link: bool = True) -> None:
     except FileNotFoundError:
         return
     except OSError as error:  # a symbolic link that leads to itself, a folder that is none
-        raise NotRegular(error.errno, f"{error.strerror}: it is no regular file", str(path)) from error
+        raise NotRegular(error.errno, f"{error.strerror}: it is not a regular file", str(path)) from error
     if not stat.S_ISREG(mode):
         raise NotRegular(None, f"{path} is {_name(mode)}, not a regular file: move it away")
 

@@ -12,16 +12,16 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 import torch
 
-from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
+from vllm_blend.kv_store.host_memory import PAGE, aligned_empty
 from vllm_blend.kv_store.regular_file import NotRegular, open_regular
-from vllm_blend.kv_store.serialization import ChunkFault, aligned_empty
+from vllm_blend.kv_store.serialization import ChunkFault
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a chunk lies: bytes of a segment, both numbers multiples of 4 KiB."""
+    """The place of a chunk: bytes of a segment, both numbers multiples of 4 KiB."""
 
     segment: str
     offset: int
@@ -42,11 +42,11 @@ class Extent:
 
     @property
     def stop(self) -> tuple[str, int]:
-        """Where another one would follow."""
+        """Segment and offset of the extent that would follow."""
         return self.segment, self.offset + self.num_bytes
 
 
-class _Open:
+class _OpenFile:
     """An open file, closed with the last reference: no reader can find its descriptor taken over by another file."""
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -66,18 +66,18 @@ class SegmentFiles:
     def __init__(self, folder: Path, direct: bool) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._files: OrderedDict[str, _Open] = OrderedDict()
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self.direct, self.can_punch = self._probe(direct)
 
     def read(self, extent: Extent, start: int, into: torch.Tensor) -> None:
         """Fill `into` ([whole pages] uint8, page-aligned) from byte `start` of an extent.
 
-        Raises ChunkFault where the file is gone or too short, and OSError where it cannot be read.
+        Raises ChunkFault if the file is gone or too short, and OSError if it cannot be read.
         """
         self.read_adjacent(extent.segment, extent.offset + start, [into])
 
     def read_adjacent(self, segment: str, offset: int, into: Sequence[torch.Tensor]) -> None:
-        """As `read`, of pieces that lie one behind the other in a segment, with as few reads as that takes."""
+        """Fill pieces that lie one behind the other in a segment as `read` does, with as few reads as that takes."""
         try:
             file = self._open(segment)
         except FileNotFoundError as error:
@@ -89,17 +89,17 @@ class SegmentFiles:
             count = os.preadv(file.fd, views[:MAX_VECTORS], at)
             if count == 0 or (self.direct and count % PAGE):  # a direct read ends on a page, or with the file
                 raise ChunkFault("truncated", f"{segment}{SUFFIX} ends at byte {at + count}")
-            views, at = _rest(views, count), at + count
+            views, at = _drop_bytes(views, count), at + count
 
     def write(self, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> None:
         """Write payloads, each [extent.num_bytes] uint8 and page-aligned, and return when they are on the disk."""
-        files: dict[str, _Open] = {}
-        for segment, offset, payloads in _adjacent(pieces):
-            file = files.setdefault(segment, self._open(segment, create=True))
-            views, at = [payload.numpy().data for payload in payloads], offset
+        files: dict[str, _OpenFile] = {}
+        for first, payloads in _adjacent(pieces):
+            file = files.setdefault(first.segment, self._open(first.segment, create=True))
+            views, at = [payload.numpy().data for payload in payloads], first.offset
             while views:
                 count = os.pwritev(file.fd, views[:MAX_VECTORS], at)
-                views, at = _rest(views, count), at + count
+                views, at = _drop_bytes(views, count), at + count
         for file in files.values():
             os.fdatasync(file.fd)
 
@@ -130,7 +130,7 @@ class SegmentFiles:
     def _path(self, segment: str) -> Path:
         return self.folder / f"{segment}{SUFFIX}"
 
-    def _open(self, segment: str, create: bool = False) -> _Open:
+    def _open(self, segment: str, create: bool = False) -> _OpenFile:
         with self._lock:
             file = self._files.get(segment)
             if file is not None and os.fstat(file.fd).st_nlink > 0:
@@ -139,24 +139,24 @@ class SegmentFiles:
             self._files.pop(segment, None)
             flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
             try:
-                file = _Open(self._path(segment), flags)
+                file = _OpenFile(self._path(segment), flags)
             except (FileNotFoundError, NotRegular):
                 if not create:
                     raise
                 _unlink(self._path(segment))  # what has taken the place of a segment: its chunks are lost either way
-                file = _Open(self._path(segment), flags | os.O_CREAT)
-                sync_folder(self.folder)
+                file = _OpenFile(self._path(segment), flags | os.O_CREAT)
+                _sync_folder(self.folder)
             self._files[segment] = file
             if len(self._files) > MAX_OPEN:
                 self._files.popitem(last=False)
             return file
 
     def _probe(self, direct: bool) -> tuple[bool, bool]:
-        """What the file system can do: direct reads and writes of pages, holes."""
+        """Return whether the file system can do direct reads and writes of pages, and punch holes."""
         path = self.folder / f"probe-{os.getpid()}-{threading.get_ident()}"
         page = aligned_empty(PAGE)
         try:
-            file = _Open(path, os.O_RDWR | os.O_CREAT)
+            file = _OpenFile(path, os.O_RDWR | os.O_CREAT)
             os.ftruncate(file.fd, PAGE)
             can_direct = can_punch = False
             if direct:
@@ -176,21 +176,16 @@ class SegmentFiles:
         return can_direct, can_punch
 
 
-def _adjacent(pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
-    """Payloads that lie one behind the other: their segment, where the first one begins, and they."""
-    pieces = sorted(pieces, key=lambda piece: (piece[0].segment, piece[0].offset))
-    start, stop, payloads = 0, 0, list[torch.Tensor]()
-    segment: str | None = None
-    for extent, payload in pieces:
-        if payloads and segment is not None and (extent.segment != segment or extent.offset != stop):
-            yield segment, start, payloads
-            payloads = []
-        if not payloads:
-            segment, start = extent.segment, extent.offset
-        payloads.append(payload)
-        stop = extent.offset + extent.num_bytes
-    if payloads and segment is not None:
-        yield segment, start, payloads
+def _adjacent(pieces: Sequence[tuple[Extent, torch.Tensor]]) -> list[tuple[Extent, list[torch.Tensor]]]:
+    """Return runs of payloads that lie one behind the other, each with the extent of its first one."""
+    runs: list[tuple[Extent, list[torch.Tensor]]] = []
+    stop: tuple[str, int] | None = None
+    for extent, payload in sorted(pieces, key=lambda piece: (piece[0].segment, piece[0].offset)):
+        if stop != (extent.segment, extent.offset):
+            runs.append((extent, []))
+        runs[-1][1].append(payload)
+        stop = extent.stop
+    return runs
 
 
 def _unlink(path: Path) -> None:
@@ -201,8 +196,8 @@ def _unlink(path: Path) -> None:
         logger.warning("%s is a folder, not a segment: move it away", path)
 
 
-def _rest(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of views when `count` bytes are done."""
+def _drop_bytes(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of views when `count` bytes are done."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -210,7 +205,7 @@ def _rest(views: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -221,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 def _try_direct(path: Path, page: torch.Tensor) -> bool:
     try:
-        file = _Open(path, os.O_RDWR | os.O_DIRECT)
+        file = _OpenFile(path, os.O_RDWR | os.O_DIRECT)
         os.preadv(file.fd, [page.numpy().data], 0)
     except OSError as error:
         if error.errno in (EINVAL, EOPNOTSUPP):

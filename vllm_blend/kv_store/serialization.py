@@ -1,8 +1,7 @@
 """One chunk's KV as bytes, for the disk and for remote stores: a header that vouches for itself and for every layer,
 and the layers.
 
-A layer is one piece: [scales |] K | V, each [tokens, kv_heads, head_dim] (quantization.py); of a compressed chunk, it
-has the positions of the KVs too, behind V, or before the scales. Layers start on 4 KiB
+A layer is one piece: [scales |] K | V, each [tokens, kv_heads, head_dim] (quantization.py). Layers start on 4 KiB
 pages, so that each can be read by itself past the page cache, straight to where it is wanted. Where a layer is so
 small that rounding it up would cost more than 1/64 of it, layers are packed (16-byte aligned), and reading one reads
 the pages that it touches.
@@ -23,10 +22,9 @@ import numpy as np
 import torch
 import xxhash
 
-from vllm_blend.kv_store.arena import ALIGNMENT as PAGE
-from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV, ExpectedChunk, find_mismatch, is_finite
+from vllm_blend.kv_store.host_memory import PAGE, aligned_empty, round_up
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
-from vllm_blend.kv_store.validation import ExpectedChunk, find_mismatch, is_finite
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
 Fault = Literal["damaged", "foreign", "rounded", "truncated", "vanished"]
@@ -36,9 +34,9 @@ VERSION = 1
 PACKED_ALIGNMENT = 16
 PACK_BELOW = 64 * PAGE  # bytes of a layer
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = tuple(STORED_DTYPES.values())
 _FORMATS = get_args(StoredFormat)
-_HEAD = struct.Struct("<8sHBBI16s16sIIII")  # magic, version, format, dtype, length of compressed, key, model, shape
+_HEAD = struct.Struct("<8sHBBI16s16sIIII")  # magic, version, format, dtype, zero, key, model, shape
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -52,48 +50,41 @@ class ChunkFault(Exception):
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where the bytes of a chunk lie; everything follows from its shape, its dtype and the format it is stored in."""
+    """The places of a chunk's bytes; everything follows from its shape, its dtype and the format it is stored in."""
 
     num_layers: int
-    num_tokens: int  # that there are KVs of
+    num_tokens: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # as the chunk was put, and comes back
     format: StoredFormat
-    length: int = 0  # of a compressed chunk, in tokens; 0: whole
 
     @classmethod
-    def of(cls, kv: ChunkKV, stored: StoredFormat) -> ChunkLayout:
-        """The layout of `kv` stored as `stored`. Raises ValueError for a dtype that is not stored."""
+    def from_kv(cls, kv: ChunkKV, stored: StoredFormat) -> ChunkLayout:
+        """Return the layout of `kv` stored as `stored`. Raises ValueError for a dtype that is not stored."""
         if kv.k.dtype not in _DTYPES or kv.v.dtype != kv.k.dtype:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise ValueError(f"chunk K {kv.k.dtype} and V {kv.v.dtype} must have one dtype of {names}")
         if kv.k.numel() == 0:
             raise ValueError(f"chunk K {list(kv.k.shape)} must not be empty")
         layers, tokens, kv_heads, head_dim = kv.k.shape
-        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored, kv.length or 0)
+        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored)
 
     @property
     def layer_shape(self) -> tuple[int, int, int]:
-        """Of K, and of V."""
+        """Return the shape of a layer's K, and of its V."""
         return (self.num_tokens, self.num_kv_heads, self.head_dim)
 
     @cached_property
     def parts(self) -> list[tuple[int, torch.dtype]]:
-        """Number of elements and dtype of what makes up a layer, in order. The largest dtypes come first: all are
-        aligned."""
+        """Return the number of elements and dtype of each part of a layer, in order. The largest dtypes come first, so
+        all parts are aligned."""
         count = prod(self.layer_shape)
-        positions = [(self.num_positions, torch.int32)] if self.length else []
         if self.format == "auto":
-            return [(count, self.dtype), (count, self.dtype), *positions]
+            return [(count, self.dtype), (count, self.dtype)]
         how = QUANTIZATIONS[self.format]
         steps = [(number, torch.uint8) for number in how.scale_counts(self.layer_shape)]
-        return [*positions, (1, torch.float32), (1, torch.float32), *steps, (count, how.dtype), (count, how.dtype)]
-
-    @property
-    def num_positions(self) -> int:
-        """Of a layer."""
-        return self.num_tokens * self.num_kv_heads if self.length else 0
+        return [(1, torch.float32), (1, torch.float32), *steps, (count, how.dtype), (count, how.dtype)]
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -101,48 +92,44 @@ class ChunkLayout:
 
     @cached_property
     def stride(self) -> int:
-        """Bytes from a layer's start to the next one's."""
-        return _round_up(self.layer_bytes, PACKED_ALIGNMENT if self.layer_bytes < PACK_BELOW else PAGE)
+        """Return the bytes from a layer's start to the next one's."""
+        return round_up(self.layer_bytes, PACKED_ALIGNMENT if self.layer_bytes < PACK_BELOW else PAGE)
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of all layers, in whole pages."""
-        return _round_up(self.num_layers * self.stride, PAGE)
+        """Return the bytes of all layers, in whole pages."""
+        return round_up(self.num_layers * self.stride, PAGE)
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of memory for the chunk as it comes back, in whole pages."""
+        """Return the bytes of memory for the chunk as it comes back, in whole pages."""
         if self.format == "auto":
             return self.payload_bytes
-        return _round_up(self.num_layers * self._decoded_stride, PAGE)
+        return round_up(self.num_layers * self._decoded_stride, PAGE)
 
     @property
     def _decoded_stride(self) -> int:
-        """Bytes of a layer as it comes back from a format that rounds."""
-        return 2 * prod(self.layer_shape) * self.dtype.itemsize + self.num_positions * torch.int32.itemsize
+        """Return the bytes of a layer as it comes back from a format that rounds."""
+        return 2 * prod(self.layer_shape) * self.dtype.itemsize
 
     def layer_span(self, layer: int) -> tuple[int, int]:
-        """The bytes of a layer: start and stop in the payload."""
+        """Return the bytes of a layer: start and stop in the payload."""
         return layer * self.stride, layer * self.stride + self.layer_bytes
 
     def kv_in(self, memory: torch.Tensor) -> ChunkKV:
-        """The chunk as views of `memory` ([at least kv_bytes] uint8, aligned to 16 bytes), of whatever it holds."""
+        """Return the chunk as views of `memory` ([at least kv_bytes] uint8, aligned to 16 bytes), of whatever it
+        holds."""
         stride = self.stride if self.format == "auto" else self._decoded_stride
         elements = memory[: self.kv_bytes].view(self.dtype)
         size = (self.num_layers, *self.layer_shape)
         strides = (stride // self.dtype.itemsize, self.num_kv_heads * self.head_dim, self.head_dim, 1)
         start, count = elements.storage_offset(), prod(self.layer_shape)
         k, v = (torch.as_strided(elements, size, strides, start + offset) for offset in (0, count))
-        if not self.length:
-            return ChunkKV(k, v)
-        numbers = memory[: self.kv_bytes].view(torch.int32)
-        behind = numbers.storage_offset() + 2 * count * self.dtype.itemsize // torch.int32.itemsize
-        steps = (stride // torch.int32.itemsize, self.num_kv_heads, 1)
-        return ChunkKV(k, v, positions=torch.as_strided(numbers, size[:3], steps, behind), length=self.length)
+        return ChunkKV(k, v)
 
     def write_layer(self, kv: ChunkKV, layer: int, payload: torch.Tensor) -> None:
         """Encode a layer into the payload [payload_bytes] uint8."""
-        for target, source in zip(self._stored(payload, layer), self._parts_of(kv, layer), strict=True):
+        for target, source in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
             if isinstance(target, QuantizedTensor):
                 target.write(source.cpu())
             else:
@@ -150,35 +137,26 @@ class ChunkLayout:
 
     def read_layer(self, payload: torch.Tensor, layer: int, kv: ChunkKV) -> None:
         """Decode a layer of the payload into `kv`. Raises ChunkFault for scales that no KV has."""
-        for source, target in zip(self._stored(payload, layer), self._parts_of(kv, layer), strict=True):
+        for source, target in zip(self._stored(payload, layer), (kv.k[layer], kv.v[layer]), strict=True):
             if isinstance(source, QuantizedTensor):
-                if not source.is_sound:
+                if not source.is_valid:
                     raise ChunkFault("damaged", f"the largest number of layer {layer} is {float(source.top)}")
                 source.read(target)
             else:
                 target.copy_(source)
 
     def _stored(self, payload: torch.Tensor, layer: int) -> list[torch.Tensor | QuantizedTensor]:
-        """K, V and, of a compressed chunk, positions of a layer where they are stored."""
+        """Return K and V of a layer where they are stored."""
         start, pieces = layer * self.stride, []
         for count, dtype in self.parts:
             stop = start + count * dtype.itemsize
             pieces.append(payload[start:stop].view(dtype))
             start = stop
-        positions: list[torch.Tensor] = []
-        if self.length:
-            numbers = pieces.pop() if self.format == "auto" else pieces.pop(0)
-            positions = [numbers.view(self.num_tokens, self.num_kv_heads)]
         kv = [piece.view(self.layer_shape) for piece in pieces[-2:]]
         if self.format == "auto":
-            return [*kv, *positions]
+            return [*kv]
         how = QUANTIZATIONS[self.format]
-        rounded = [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
-        return [*rounded, *positions]
-
-    def _parts_of(self, kv: ChunkKV, layer: int) -> list[torch.Tensor]:
-        """What `_stored` stores of a chunk."""
-        return [kv.k[layer], kv.v[layer], *([] if kv.positions is None else [kv.positions[layer]])]
+        return [QuantizedTensor(how, how.shared[i], pieces[i][0], pieces[2 + i], kv[i]) for i in range(2)]
 
 
 _layout = lru_cache(256)(ChunkLayout)  # chunks of one length are alike, and what follows is derived once
@@ -200,7 +178,7 @@ class ChunkHeader:
             VERSION,
             _FORMATS.index(layout.format),
             _DTYPES.index(layout.dtype),
-            layout.length,
+            0,
             bytes.fromhex(self.key),
             bytes.fromhex(self.model),
             layout.num_layers,
@@ -211,12 +189,12 @@ class ChunkHeader:
 
     @classmethod
     def decode(cls, data: bytes, key: str, model: str, exact: bool = False) -> ChunkHeader:
-        """The header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's, and with `exact`
-        when the chunk was rounded."""
+        """Return the header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's, and with
+        `exact` when the chunk was rounded."""
         if len(data) < _HEAD.size + _CHECKSUM.size:
             raise ChunkFault("truncated", f"its header has {len(data)} bytes")
         body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
-        magic, version, stored, dtype, length, found_key, found_model, layers, tokens, kv_heads, head_dim = (
+        magic, version, stored, dtype, reserved, found_key, found_model, layers, tokens, kv_heads, head_dim = (
             _HEAD.unpack_from(body)
         )
         if magic != MAGIC:
@@ -229,23 +207,24 @@ class ChunkHeader:
             raise ChunkFault("foreign", "it was computed by another model")
         if found_key.hex() != key:
             raise ChunkFault("foreign", "it is another chunk")
-        fits = len(body) == _HEAD.size + layers * _CHECKSUM.size
-        fits = fits and (length == 0 or length >= tokens) and tokens * kv_heads * head_dim > 0
+        if reserved:  # written by a version that could store a part of a chunk's KVs
+            raise ChunkFault("foreign", "it does not hold the KVs of all its tokens")
+        fits = len(body) == _HEAD.size + layers * _CHECKSUM.size and tokens * kv_heads * head_dim > 0
         if stored >= len(_FORMATS) or dtype >= len(_DTYPES) or not fits:
             raise ChunkFault("damaged", "its header contradicts itself")
         checksums = np.frombuffer(body, "<u8", offset=_HEAD.size)
-        layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored], length)
+        layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
         if exact and layout.format != "auto":
             raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
         return cls(key, model, layout, tuple(checksums.tolist()))
 
     def check(self, expected: ExpectedChunk | None, token_ids: Sequence[int] | None = None) -> None:
         """Raise ChunkFault unless the chunk is the expected one, where that is known. `token_ids` are those that the
-        store keeps beside the chunk, None where it keeps none."""
+        store keeps beside the chunk, None if it keeps none."""
         layout = self.layout
         shape = (layout.num_layers, *layout.layer_shape)
         if expected is not None:
-            mismatch = find_mismatch(expected, shape, layout.dtype, layout.length or None, token_ids)
+            mismatch = find_mismatch(expected, shape, layout.dtype, token_ids)
             if mismatch is not None:
                 raise ChunkFault("foreign", mismatch)
 
@@ -273,7 +252,7 @@ def check_numbers(kv: ChunkKV, layers: Iterable[int]) -> None:
 def serialize(
     key: str, model: str, kv: ChunkKV, layout: ChunkLayout, memory: torch.Tensor | None = None
 ) -> SerializedChunk:
-    """A chunk as bytes, with whatever device `kv` is on. Raises NotQuantizable.
+    """Return a chunk as bytes; `kv` may be on any device. Raises NotQuantizable.
 
     `memory` ([payload_bytes] uint8, page-aligned) is where it goes; by default new memory, which costs more to get than
     to fill where chunks are large.
@@ -285,8 +264,6 @@ def serialize(
         whole = layout.kv_in(payload)
         whole.k.copy_(kv.k)
         whole.v.copy_(kv.v)
-        if whole.positions is not None and kv.positions is not None:
-            whole.positions.copy_(kv.positions)
     else:
         for layer in range(layout.num_layers):
             layout.write_layer(kv, layer, payload)
@@ -296,7 +273,7 @@ def serialize(
 
 
 def to_bytes(chunk: SerializedChunk) -> bytes:
-    """A chunk as one value: the length of its header in 8 bytes, the header, the layers."""
+    """Return a chunk as one value: the length of its header in 8 bytes, the header, the layers."""
     header = chunk.header.encode()
     return b"".join((_CHECKSUM.pack(len(header)), header, chunk.payload.numpy().data))
 
@@ -326,9 +303,9 @@ def from_bytes(
 
 
 def max_bytes_of(expected: ExpectedChunk) -> int:
-    """Return a number of bytes that `to_bytes` of the expected chunk never reaches, in whatever format."""
+    """Return a number of bytes that `to_bytes` of the expected chunk never reaches, in any format."""
     layers = expected.shape[0]
-    numbers = 2 * prod(expected.shape) * (4 + 4)  # K, V, and positions or scales, all of four bytes at most
+    numbers = 2 * prod(expected.shape) * (4 + 4)  # K, V and their scales, all of four bytes at most
     return numbers + layers * (PAGE + 2 * _CHECKSUM.size) + 2 * PAGE
 
 
@@ -338,7 +315,7 @@ def layer_checksum(layout: ChunkLayout, payload: memoryview, layer: int) -> int:
 
 
 def _clear_gaps(layout: ChunkLayout, payload: torch.Tensor) -> None:
-    """No byte of other memory leaves this process."""
+    """Zero what no layer fills: no byte of other memory leaves this process."""
     stop = layout.num_layers * layout.stride
     payload[stop:].zero_()
     if layout.stride > layout.layer_bytes:
@@ -353,14 +330,3 @@ def check_key(key: str) -> None:
 
 def is_key(key: str) -> bool:
     return len(key) == 32 and not set(key) - set("0123456789abcdef")
-
-
-def aligned_empty(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 of ordinary memory that starts on a page."""
-    memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + num_bytes]
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

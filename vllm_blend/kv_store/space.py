@@ -1,7 +1,7 @@
-"""The space of a disk store: who may write where, what has to leave for it, and who keeps what from leaving.
+"""The space of a disk store: where chunks may be written, what has to leave for them, and what is kept from leaving.
 
 Space is taken in the index before the first byte is written and given back after the bytes are gone, so that the sum
-in the index is never below what the segments hold. Chunks that are neither whole nor wanted, and that nobody has
+in the index is never below what the segments hold. Chunks that are neither whole nor wanted, and that are not
 claimed, are those of processes that died; they are the first to leave.
 """
 
@@ -32,8 +32,8 @@ INDEX, OPEN_LOCK, LOCKS = "index.sqlite3", "open.lock", "locks"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A chunk that is to be written."""
+class NewRow:
+    """A chunk that is to be written, as the index keeps it."""
 
     key: str
     num_bytes: int
@@ -45,7 +45,7 @@ class Wanted:
 class DiskSpace:
     """Index, files and locks of one folder, together. Safe to use from several threads.
 
-    Methods raise OSError and sqlite3.Error where the disk or the database fails.
+    Methods raise OSError and sqlite3.Error if the disk or the database fails.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, segment_bytes: int, direct: bool, timeout: float) -> None:
@@ -61,7 +61,7 @@ class DiskSpace:
         try:
             self._clear_away()
         except (OSError, sqlite3.Error) as error:
-            if not _is_full(error):
+            if not (error.errno == ENOSPC if isinstance(error, OSError) else "full" in str(error)):
                 raise
             # What is stored can be read, and nothing is written before there is room again.
             logger.warning("%s: the disk is full (%s): what dead processes left stays there for now", folder, error)
@@ -72,7 +72,7 @@ class DiskSpace:
         self.files.close()
 
     def hold(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """Those of these chunks that are there, by key. They stay where they are, each until `let_go`."""
+        """Return those of these chunks that are there, by key. They stay where they are, each until `release`."""
         found: dict[str, Entry] = {}
         for _ in range(10):
             entries = list(self.index.find_many([key for key in keys if key not in found]).values())
@@ -88,26 +88,26 @@ class DiskSpace:
             keys = [entry.key for entry in entries if entry.id not in live]  # replaced in between
         return found
 
-    def let_go(self, entry: Entry) -> None:
+    def release(self, entry: Entry) -> None:
         self.locks.unshare(entry.id)
 
-    def reserve(self, wanted: Sequence[Wanted], uses: Mapping[int, int]) -> list[Entry] | None:
-        """Room for chunks, which are this process's to write; `publish` or `discard` follows. None where too much is
-        held. `uses` of other chunks (id -> how many) are counted first."""
-        num_bytes = sum(want.num_bytes for want in wanted)
+    def reserve(self, rows: Sequence[NewRow], uses: Mapping[int, int]) -> list[Entry] | None:
+        """Return entries with space for chunks, which are this process's to write; `publish` or `discard` follows. None
+        where too much is held. `uses` of other chunks (id -> how many) are counted first."""
+        num_bytes = sum(row.num_bytes for row in rows)
         deadline = time.monotonic() + self.timeout
         while True:
             with self._claiming() as claimed:
                 self.index.touch(uses)
                 missing = self.index.num_bytes + num_bytes - self.budget_bytes
                 if missing <= 0:
-                    for want in wanted:
-                        entry = self.index.insert(want.key, want.num_bytes, want.header, want.cost, self.segment_bytes)
+                    for row in rows:
+                        entry = self.index.insert(row.key, row.num_bytes, row.header, row.cost, self.segment_bytes)
                         if not self.locks.claim(entry.id):
                             raise OSError(f"chunk {entry.id} is new and already locked")
                         claimed.append(entry)
-                        if want.name is not None:
-                            self.index.set_name(entry, *want.name)
+                        if row.name is not None:
+                            self.index.set_name(entry, *row.name)
                     return claimed
                 if not self._evict(missing, claimed):
                     return None
@@ -121,8 +121,7 @@ class DiskSpace:
         self.files.write([(entry.extent, payload) for entry, payload in zip(entries, payloads, strict=True)])
         with self.index.transaction():
             replaced = [self.index.publish(entry) for entry in entries]
-            for entry in entries:
-                self.locks.unclaim(entry.id)  # before anybody sees it; who clears away waits for this transaction
+            self._unclaim(entries)  # before others see them; a process that clears away waits for this transaction
         self._drop_if_possible([entry for entry in replaced if entry is not None])
 
     def discard(self, entries: Sequence[Entry]) -> None:
@@ -137,7 +136,7 @@ class DiskSpace:
         self._drop_if_possible(entries)
 
     def drop(self, entries: Iterable[Entry]) -> None:
-        """Give up chunks. The space of those that somebody holds comes back later."""
+        """Give up chunks. The space of those that are held comes back later."""
         entries = list(entries)
         with self._claiming() as claimed:
             self.index.give_up(entries)
@@ -148,13 +147,13 @@ class DiskSpace:
         try:
             if entries:
                 self.drop(entries)
-        except (OSError, sqlite3.Error) as error:  # what nobody holds is cleared away by whoever comes next
+        except (OSError, sqlite3.Error) as error:  # what is not held is cleared away by the next process
             logger.debug("%d chunks were not cleared away: %s", len(entries), error)
 
     def _evict(self, missing: int, claimed: list[Entry]) -> bool:
-        """Give up chunks of `missing` bytes or more, and claim them; False, and nothing changed, where there are not
-        enough. Inside of a transaction."""
-        for group in self._leaving():
+        """Give up chunks of `missing` bytes or more, and claim them. Return False, with nothing changed, where there
+        are not enough. Inside of a transaction."""
+        for group in self._candidates():
             if self._claim(group):
                 claimed += group
                 missing -= sum(entry.extent.num_bytes for entry in group)
@@ -170,18 +169,18 @@ class DiskSpace:
         self.num_evicted += len(live)
         return True
 
-    def _leaving(self) -> Iterator[list[Entry]]:
-        """What may leave, first things first; each group goes as a whole."""
+    def _candidates(self) -> Iterator[list[Entry]]:
+        """Yield what may leave, in that order; each group goes as a whole."""
         if not self.files.can_punch:
-            yield from self.index.by_worth_of_segments()
+            yield from self.index.by_priority_of_segments()
             return
         for entry in self.index.unfinished():
             yield [entry]
-        for entry in self.index.by_worth():
+        for entry in self.index.by_priority():
             yield [entry]
 
     def _clear_away(self) -> None:
-        """What dead processes left, and what is above the budget."""
+        """Give up what dead processes left, and what is above the budget."""
         with self._claiming() as claimed:
             for entry in self.index.unfinished():
                 if self._claim([entry]):
@@ -195,7 +194,7 @@ class DiskSpace:
         self._give_back(claimed)
 
     def _give_back(self, claimed: list[Entry]) -> None:
-        """The space of chunks that are given up. Ends the claims, whatever happens."""
+        """Return the space of chunks that are given up. Ends the claims, whatever happens."""
         claimed = list(claimed)
         try:
             with self.index.transaction():
@@ -221,7 +220,7 @@ class DiskSpace:
 
     @contextmanager
     def _claiming(self) -> Iterator[list[Entry]]:
-        """A transaction, and the claims that end if it fails."""
+        """Open a transaction, with a list of claims that end if it fails."""
         claimed: list[Entry] = []
         try:
             with self.index.transaction():
@@ -231,7 +230,7 @@ class DiskSpace:
             raise
 
     def _claim(self, group: list[Entry]) -> bool:
-        """All or none."""
+        """Claim all of a group, or none. Return whether it was all."""
         for count, entry in enumerate(group):
             if not self.locks.claim(entry.id):
                 self._unclaim(group[:count])
@@ -244,8 +243,8 @@ class DiskSpace:
 
 
 def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
-    """The index, or an empty one in place of a damaged one. Other processes that have the damaged one open go on with
-    it, in files that have no name any more."""
+    """Return the index, or an empty one in place of a damaged one. Other processes that have the damaged one open go on
+    with it, in files that have no name any more."""
     path = folder / INDEX
     for name in _index_files(path):
         require_regular(name, follow_link=False)
@@ -269,10 +268,6 @@ def _open_index(folder: Path, files: SegmentFiles, timeout: float) -> Index:
         return Index(path, timeout)
 
 
-def _is_full(error: Exception) -> bool:
-    return error.errno == ENOSPC if isinstance(error, OSError) else "full" in str(error)
-
-
 def _index_files(path: Path) -> list[Path]:
     """Return the index and what sqlite keeps beside it."""
     return [Path(f"{path}{suffix}") for suffix in ("", "-wal", "-shm", "-journal")]
@@ -285,7 +280,7 @@ def _unlink_index(path: Path) -> None:
 
 @contextmanager
 def _exclusive(path: Path, timeout: float) -> Iterator[None]:
-    """Only one process, and only one thread of it, is in here at a time."""
+    """Keep all other threads and processes out."""
     deadline = time.monotonic() + timeout
     fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:

@@ -12,7 +12,6 @@ import io
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +53,10 @@ class _Described:
     stride: Any
 
 
-class _Describer(pickle._Unpickler):  # in Python: the one in C makes room for whatever memo number it reads
+class _Describer(pickle._Unpickler):  # in Python: the one in C allocates memory for any memo number it reads
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _describe()
+            return _describe
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if (module, name) == ("collections", "OrderedDict"):  # of hooks, which there are none of
@@ -71,8 +70,9 @@ class _Describer(pickle._Unpickler):  # in Python: the one in C makes room for w
         return _Storage(dtype, record, _number(count))
 
 
-def _describe() -> Callable[..., _Described]:
-    return lambda storage, offset, size, stride, *_: _Described(storage, offset, size, stride)
+def _describe(storage: object, offset: object, size: object, stride: object, *_: object) -> _Described:
+    """Stand in for the function of torch that makes a tensor of its storage."""
+    return _Described(storage, offset, size, stride)
 
 
 def read_tensor(data: bytes) -> torch.Tensor:
@@ -124,5 +124,5 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
 
 def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise BadTensorFile(f"{value!r} is no size")
+        raise BadTensorFile(f"{value!r} is not a size")
     return value

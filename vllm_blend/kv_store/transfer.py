@@ -23,10 +23,10 @@ SLOT_BYTES = 16 << 20  # of the ring: 4096 tokens of a 7B model's layer, 0.3 ms 
 
 
 class Progress(Protocol):
-    """What an event of a CUDA stream can say."""
+    """An event of a CUDA stream, or what answers as one does."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
 
     def synchronize(self) -> None:
         """Wait until it has."""
@@ -46,7 +46,7 @@ class InFlight:
         self._held = deque(entry for entry in self._held if not entry[0].query())
 
     def wait(self) -> bool:
-        """Let go of everything, as soon as it is finished; whether there was anything."""
+        """Let go of everything, as soon as it is finished. Return whether there was anything."""
         waited = bool(self._held)
         while self._held:
             self._held.popleft()[0].synchronize()
@@ -54,8 +54,8 @@ class InFlight:
 
 
 def copy_to_host(chunk: ChunkKV, memory: torch.Tensor, in_flight: InFlight) -> ChunkKV:
-    """`chunk` in `memory` (host, [chunk.nbytes] uint8), as [layers, 2, tokens, kv_heads, head_dim]: a layer lies in one
-    piece. From a GPU, this queues the copies and returns; `ChunkKV.written` says when they are done."""
+    """Return `chunk` in `memory` (host, [chunk.nbytes] uint8), as [layers, 2, tokens, kv_heads, head_dim]: a layer lies
+    in one piece. From a GPU, this queues the copies and returns; `ChunkKV.written` says when they are done."""
     layers, *rows = chunk.k.shape
     packed = memory[: 2 * chunk.k.nbytes].view(chunk.k.dtype).view(layers, 2, *rows)
     result = chunk.moved(packed[:, 0], packed[:, 1])
@@ -102,15 +102,15 @@ class StagingRing:
         self.filled = [torch.cuda.Event() for _ in range(num_slots)]
         self.emptied = [torch.cuda.Event() for _ in range(num_slots)]
 
-    def takes(self, chunk: ChunkKV) -> bool:
-        """Whether a chunk can travel through the ring: it is on the host, in the ring's dtype and shape, each layer in
-        one piece."""
+    def accepts(self, chunk: ChunkKV) -> bool:
+        """Return whether a chunk can travel through the ring: it is on the host, in the ring's dtype and shape, each
+        layer in one piece."""
         alike = chunk.k.dtype == self.slots.dtype and chunk.k.shape[2:] == self.slots.shape[3:]
         return alike and chunk.on_host is not None
 
 
 @dataclass(frozen=True)
-class _Group:
+class _SlotGroup:
     """What travels together: as many rows as a slot holds."""
 
     start: int  # row of the load
@@ -132,16 +132,16 @@ class LayerwiseLoad:
     """Chunks on their way to the device, all of layer 0 first. Their tokens one after another are the load's rows.
 
     Only work on the device waits for a layer, and only for that one. Chunks are held until the last copy is over, also
-    if nobody asks for all layers (`abandon`).
+    if not all layers are asked for (`abandon`).
     """
 
     def __init__(self, ring: StagingRing, chunks: Sequence[ChunkKV], num_layers: int) -> None:
         self.ring, self.num_layers = ring, num_layers
         for chunk in chunks:
-            if len(chunk.k) != num_layers or chunk.num_kvs != chunk.num_tokens or not ring.takes(chunk):
+            if len(chunk.k) != num_layers or not ring.accepts(chunk):
                 raise ValueError(
                     f"chunk KV {list(chunk.k.shape)} {chunk.k.dtype} of {chunk.num_tokens} tokens cannot be loaded: "
-                    f"[{num_layers} layers, tokens, *{list(ring.slots.shape[3:])}] {ring.slots.dtype} of a whole chunk "
+                    f"[{num_layers} layers, tokens, *{list(ring.slots.shape[3:])}] {ring.slots.dtype} "
                     "must lie on the host, each layer in one piece"
                 )
         self._chunks = chunks
@@ -155,7 +155,7 @@ class LayerwiseLoad:
             self._issue()
 
     def layer(self, layer: int) -> Iterator[Arrival]:
-        """The arrivals of a layer. Layers come in ascending order, each once."""
+        """Yield the arrivals of a layer. Layers come in ascending order, each once."""
         ring = self.ring
         if self._taken != layer * len(self._groups):
             raise RuntimeError(f"layer {layer} of a load was asked for out of order")
@@ -171,11 +171,11 @@ class LayerwiseLoad:
             self._issue()
 
     def abandon(self) -> None:
-        """No further layer will be asked for."""
+        """Issue no further copies: no more layers will be asked for."""
         self._total = self._issued
 
     def query(self) -> bool:
-        """Whether nothing is being copied, or will be."""
+        """Return whether nothing is being copied, or will be."""
         return self._issued == self._total and self._last.query()
 
     def synchronize(self) -> None:
@@ -197,9 +197,9 @@ class LayerwiseLoad:
         self._issued += 1
 
 
-def _groups(chunks: Sequence[ChunkKV], slot_tokens: int) -> list[_Group]:
+def _groups(chunks: Sequence[ChunkKV], slot_tokens: int) -> list[_SlotGroup]:
     """Cut the rows of all chunks where a slot is full."""
-    groups: list[_Group] = []
+    groups: list[_SlotGroup] = []
     pieces: list[tuple[ops.HostKV, int, int]] = []
     start = row = 0
     for chunk in chunks:
@@ -211,8 +211,8 @@ def _groups(chunks: Sequence[ChunkKV], slot_tokens: int) -> list[_Group]:
             taken += count
             row += count
             if row == start + slot_tokens:
-                groups.append(_Group(start, row, ops.HostPieces(pieces)))
+                groups.append(_SlotGroup(start, row, ops.HostPieces(pieces)))
                 pieces, start = [], row
     if pieces:
-        groups.append(_Group(start, row, ops.HostPieces(pieces)))
+        groups.append(_SlotGroup(start, row, ops.HostPieces(pieces)))
     return groups

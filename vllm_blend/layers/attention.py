@@ -1,4 +1,4 @@
-"""The attention layer every model shares: rotate, write to the paged cache, attend by explicit positions."""
+"""The attention layer that every model shares: rotate, write to the paged cache, attend by explicit positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from vllm_blend import ops
-from vllm_blend.attention.context import current_context
+from vllm_blend.attention.context import NewKV, current_context
+from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.rotary import RotaryEmbedding
 
@@ -26,14 +27,13 @@ class Attention(nn.Module):
         head_dim: int,
         layer_idx: int,
         rotary: RotaryEmbedding,
-        scale: float | None = None,
         sliding_window: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_idx = layer_idx
         self.rotary = rotary
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.scale: float = head_dim**-0.5
         self.sliding_window = sliding_window
 
     def forward(
@@ -42,39 +42,37 @@ class Attention(nn.Module):
         context = current_context()
         for hook in context.hooks:
             hook.before_layer(self.layer_idx)
-        cache, metadata = context.caches[self.layer_idx], context.of_layer(self.layer_idx)
+        kv, metadata = context.caches[self.layer_idx], context.of_layer(self.layer_idx)
         kv_heads = 1 if metadata.per_head else self.num_kv_heads
         q = q.reshape(-1, kv_heads * self.num_heads // self.num_kv_heads, self.head_dim)
         k_unrotated = k.reshape(-1, kv_heads, self.head_dim)
         v = v.reshape(-1, kv_heads, self.head_dim)
-        kept = None
+        rows = None
         at = metadata.positions if metadata.rope_positions is None else metadata.rope_positions
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
         if not watching:
             cos, sin = self.rotary.at(at)
-            places = (cos, sin, cache.key, cache.value, metadata.slot_mapping)
-            if norms is None:
-                q = ops.rotary_and_cache(q, k_unrotated, v, *places)
-            else:
-                weights = (norms[0].weight, norms[1].weight, norms[0].eps)
-                q = ops.norm_rotary_and_cache(q, k_unrotated, v, *weights, *places)
+            by_head = None if norms is None else ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
+            q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, kv, metadata.slot_mapping, by_head)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
         else:
             if norms is not None:
                 q, k_unrotated = norms[0](q), norms[1](k_unrotated)
             q, k = self.rotary(at, q, k_unrotated)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
+            new, kept = NewKV(k_unrotated, k, v), None
             for hook in watching:
-                kept = hook.on_kv(self.layer_idx, k_unrotated, k, v, cache, metadata) or kept
-            ops.reshape_and_cache(k, v, cache.key, cache.value, metadata.slot_mapping)
-        if kept is not None:
-            q = q[kept.rows]
-            context.narrow(kept)
-            metadata = context.metadata
+                kept = hook.on_kv(step, new) or kept
+            ops.reshape_and_cache(k, v, kv, metadata.slot_mapping)
+            if kept is not None:
+                rows = kept.rows
+                context.narrow(kept)
+                step = step.part(rows, context.metadata)
         for hook in context.hooks:
-            hook.on_query(self.layer_idx, q, cache, metadata, self.scale, self.sliding_window)
-        rows = kept.rows if kept is not None else None
+            hook.on_query(step)
         wanted = context.narrow_to_outputs(self.layer_idx)
         if wanted is not None:
-            q, metadata = q[wanted], context.metadata
+            step = step.part(wanted, context.metadata)
             rows = wanted if rows is None else rows[wanted]
-        out = context.backend.attend(q, cache, metadata, self.scale, self.sliding_window) if len(q) else q
+        out = context.backend.attend(step) if len(step.q) else step.q
         return out.reshape(-1, self.num_heads * self.head_dim), rows

@@ -21,9 +21,11 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states [n, hidden_size] -> logits [n, vocab_size], float32 on a CPU and in the weight's dtype on a GPU,
-    where a float32 copy of a large batch costs more than choosing its tokens. With `tied_to` it shares that
-    embedding's weight."""
+    """Hidden states [n, hidden_size] -> logits [n, vocab_size].
+
+    The logits are float32 on a CPU and in the weight's dtype on a GPU, where a float32 copy of a large batch costs more
+    than choosing its tokens. With `tied_to` the head shares that embedding's weight.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, tied_to: Embedding | None = None) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape."""
+        """Normalise x [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """Return norm(x + residual) and x + residual."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,5 +1,4 @@
-"""Linear layers without initialisation cost, packed ones (several checkpoint matrices multiplied as one), and either of
-them in FP8."""
+"""Linear layers without initialisation cost, alone or packed (several checkpoint matrices as one), also in FP8."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ class Linear(nn.Module):
     """x [..., in_features] -> [..., out_features]; its memory is not initialised until the loader fills it.
 
     With quantization="fp8" the weight is e4m3 with one float32 scale per output channel; x is [tokens, in_features] and
-    is quantised per token, unless it comes so. The output is in the dtype that was the default when the layer was made.
+    is quantised per token, unless it is quantised already. The output has the dtype that was the default when the layer
+    was made.
     """
 
     weight_scale: torch.Tensor | None
@@ -40,9 +40,10 @@ class Linear(nn.Module):
         return ops.quantized_linear(*self._operands(x), self.bias, self.dtype)
 
     def product(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor | UnscaledProduct:
-        """`forward` for a reader that can apply the scales of an FP8 product: some are faster without them."""
+        """Multiply for a reader that can apply the scales of an FP8 product: some products are faster without them."""
         if self.weight_scale is None:
-            return self(x)
+            product: torch.Tensor = self(x)
+            return product
         return ops.quantized_product(*self._operands(x), self.bias, self.dtype)
 
     def _operands(self, x: torch.Tensor | QuantizedRows) -> tuple[QuantizedRows, QuantizedRows]:
@@ -51,21 +52,23 @@ class Linear(nn.Module):
         return rows, QuantizedRows(self.weight, self.weight_scale)
 
     def weight_destination(self, rows: slice = slice(None)) -> torch.Tensor | QuantizedDestination:
-        """What these output rows of a full-precision weight [out_features, in_features] are copied into."""
+        """Return what these output rows of a full-precision weight [out_features, in_features] are copied into."""
         weight = self.weight.detach()[rows]
         if self.weight_scale is None:
             return weight
         return QuantizedDestination(QuantizedRows(weight, self.weight_scale[rows]), self.dtype)
 
     def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination]:
-        """Where each tensor of the checkpoint goes, by its name beside the layer's own."""
+        """Return where each tensor of the checkpoint goes, by its name beside the layer's own."""
         bias = {} if self.bias is None else {"bias": self.bias.detach()}
         return {"weight": self.weight_destination(), **bias}
 
 
 class PackedLinear(Linear):
-    """Matrices that share their input, stacked by output rows in the order of `parts`: name in the checkpoint ->
-    rows."""
+    """Matrices that share their input, stacked by output rows.
+
+    `parts` has them in order: name in the checkpoint -> rows.
+    """
 
     def __init__(
         self, in_features: int, parts: dict[str, int], bias: bool = False, quantization: str | None = None
@@ -75,7 +78,7 @@ class PackedLinear(Linear):
         self.sizes = list(parts.values())
 
     def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination]:
-        """As in `Linear`, by names beside the packed layer's: "q_proj.weight" and so on -> a part of its memory."""
+        """Return parts of the layer's memory by names beside its own: "q_proj.weight" and so on."""
         views: dict[str, torch.Tensor | QuantizedDestination] = {}
         first = 0
         for name, size in self.parts.items():

@@ -21,8 +21,8 @@ from vllm_blend.ops.host_copy import to_device
 def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
     """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
 
-    In this order: the user's functions, only allowed tokens, biases, bans (`min_tokens`, bad words), penalties. Returns
-    what went wrong in a function, by row; such a row has no meaning, and the others are as they should be.
+    The order is: the user's functions, allowed tokens, biases, bans (`min_tokens`, bad words), penalties. Returns the
+    errors of the functions by row; such a row has no meaning, and the others are right.
     """
     errors = _run_functions(logits, states)
     _keep_allowed(logits, states)
@@ -50,7 +50,7 @@ def _keep_allowed(logits: torch.Tensor, states: Sequence[SamplingState]) -> None
         return
     rows, tokens = _pairs([row for row, _ in allowed], [ids for _, ids in allowed], logits.device)
     kept = logits[rows, tokens]
-    logits.index_fill_(0, _to_device(np.array([row for row, _ in allowed]), logits.device), -torch.inf)
+    logits.index_fill_(0, to_device(np.array([row for row, _ in allowed]), logits.device), -torch.inf)
     logits[rows, tokens] = kept
 
 
@@ -59,7 +59,7 @@ def _add_bias(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     if not biased:
         return
     rows, tokens = _pairs([row for row, _, _ in biased], [ids for _, ids, _ in biased], logits.device)
-    logits[rows, tokens] += _to_device(np.concatenate([amounts for _, _, amounts in biased]), logits.device)
+    logits[rows, tokens] += to_device(np.concatenate([amounts for _, _, amounts in biased]), logits.device)
 
 
 def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
@@ -85,11 +85,7 @@ def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
 def _pairs(
     rows: list[int], ids: Sequence[NDArray[np.int64]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and token of every pair, both int64 [pairs], in one transfer."""
+    """Return the row and the token of every pair, both int64 [pairs], moved in one transfer."""
     flat = np.stack([np.repeat(np.array(rows, dtype=np.int64), [len(i) for i in ids]), np.concatenate(ids)])
-    pairs = _to_device(flat, device)
+    pairs = to_device(flat, device)
     return pairs[0], pairs[1]
-
-
-def _to_device(values: NDArray, device: torch.device) -> torch.Tensor:
-    return to_device(torch.from_numpy(values), device)

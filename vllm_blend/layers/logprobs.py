@@ -15,10 +15,10 @@ class PendingLogprobs:
     """Entries that have been computed, or will be when the device gets there."""
 
     def __init__(self, pieces: Sequence[tuple[HostCopy, Sequence[int]]]) -> None:
-        self._pieces = pieces  # what `_pack` made of some rows, and their counts
+        self._pieces = pieces  # outputs of `_pack`, and the counts of their rows
 
     def result(self) -> list[dict[int, Logprob]]:
-        """An entry per row; waits for them."""
+        """Wait for the entries and return them, one per row."""
         return [
             _entry(row, max(counts), count)
             for copy, counts in self._pieces
@@ -27,11 +27,12 @@ class PendingLogprobs:
 
 
 def start_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
-    """Per row of logits [rows, vocabulary]: its token of `token_ids` [rows] int64, then its `counts` most likely ones.
+    """Begin to compute the entries of rows of logits [rows, vocabulary].
 
-    A count of -1 is the whole vocabulary. Ranks are those of vLLM: the most likely tokens have 1, 2, ... in the order
-    in which they come, even if some tie; a row's own token that is none of them counts all that are at least as likely
-    as itself. Texts are left out.
+    A row's entry has its token of `token_ids` [rows] int64, and as many of the most likely ones as `counts` says.
+    A count of -1 means the whole vocabulary. Ranks are those of vLLM: the most likely tokens have 1, 2, ... in order,
+    even if some tie; a row's own token, if it is not among them, ranks after all that are at least as likely. Texts are
+    left out.
     """
     vocab_size = logits.shape[-1]
     counts = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
@@ -44,7 +45,7 @@ def start_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequen
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs: int) -> list[dict[int, Logprob]]:
-    """Entries for prompt tokens: row i of logits [n, vocabulary] predicts `token_ids[i]`."""
+    """Return entries for prompt tokens: row i of logits [n, vocabulary] predicts `token_ids[i]`."""
     if len(token_ids) != logits.shape[0]:
         raise ValueError(f"{len(token_ids)} token_ids for {logits.shape[0]} rows of logits: give one per row")
     tokens = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
@@ -52,7 +53,7 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs
 
 
 def _pack(logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, 3 + 2 * width]: the token, its rank and log-probability, the most likely tokens, theirs."""
+    """Pack the token, its rank and log-probability, the most likely tokens and theirs: [rows, 3 + 2 * width]."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs >= own).sum(-1)

@@ -14,7 +14,7 @@ ALIGNMENT = 16  # of both dimensions of an FP8 matrix, for the matrix product
 
 
 def check_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError, naming the field and the fix, where a model cannot run with `quantization`."""
+    """Check that a model can run with `quantization`. Raises ValueError that names the field and the fix."""
     if quantization is None:
         return
     if dtype != torch.bfloat16:
@@ -34,18 +34,20 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, device: tor
 
 
 def check_sizes(in_features: int, out_features: int) -> None:
-    """Raise ValueError where a matrix is not one that FP8 products take."""
+    """Check that FP8 products take a matrix of these sizes. Raises ValueError if they do not."""
     if in_features % ALIGNMENT or out_features % ALIGNMENT:
         raise ValueError(
-            f"quantization='fp8' needs matrices of multiples of {ALIGNMENT} rows and columns, but the model has one of "
+            f"quantization='fp8' needs matrices whose sizes are multiples of {ALIGNMENT}, but the model has one of "
             f"{out_features} x {in_features}: leave quantization out"
         )
 
 
 @dataclass(frozen=True)
 class QuantizedDestination:
-    """Rows of an FP8 weight as the loader fills them: with a matrix in full precision, rounded to the model's dtype
-    first, so that it is the model in that dtype that is quantised."""
+    """Rows of an FP8 weight as the loader fills them.
+
+    The full-precision matrix is rounded to the model's dtype first: what is quantised is the model in that dtype.
+    """
 
     rows: QuantizedRows
     dtype: torch.dtype
@@ -55,14 +57,14 @@ class QuantizedDestination:
         return self.rows.values.shape
 
     def copy_(self, matrix: torch.Tensor) -> None:
-        """Quantise `matrix` [rows, n] into place; what that takes on the device is freed again."""
+        """Quantise `matrix` [rows, n] into place. Memory that this takes on the device is freed again."""
         quantized = ops.quantize_rows(matrix.to(self.rows.values.device, self.dtype))
         self.rows.values.copy_(quantized.values)
         self.rows.scales.copy_(quantized.scales)
 
 
 class QuantizingRMSNorm(nn.Module):
-    """`RMSNorm` that only FP8 linear layers read: it leaves its output quantised, in the same pass."""
+    """`RMSNorm` for FP8 linear layers: it quantises its output in the same pass."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -70,9 +72,9 @@ class QuantizingRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> QuantizedRows:
-        """x [rows, size]."""
+        """Normalise and quantise x [rows, size]."""
         return ops.rms_norm_quant(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor | UnscaledProduct, residual: torch.Tensor) -> tuple[QuantizedRows, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """Return norm(x + residual), quantised, and x + residual."""
         return ops.fused_add_rms_norm_quant(x, residual, self.weight, self.eps)

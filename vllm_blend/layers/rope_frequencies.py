@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -37,24 +37,29 @@ class RopeSpec:
         return f"{self.rope_type}({','.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
     def inverse_frequencies(self) -> torch.Tensor:
-        """Angle per position of each channel pair, [rotary_dim / 2] float32 on the CPU."""
+        """Return the angle per position of each channel pair, [rotary_dim / 2] float32 on the CPU."""
         return ROPE_TYPES[self.rope_type](self)
 
 
-def _default(spec: RopeSpec) -> torch.Tensor:
-    """RoFormer (Su et al., 2021), section 3.2.2."""
+def _powers(spec: RopeSpec) -> torch.Tensor:
+    """Return the base to the power that each channel pair has: the default frequencies are one over these."""
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
-    return 1.0 / (spec.theta**exponents)
+    return spec.theta**exponents
+
+
+def _default(spec: RopeSpec) -> torch.Tensor:
+    """Return the frequencies of RoFormer (Su et al., 2021), section 3.2.2."""
+    return 1.0 / _powers(spec)
 
 
 def _linear(spec: RopeSpec) -> torch.Tensor:
-    """Position interpolation (Chen et al., 2023): every angle divided by the factor."""
+    """Interpolate positions (Chen et al., 2023): divide every angle by the factor."""
     assert spec.factor is not None
     return _default(spec) / spec.factor
 
 
 def _llama3(spec: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: short waves as they are, long ones divided by the factor, a linear blend between the two bands."""
+    """Scale as Llama 3.1 does: keep short waves, divide long ones by the factor, blend linearly between the bands."""
     assert spec.factor and spec.original_max_position and spec.low_freq_factor and spec.high_freq_factor
     frequencies = _default(spec)
     turns = spec.original_max_position * frequencies / (2 * math.pi)  # full turns within the original context
@@ -64,8 +69,8 @@ def _llama3(spec: RopeSpec) -> torch.Tensor:
 
 
 def _yarn(spec: RopeSpec) -> torch.Tensor:
-    """YaRN (Peng et al., 2023), section 3.2: interpolate slow channel pairs, keep fast ones, a ramp over pair indices
-    between."""
+    """Scale as YaRN does (Peng et al., 2023, section 3.2): interpolate slow channel pairs, keep fast ones, and ramp
+    between them over the pairs' indices."""
     assert spec.factor and spec.original_max_position and spec.beta_fast and spec.beta_slow
     frequencies = _default(spec)
     context, base = spec.original_max_position, math.log(spec.theta)
@@ -84,10 +89,9 @@ def _yarn(spec: RopeSpec) -> torch.Tensor:
 
 
 def _longrope(spec: RopeSpec) -> torch.Tensor:
-    """LongRoPE (Ding et al., 2024): every frequency divided by a number of its own."""
+    """Scale as LongRoPE does (Ding et al., 2024): divide every frequency by a number of its own."""
     assert spec.divisors
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
-    return 1.0 / (torch.tensor(spec.divisors, dtype=torch.float32, device="cpu") * spec.theta**exponents)
+    return 1.0 / (torch.tensor(spec.divisors, dtype=torch.float32, device="cpu") * _powers(spec))
 
 
 ROPE_TYPES: dict[str, Callable[[RopeSpec], torch.Tensor]] = {
@@ -112,9 +116,9 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
     `max_position` tokens.
 
     LongRoPE has two sets of frequencies, and Hugging Face takes the long ones for sequences above the original context.
-    For the same reason as above all sequences get the same set here, as in vLLM: the long one if `max_position` is
-    above the original context, the short one otherwise. That equals Hugging Face's for all sequences that are longer
-    than the original context, and for all others if `max_position` does not exceed it.
+    For the same reason all sequences get the same set here, as in vLLM: the long one if `max_position` is above the
+    original context, the short one otherwise. That equals Hugging Face's for all sequences that are longer than the
+    original context, and for all others if `max_position` does not exceed it.
     """
     raw = _raw_parameters(hf_config, layer_type)
     rope_type = raw["rope_type"]
@@ -136,33 +140,26 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
         factor = context / original
     factor = _number("factor", factor, rope_type)
     if rope_type == "linear":
-        return RopeSpec(rope_type, rotary_dim, theta, factor=factor)
+        return RopeSpec(rope_type, rotary_dim, theta, factor)
     if rope_type == "dynamic":
         growth = factor * max(max_position, context) / context - (factor - 1)
         return RopeSpec(rope_type, rotary_dim, theta * growth ** (rotary_dim / max(rotary_dim - 2, 1)))
+    extended = RopeSpec(rope_type, rotary_dim, theta, factor, original)
     if rope_type == "llama3":
         low = _number("low_freq_factor", raw.get("low_freq_factor"), rope_type)
         high = _number("high_freq_factor", raw.get("high_freq_factor"), rope_type)
         if high <= low:
             raise ValueError(f"RoPE high_freq_factor ({high}) must be above low_freq_factor ({low})")
-        return RopeSpec(rope_type, rotary_dim, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+        return replace(extended, low_freq_factor=low, high_freq_factor=high)
     if rope_type == "longrope":
         sets = {name: _divisors(name, raw.get(name), rotary_dim) for name in ("short_factor", "long_factor")}
-        return RopeSpec(
-            rope_type,
-            rotary_dim,
-            theta,
-            factor,
-            original,
+        return replace(
+            extended,
             attention_factor=_longrope_attention_factor(raw, factor, original),
             divisors=sets["long_factor" if max_position > original else "short_factor"],
         )
-    return RopeSpec(
-        rope_type,
-        rotary_dim,
-        theta,
-        factor,
-        original,
+    return replace(
+        extended,
         attention_factor=_yarn_attention_factor(raw, factor),
         beta_fast=float(raw.get("beta_fast") or 32),
         beta_slow=float(raw.get("beta_slow") or 1),
@@ -171,7 +168,7 @@ def rope_spec(hf_config: Any, max_position: int, layer_type: str | None = None) 
 
 
 def _yarn_attention_factor(raw: Mapping[str, Any], factor: float) -> float:
-    """YaRN equation 15, or DeepSeek's ratio of two such terms where the config gives mscale and mscale_all_dim."""
+    """Return YaRN's equation 15, or DeepSeek's ratio of two such terms if the config has mscale and mscale_all_dim."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -191,6 +188,7 @@ def _longrope_attention_factor(raw: Mapping[str, Any], factor: float, original: 
 
 
 def _divisors(name: str, values: Any, rotary_dim: int) -> tuple[float, ...]:
+    """Check LongRoPE's list `name` of a config: a positive number for each channel pair."""
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != rotary_dim // 2:
         given = f"{len(values)} of them" if isinstance(values, Sequence) else repr(values)
         raise ValueError(
@@ -216,6 +214,7 @@ def context_lengths(hf_config: Any) -> tuple[int, int] | None:
 
 
 def _context_lengths(hf_config: Any, raw: Mapping[str, Any]) -> tuple[int, int]:
+    """Return `context_lengths` by the RoPE parameters of one layer type."""
     context, original = _contexts(hf_config, raw)
     rope_type = raw["rope_type"]
     if rope_type == "longrope":
@@ -249,7 +248,7 @@ def _number(name: str, value: Any, rope_type: str) -> float:
 
 
 def _raw_parameters(hf_config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The config's RoPE parameters as one flat dict with rope_type, rope_theta and partial_rotary_factor set."""
+    """Return the config's RoPE parameters as one flat dict that has rope_type, rope_theta and partial_rotary_factor."""
     found = _found_parameters(hf_config)
     by_layer_type = _by_layer_type(hf_config)
     if by_layer_type:
@@ -260,7 +259,7 @@ def _raw_parameters(hf_config: Any, layer_type: str | None) -> dict[str, Any]:
         found = by_layer_type[layer_type]
     raw = dict(found)
     rope_type = raw.get("rope_type") or raw.get("type") or "default"
-    raw["rope_type"] = "longrope" if rope_type == "su" else rope_type  # as it was called first
+    raw["rope_type"] = "longrope" if rope_type == "su" else rope_type  # its first name
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
         value = raw.get(name)
         if value is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_blend import ops
-from vllm_blend.layers.rope_frequencies import RopeSpec, rope_spec
+from vllm_blend.layers.rope_frequencies import RopeSpec
 
 
 class RotaryEmbedding(nn.Module):
@@ -39,12 +38,12 @@ class RotaryEmbedding(nn.Module):
         self._shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, heads, head_dim] and k [T, kv_heads, head_dim] rotated to positions [T] int64."""
+        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] to positions [T] int64."""
         cos, sin = self.at(positions)
         return ops.rotary_qk(q, k, cos, sin)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`cos_sin`, looked up once for all layers of a step (see `one_step`)."""
+        """Return `cos_sin`, looked up once for all layers of a step (see `one_step`)."""
         shared = self._shared
         if shared is not None and shared[0] is positions:
             return shared[1], shared[2]
@@ -54,18 +53,18 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin at positions [T] int64, each [T, rotary_dim / 2] float32."""
+        """Return cos and sin at positions [T] int64, each [T, rotary_dim / 2] float32."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def fingerprint(self) -> str:
-        """The RoPE parameters as a short stable text, the same for any table length (see `RopeSpec.fingerprint`)."""
+        """Return the RoPE parameters as a short stable text, the same for any table length."""
         return self.spec.fingerprint()
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
-        """Within it, layers that pass the same positions tensor share one table lookup.
+        """Share one table lookup between layers that pass the same positions tensor.
 
-        The tensor is compared by identity, which is only sound while nobody writes to it: hence the scope of one
+        The tensor is compared by identity, which is right only while nothing writes to it: hence the scope of one
         forward pass.
         """
         self._sharing, self._shared = True, None
@@ -81,12 +80,3 @@ class RotaryEmbedding(nn.Module):
             moved = fn(table)
             setattr(self, name, moved if moved.dtype == torch.float32 else table.to(moved.device))
         return self
-
-
-def build_rotary(hf_config: Any, max_position: int, layer_type: str | None = None) -> RotaryEmbedding:
-    """The rotary embedding that `hf_config` describes, for positions below `max_position` (see `rope_spec` for the
-    errors).
-
-    Dynamic NTK uses one fixed base, that of `max_position` tokens: see `rope_spec`.
-    """
-    return RotaryEmbedding(rope_spec(hf_config, max_position, layer_type), max_position)

@@ -1,4 +1,4 @@
-"""From logits to next tokens, for a batch of sequences with settings of their own."""
+"""The sampler: from logits to next tokens, for a batch of sequences with settings of their own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from torch import nn
 
 from vllm_blend import ops
 from vllm_blend.layers.logits_processing import process_logits
-from vllm_blend.layers.logprobs import PendingLogprobs, prompt_logprobs, start_logprobs
+from vllm_blend.layers.logprobs import PendingLogprobs, start_logprobs
 from vllm_blend.layers.sampling_batch import SamplingBatch
-from vllm_blend.layers.sampling_state import SamplingState, check_stop
+from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.ops.sampling import BROKEN, NONE_LEFT
 from vllm_blend.outputs import Logprob
-
-__all__ = ["PendingSample", "Sampler", "SamplerOutput", "SamplingState", "check_stop", "prompt_logprobs"]
 
 _ERRORS = {
     BROKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
@@ -30,7 +28,7 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One entry per row. Rows in `errors` have no token that counts, and no log-probabilities."""
+    """A token per row. Rows in `errors` have no valid token and no log-probabilities."""
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob] | None]
@@ -55,7 +53,7 @@ class PendingSample:
         self._logprob_rows, self._logprobs = logprob_rows, logprobs
 
     def result(self) -> SamplerOutput:
-        """The tokens on the host; waits for them."""
+        """Wait for the tokens and return them."""
         return self._output
 
     @cached_property
@@ -85,15 +83,15 @@ class Sampler(nn.Module):
         self._batch: SamplingBatch | None = None
 
     def forward(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
-        """`start`, and wait for the result."""
+        """Call `start` and wait for the result."""
         return self.start(logits, states).result()
 
     @torch.inference_mode()
     def start(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> PendingSample:
-        """logits [rows, vocabulary], left as they are, and a state per row -> tokens and log-probabilities to come.
+        """Begin to choose a token for each row of logits [rows, vocabulary], which stay as they are.
 
-        On a GPU everything is queued on the current stream, and the host waits for nothing; the logits may be bf16 or
-        fp16 there, of which the choice is exactly that of the same logits in float32. What changes logits reads the
+        On a GPU everything is queued on the current stream and the host waits for nothing; the logits may be bf16 or
+        fp16 there, and the choice is exactly that of the same logits in float32. Settings that change logits read the
         states' outputs now (see `SamplingState.needs_history`). Raises ValueError if rows and states differ in number;
         a row whose logits allow no choice is reported in the result's `errors` and disturbs no other.
         """
@@ -117,7 +115,7 @@ class Sampler(nn.Module):
 
 
 def _start_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> PendingLogprobs | None:
-    """Of the rows that want them: row -> number of most likely tokens."""
+    """Begin to compute the log-probabilities of some rows. `counts`: row -> number of most likely tokens."""
     if not counts:
         return None
     tokens = tokens.clamp(min=0)  # a row without a token gets no entry in the end

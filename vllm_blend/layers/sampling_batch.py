@@ -1,4 +1,4 @@
-"""What the settings of a batch's sequences come to, and the random numbers of its steps."""
+"""The settings of a batch's sequences as tensors, and the random numbers of its steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ChangedRows:
 
 
 class SamplingBatch:
-    """Made once for as long as the same sequences are sampled together: a step then costs no work for each of them."""
+    """Settings of sequences that are sampled together, made once: a step then costs no work for each of them."""
 
     def __init__(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> None:
         self.states, self.vocab_size, self.device = list(states), vocab_size, device
@@ -50,7 +50,7 @@ class SamplingBatch:
         return ChangedRows([self.states[r] for r in rows], rows, to_device(torch.tensor(rows), self.device), own)
 
     def serves(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> bool:
-        """Whether this is the batch of these states, as they are now."""
+        """Return whether this is the batch of these states, as they are now."""
         return (
             self.states == list(states)  # a state equals only itself
             and self.vocab_size == vocab_size
@@ -59,11 +59,11 @@ class SamplingBatch:
         )
 
     def draw_uniforms(self, generator: torch.Generator) -> torch.Tensor | None:
-        """A number in [0, 1) per row, [rows] float64 on the device, None if no row is random.
+        """Draw a number in [0, 1) for each row, [rows] float64 on the device. Returns None if no row is random.
 
-        In order of rows, from the sequence's own generator if it has a seed and else from `generator`, which so gives
-        one number per unseeded random row of each step. Drawn on the host: a seed gives the same draws on every device.
-        Greedy rows have 0.
+        A row's number comes from its sequence's own generator if that has a seed, otherwise from `generator`, which
+        gives one number to each unseeded random row of a step, in the order of rows. Greedy rows have 0. Numbers are
+        drawn on the host: a seed gives the same draws on every device.
         """
         if not len(self._shared) and not len(self._seeded):
             return None
@@ -79,7 +79,7 @@ class SamplingBatch:
 
 
 def _groups(rows: list[int], vocab_size: int) -> Iterator[list[int]]:
-    """`rows` in groups whose logits stay below the bound on temporary memory."""
+    """Yield `rows` in groups whose logits stay below the bound on temporary memory."""
     step = max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]

@@ -42,7 +42,7 @@ class SamplingState:
 
     @cached_property
     def penalties(self) -> tuple[float, float, float]:
-        """Repetition, frequency, presence."""
+        """Repetition, frequency and presence penalty."""
         return self.params.repetition_penalty, self.params.frequency_penalty, self.params.presence_penalty
 
     @cached_property
@@ -61,7 +61,7 @@ class SamplingState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token is chosen from other logits than the model's, by `logits_processing`."""
+        """Return whether the next token is chosen from other logits than the model's, by `logits_processing`."""
         return self._changes_logits_always or self.awaits_min_tokens
 
     @cached_property
@@ -75,7 +75,7 @@ class SamplingState:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether nothing but `draw_settings` is to be known for the choice of a token."""
+        """Return whether `draw_settings` are all that the choice of a token depends on."""
         p = self.params
         return not (self._changes_logits_always or p.min_tokens or self.seeded or p.logprobs is not None)
 
@@ -84,22 +84,23 @@ class SamplingState:
         return self.generator is not None
 
     def next_uniform(self) -> float:
-        """The next of a seeded sequence's own random numbers, in [0, 1)."""
+        """Return the next of a seeded sequence's own random numbers, in [0, 1)."""
         if not self._uniforms:
-            # many at once: that is the same sequence of numbers, for less
+            # many at once: the numbers are the same, and cost less
             self._uniforms += torch.rand(_DRAWS_AHEAD, dtype=torch.float64, generator=self.generator).tolist()[::-1]
         self._given.append(self._uniforms.pop())
         return self._given[-1]
 
     def take_back(self, count: int) -> None:
-        """The last `count` (up to 64) tokens that were drawn do not count: of a seeded sequence, their random numbers
-        come again."""
+        """Undo the last `count` (up to 64) draws: a seeded sequence gets their random numbers again."""
         if self.seeded and not self.params.greedy:
             self._uniforms += [self._given.pop() for _ in range(count)]
 
     def after(self, token_ids: Sequence[int]) -> SamplingState:
-        """This sequence with these tokens more, where that makes a difference to a draw. Both draw from the same random
-        numbers, in the order in which they ask."""
+        """Return this sequence with more tokens, or itself if they make no difference to a draw.
+
+        Both draw from the same random numbers, in the order in which they ask.
+        """
         if not token_ids or not self.needs_history:
             return self
         output = [*self.output_token_ids, *token_ids]
@@ -111,13 +112,13 @@ class SamplingState:
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether a draw depends on tokens before it otherwise than through the logits."""
+        """Return whether a draw depends on the tokens before it in other ways than through the logits."""
         p = self.params
         return self.penalized or bool(self.bad_words or p.logits_processors) or p.min_tokens > 0
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:
-        """Tokens that `min_tokens` holds back: end of sequence and stop tokens."""
+        """Return the tokens that `min_tokens` holds back: end of sequence and stop tokens."""
         return frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids or ())
 
     @cached_property
@@ -134,7 +135,7 @@ class SamplingState:
         return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
     def banned_ids(self) -> set[int]:
-        """Tokens that may not come next: stopping ones before `min_tokens`, and the last token of a bad word begun."""
+        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words."""
         output = self.output_token_ids
         banned = set(self.stopping_ids) if len(output) < self.params.min_tokens else set()
         for *start, last in self.bad_words:
@@ -143,7 +144,7 @@ class SamplingState:
         return banned
 
     def penalty_table(self) -> PenaltyTable:
-        """The tokens under a penalty, with the output as it is now."""
+        """Return the tokens under a penalty, with the output as it is now."""
         if self._table is None or self._table.num_counted > len(self.output_token_ids):
             # NOTE: only the repetition penalty looks at the prompt
             self._table = PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())
@@ -154,11 +155,11 @@ class SamplingState:
 def check_stop(
     state: SamplingState, token_id: int, num_total_tokens: int, max_model_len: int
 ) -> tuple[str, int | None] | None:
-    """(finish_reason, stop_reason) if a sequence ends with `token_id`, the last of `state.output_token_ids`, else None.
+    """Return (finish_reason, stop_reason) if a sequence ends with `token_id`, its last output token, otherwise None.
 
     `num_total_tokens` counts prompt and output. End of sequence and stop tokens end it with "stop" unless fewer than
     `min_tokens` tokens were generated; `stop_reason` is the id of a stop token, None for end of sequence.
-    `max_tokens` and a full context end it with "length". Stop strings are the detokenizer's.
+    `max_tokens` and a full context end it with "length". The detokenizer looks for stop strings.
     """
     params = state.params
     num_output = len(state.output_token_ids)

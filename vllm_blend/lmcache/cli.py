@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_blend.engine.arg_utils import EngineArgs
-from vllm_blend.engine.cli_args import given
+from vllm_blend.command_line import given
+from vllm_blend.engine_args import OPTIONS, EngineArgs
 from vllm_blend.lmcache.llm import LLM, close_lmcache_engine
 from vllm_blend.lmcache.precompute import OfflineKVPreCompute
 from vllm_blend.lmcache.prompts import combine_input_prompt_chunks
@@ -21,10 +21,10 @@ def make_parser() -> argparse.ArgumentParser:
         "first token. LMCACHE_CONFIG_FILE names the configuration.",
     )
     parser.add_argument("texts", nargs="+", type=_text, metavar="FILE", help="texts, in the order of the prompt")
-    parser.add_argument("--instruction", default="", help="what stands before the texts")
-    parser.add_argument("--question", required=True, help="what stands behind them")
-    parser.add_argument("--max-tokens", type=int, default=30, help="of the answer")
-    parser.add_argument("--stop", action="append", default=[], help="ends the answer; may be given several times")
+    parser.add_argument("--instruction", default="", help="text before the texts")
+    parser.add_argument("--question", required=True, help="text after them")
+    parser.add_argument("--max-tokens", type=int, default=30, help="longest answer, in tokens")
+    parser.add_argument("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     return EngineArgs.add_cli_args(parser)
 
 
@@ -32,12 +32,12 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} is no text that can be read: {error}") from error
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
-    llm = LLM(**given(options, EngineArgs))
+    llm = LLM(**given(options, [*OPTIONS]))
     precompute = OfflineKVPreCompute(llm)
     for text in options.texts:
         precompute.precompute_kv(text)

@@ -1,8 +1,8 @@
-"""LMCache's configuration, read as arguments of this engine.
+"""Read LMCache's configuration as arguments of this engine.
 
-`LMCACHE_CONFIG_FILE` names a YAML file; without it, variables such as LMCACHE_ENABLE_BLENDING are read. Keys of both
-generations of LMCache are known: local_device and blend_separator, local_cpu and blend_special_str. Sizes in GB are
-taken as GiB, as LMCache does. A key that is null counts as not given.
+`LMCACHE_CONFIG_FILE` names a YAML file; without it, variables such as LMCACHE_ENABLE_BLENDING are read. The keys of
+both generations of LMCache are known: local_device and blend_separator, local_cpu and blend_special_str. Sizes in GB
+are taken as GiB, as in LMCache. A key that is null counts as not given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from vllm_blend.config import check_layer_numbers, check_ratio, check_shares, resolve_device
+from vllm_blend.checks import check_layer_numbers, check_ratio, check_shares
+from vllm_blend.devices import resolve_device
 from vllm_blend.lmcache.values import Values
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ NOT_SETTINGS = {FILE_VARIABLE, "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", 
 
 DEFAULT_SEPARATOR = "[BLEND_SEP]"
 DEFAULT_MIN_TOKENS = 256
-# Layers are compared by CacheBlend's rule; this engine's own default looks at no layer (see BlendConfig.selector).
+# CacheBlend's rule compares layers; this engine's own default looks at no layer (see BlendConfig.selector).
 LAYER_SELECTOR = "value_deviation"
 
 TEXTS = {"local_device", "local_disk", "remote_url", "remote_serde", "blend_separator", "blend_special_str"}
@@ -47,15 +48,19 @@ KEYS = TEXTS | {
     "blend_add_special_in_precomp",
 }
 
-OUTLIVES = {"chunk_store_path", "chunk_store_gib", "chunk_store_url"}  # engine arguments of what outlives the process
+OUTLIVES = {
+    "chunk_store_path",
+    "chunk_store_gib",
+    "chunk_store_url",
+}  # stores that outlive the process
 
 Arguments = dict[str, tuple[str | None, Any]]  # engine argument -> (key, None for a default, and value)
 
 
 @dataclass(frozen=True)
 class LMCacheConfig:
-    """What a configuration asks for. `engine_args` are arguments of `LLM`; `keys` has the key of each that is no
-    default."""
+    """The settings that a configuration asks for. `engine_args` are arguments of `LLM`; `keys` has the configuration's
+    key for each of them that is not a default."""
 
     source: str
     separator: str = DEFAULT_SEPARATOR
@@ -70,9 +75,9 @@ class LMCacheConfig:
         return bool(self.engine_args["enable_blending"])
 
     def warn(self) -> None:
-        """Name the keys that do nothing."""
+        """Log the keys that have no effect."""
         if self.unknown:
-            logger.warning("%s: not known and without effect: %s", self.source, ", ".join(self.unknown))
+            logger.warning("%s: unknown and without effect: %s", self.source, ", ".join(self.unknown))
         if self.idle:
             logger.warning(
                 "%s: without effect while enable_blending is off, as only chunks of blended prompts are stored: %s",
@@ -80,12 +85,13 @@ class LMCacheConfig:
                 ", ".join(self.idle),
             )
         if self.unread:
-            logger.warning("%s: without effect beside it, as the file is read: %s", self.source, ", ".join(self.unread))
+            logger.warning("%s: without effect, as the file takes precedence: %s", self.source, ", ".join(self.unread))
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `LLM`: these, and those that its caller has `given`, which replace defaults.
+        """Return the arguments of `LLM`: those of the configuration, and those that its caller has `given`, which
+        replace defaults.
 
-        Raises ValueError where the two contradict each other.
+        Raises ValueError if the two contradict each other.
         """
         for name, key in self.keys.items():
             if name in given and given[name] != self.engine_args[name]:
@@ -102,16 +108,16 @@ class LMCacheConfig:
                 )
         return {**self.engine_args, **given}
 
-    def in_its_words(self, message: str) -> str:
-        """An error message of the engine that may be about the configuration, with its keys instead of the engine's
-        arguments."""
+    def translate_error(self, message: str) -> str:
+        """Return an error message of the engine with the configuration's keys in place of the engine's arguments."""
         if message.startswith(self.source) or not self.keys.keys() & set(re.findall(r"\w+", message)):
             return message
         return f"{self.source}: " + re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), message)
 
 
 def load_config(environment: Mapping[str, str] | None = None) -> LMCacheConfig:
-    """The configuration that the environment names or holds. Raises ValueError naming the file, the key and the fix."""
+    """Return the configuration that the environment names or holds. Raises ValueError that names the file, the key and
+    the fix."""
     environment = os.environ if environment is None else environment
     path = environment.get(FILE_VARIABLE)
     values = _from_variables(environment) if path is None else Values(path, _read_yaml(path))
@@ -144,18 +150,18 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ValueError(f"{FILE_VARIABLE}={path!r} is not YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise ValueError(
-            f"{FILE_VARIABLE}={path!r} holds no settings: it must be YAML with a line such as 'enable_blending: true' "
-            "for each"
+            f"{FILE_VARIABLE}={path!r} holds no settings: write YAML, with a line such as 'enable_blending: true' for "
+            "each"
         )
     names = [str(key.value) for key, _ in node.value]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{path}: {', '.join(twice)} is there twice: keep one of them")
+        raise ValueError(f"{path}: {', '.join(twice)} is given twice: keep one of them")
     return {str(key): value for key, value in content.items()}
 
 
 def _key_of(variable: str) -> str | None:
-    """The setting that a variable is for, None where it is for none."""
+    """Return the setting that a variable is for, or None if it is not for any."""
     is_setting = variable.startswith(VARIABLE_PREFIX) and variable not in NOT_SETTINGS
     return variable.removeprefix(VARIABLE_PREFIX).lower() if is_setting else None
 
@@ -168,14 +174,14 @@ def _from_variables(environment: Mapping[str, str]) -> Values:
             try:
                 found[key] = text if key in TEXTS or key not in KEYS else yaml.safe_load(text)
             except yaml.YAMLError as error:
-                raise ValueError(f"the variable {name}={text!r} is no YAML value: {error}") from error
+                raise ValueError(f"the variable {name}={text!r} is not a YAML value: {error}") from error
     return Values(f"the variables {VARIABLE_PREFIX}*", found)
 
 
 def _check_inert(values: Values) -> None:
-    """Keys that ask for what is done in any case, or for what is not done at all."""
-    values.integer("chunk_size", 1)  # chunks are the pieces of a prompt, and are stored whole
-    values.flag("use_layerwise")  # what comes from the host does so layer by layer
+    """Check keys that ask for what is done in any case, or for what is never done."""
+    values.integer("chunk_size", 1)  # chunks are the pieces of a prompt, stored whole
+    values.flag("use_layerwise")  # KV from the host always comes layer by layer
     if values.flag("blend_add_special_in_precomp"):
         raise values.error(
             "blend_add_special_in_precomp",
@@ -203,7 +209,7 @@ def _separator(values: Values) -> str:
 def _blend(values: Values) -> Arguments:
     ratio, ratios = values.number("blend_recompute_ratio"), values.numbers("blend_recompute_ratios")
     layers = values.numbers("blend_check_layers")
-    with values.named():
+    with values.naming_source():
         check_ratio("blend_recompute_ratio", ratio)
         if layers is not None:
             check_layer_numbers("blend_check_layers", layers)
@@ -243,15 +249,15 @@ def _storage(values: Values) -> Arguments:
         arguments["blend_chunk_device"] = ("local_cpu", "cpu")
 
     folders = {key: values.folder(key) for key in ("local_disk", *(["local_device"] if on_disk else []))}
-    arguments |= _agreed(values, "chunk_store_path", folders)
+    arguments |= _resolve(values, "chunk_store_path", folders)
     old_size = {"max_local_cache_size": values.number("max_local_cache_size", 0)}
     disk_size = {"max_local_disk_size": values.number("max_local_disk_size", 0) or None}  # 0: there is no disk
     memory_size = {"max_local_cpu_size": values.number("max_local_cpu_size", 0)}
     for key, size in (old_size | memory_size).items():
         if size == 0:
             raise values.error(key, "leaves no memory to work in: give some, in GB")
-    arguments |= _agreed(values, "chunk_store_gib", (disk_size | old_size) if on_disk else disk_size)
-    arguments |= _agreed(values, "blend_chunk_cache_gib", memory_size if on_disk else memory_size | old_size)
+    arguments |= _resolve(values, "chunk_store_gib", (disk_size | old_size) if on_disk else disk_size)
+    arguments |= _resolve(values, "blend_chunk_cache_gib", memory_size if on_disk else memory_size | old_size)
     if "chunk_store_gib" in arguments and "chunk_store_path" not in arguments:
         raise values.error("max_local_disk_size", "has no disk to count on: give local_disk too, or leave it out")
     if values.text("remote_url") is not None:
@@ -259,8 +265,8 @@ def _storage(values: Values) -> Arguments:
     return arguments
 
 
-def _agreed(values: Values, argument: str, given: Mapping[str, Any]) -> Arguments:
-    """The value of an argument that several keys may give."""
+def _resolve(values: Values, argument: str, given: Mapping[str, Any]) -> Arguments:
+    """Return the value of an argument that several keys may give. Raises ValueError if they disagree."""
     found = {key: value for key, value in given.items() if value is not None}
     if len({str(value) for value in found.values()}) > 1:
         raise values.contradiction(*found)

@@ -1,4 +1,4 @@
-"""Encoding chunks ahead of any question."""
+"""Encode chunks before any question is asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class OfflineKVPreCompute:
-    """Stores the KV of texts that prompts of `llm` will hold as pieces."""
+    """Stores the KV of texts that will be pieces of prompts for `llm`."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -21,12 +21,12 @@ class OfflineKVPreCompute:
             logger.warning("enable_blending is off: nothing is precomputed, as nothing would be reused")
 
     def precompute_kv(self, text_chunk: str, force_special_tokens: bool = False, cache_salt: str | None = None) -> None:
-        """Encode a text after BOS and store it, if it is not stored yet. Does nothing where the engine does not blend.
+        """Encode a text after BOS and store it, unless it is stored already. Does nothing if the engine does not blend.
 
         A plain string that holds the separator is stored as a whole, as `combine_input_prompt_chunks` leaves it, and in
-        the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS: it
-        changes nothing here. What is stored with a `cache_salt` serves prompts with the same one. Raises TypeError and
-        ValueError for what is no text, or a longer one than the model takes.
+        the pieces that a plain prompt is split into. `force_special_tokens` is LMCache's way to ask for that BOS and
+        changes nothing here. KV that is stored with a `cache_salt` serves prompts with the same salt. Raises TypeError
+        if the text is not a string, and ValueError if it is empty or too long for the model.
         """
         if not isinstance(text_chunk, str):
             raise TypeError(f"text_chunk is a {type(text_chunk).__name__}: give a string")
@@ -46,7 +46,7 @@ class OfflineKVPreCompute:
             num_bytes = len(chunk.token_ids) * engine.composer.bytes_per_token
             if num_bytes > store.budget_bytes:
                 logger.warning(
-                    "a text of %d tokens is not kept: its KV takes %d bytes, and the chunk store has %d; raise "
+                    "a text of %d tokens is not kept: its KV takes %d bytes, and the chunk store holds %d; raise "
                     "max_local_cpu_size, or split the text",
                     len(chunk.token_ids),
                     num_bytes,

@@ -1,7 +1,7 @@
 """Prompts in pieces that are strings all the same, as LMCache's blending API passes them around.
 
-LMCache joins the pieces by a separator and finds them again in the text or among the tokens, where the separator may
-come out otherwise. Here the pieces travel with the string; only a plain string is split at the separator.
+LMCache joins the pieces by a separator and looks for it in the text or among the tokens, where it may be tokenized
+differently. Here the pieces travel with the string; only a plain string is split at the separator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm_blend.lmcache.config import load_config
 
 
 class BlendPrompt(str):
-    """`pieces` joined by `separator`, which still knows its pieces. What is made of it (a slice, a sum) does not."""
+    """The string of `pieces` joined by `separator`, which still knows its pieces. A slice or a sum of it does not."""
 
     pieces: tuple[str, ...]
     separator: str
@@ -23,21 +23,22 @@ class BlendPrompt(str):
         return self
 
     def __getnewargs__(self) -> tuple[tuple[str, ...], str]:  # type: ignore[override]
-        """For copies and pickles."""
+        """Return the arguments that copies and pickles are made from."""
         return self.pieces, self.separator
 
 
 def split_prompt(prompt: str, separator: str) -> tuple[str, ...]:
-    """The pieces of a prompt; those that are empty are left out."""
+    """Return the pieces of a prompt, without empty ones."""
     pieces = prompt.pieces if isinstance(prompt, BlendPrompt) else prompt.split(separator)
     return tuple(piece for piece in pieces if piece)
 
 
 def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:
-    """One prompt of several pieces, such as instruction, documents and question. The last piece is always computed.
+    """Return one prompt of several pieces, such as instruction, documents and question. The last piece is always
+    computed.
 
-    Each piece is tokenized by itself. Raises TypeError unless `prompt_chunks` is a list of strings, and ValueError
-    where all of them are empty.
+    Each piece is tokenized by itself. Raises TypeError unless `prompt_chunks` is a list of strings, and ValueError if
+    all of them are empty.
     """
     if isinstance(prompt_chunks, str) or not isinstance(prompt_chunks, Sequence):
         raise TypeError(f"prompt_chunks is a {type(prompt_chunks).__name__}: give a list of strings")
@@ -52,5 +53,5 @@ def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:
 
 
 def append_separator(input_prompt: str) -> str:
-    """A prompt that ends with the separator, as scripts for early LMCache make them."""
+    """Return a prompt that ends with the separator, as scripts for early LMCache build prompts."""
     return combine_input_prompt_chunks([input_prompt, ""])

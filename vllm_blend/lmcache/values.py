@@ -1,4 +1,4 @@
-"""Values of a configuration, checked when they are asked for."""
+"""Check the values of a configuration when they are asked for."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ from typing import Any
 import yaml
 
 
-class Values(Mapping[str, Any]):
-    """Settings by name, without those that are null. Whatever is wrong is a ValueError that names `source`, the setting
-    and the fix."""
+class Values(dict[str, Any]):
+    """Settings by name, without those that are null. A wrong value is a ValueError that names `source`, the setting and
+    the fix."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
-        self.source = source
-        self._values = {key: value for key, value in values.items() if value is not None}
-        self.nulls = frozenset(values.keys() - self._values.keys())
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__({key: value for key, value in values.items() if value is not None})
+        self.source, self.nulls = source, frozenset(values.keys() - self.keys())
 
     def error(self, key: str, problem: str) -> ValueError:
         return ValueError(f"{self.source}: {key}={self[key]!r} {problem}")
@@ -37,8 +27,8 @@ class Values(Mapping[str, Any]):
         )
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Put the source in front of errors that name the setting only."""
+    def naming_source(self) -> Iterator[None]:
+        """Put the source in front of errors that name only the setting."""
         try:
             yield
         except ValueError as error:
@@ -47,25 +37,25 @@ class Values(Mapping[str, Any]):
     def flag(self, key: str) -> bool | None:
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.error(key, "is no truth value: use true or false")
+            raise self.error(key, "must be true or false")
         return value
 
     def integer(self, key: str, low: int) -> int | None:
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise self.error(key, f"is no whole number from {low} on")
+            raise self.error(key, f"must be a whole number, at least {low}")
         return value
 
     def number(self, key: str, low: float | None = None) -> float | None:
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise self.error(key, "is no number")
+            raise self.error(key, "must be a number")
         if value is not None and low is not None and not low <= value < float("inf"):
-            raise self.error(key, f"must be a number from {low:g} on")
+            raise self.error(key, f"must be a finite number, at least {low:g}")
         return value
 
     def numbers(self, key: str) -> list[Any] | None:
-        """A number, a list of numbers, or a text such as "1, 2"."""
+        """Return the numbers of a setting: one number, a list of numbers, or a text such as "1, 2"."""
         value = self.get(key)
         if value is None:
             return None
@@ -86,13 +76,14 @@ class Values(Mapping[str, Any]):
         return value
 
     def folder(self, key: str) -> str | None:
-        """A path, or a URL of a folder: file:///var/cache, and as LMCache reads it file://cache for a relative one."""
+        """Return a path. It may be given as a URL: file:///var/cache, or, as LMCache reads it, file://cache for a
+        relative path."""
         path = self.text(key)
         if path is None:
             return None
         path = path.removeprefix("file://")
         if not path or "://" in path:
             raise self.error(
-                key, "is no folder of this machine: use a path, or a URL such as file:///var/cache/lmcache/"
+                key, "is not a folder of this machine: use a path, or a URL such as file:///var/cache/lmcache/"
             )
         return path

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; a model's own file says only where it differs.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; a family's own file says only where it differs.
 
 A forward pass takes token ids alone. Positions, cache slots and hooks travel in the forward context, and a hook may
 narrow the step between two layers: from there on fewer rows are computed, and fewer hidden states come out.
@@ -26,7 +26,7 @@ from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-Product = torch.Tensor | UnscaledProduct  # the output of a linear layer, as its one reader gets it
+Product = torch.Tensor | UnscaledProduct  # the output of a linear layer, for its one reader
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class DecoderSpec:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    layer_types: tuple[str, ...]  # of LAYER_TYPES, one a layer
+    layer_types: tuple[str, ...]  # one of LAYER_TYPES for each layer
     sliding_window: int | None  # of the sliding_attention layers, in tokens
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of Q and K before RoPE
-    quantization: str | None = None  # of the linear layers of attention and MLP: "fp8"
+    quantization: str | None = None  # "fp8": of the linear layers of attention and MLP
 
     def __post_init__(self) -> None:
         for name in (
@@ -98,13 +98,15 @@ class DecoderSpec:
         return cls(**(values | switches))
 
     def window(self, layer_idx: int) -> int | None:
-        """Sliding window of a layer in tokens, None for full attention."""
+        """Return the sliding window of a layer in tokens, None for full attention."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
 
 class SelfAttention(nn.Module):
-    """Projections around `Attention`. `hack_kv` is public: [K before RoPE, V] of the last collected forward, or
-    None."""
+    """Projections around `Attention`.
+
+    `hack_kv` is public: [K before RoPE, V] of the last collected forward pass, or None.
+    """
 
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -117,7 +119,10 @@ class SelfAttention(nn.Module):
         self.hack_kv: list[torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> tuple[Product, torch.Tensor | None]:
-        """hidden [T, hidden_size] -> output [T', hidden_size] and the rows kept, when a hook kept fewer."""
+        """Attend from hidden [T, hidden_size].
+
+        Returns the output [T', hidden_size] and, if a hook kept fewer rows, which ones it kept.
+        """
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         out, rows = self.attn(q, k, v, norms)
@@ -125,7 +130,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, 2020: SwiGLU)."""
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -150,8 +155,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, hidden: Product, residual: torch.Tensor | None) -> tuple[Product, torch.Tensor]:
-        """hidden: the last block's output, not yet added to residual (None in the first layer); both [T,
-        hidden_size]."""
+        """Add the last block's output `hidden` to `residual` (None in the first layer) and run the layer.
+
+        Both are [T, hidden_size].
+        """
         if residual is None:
             assert isinstance(hidden, torch.Tensor)
             normed, residual = self.input_layernorm(hidden), hidden
@@ -165,8 +172,10 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers and the final norm. `cache_fuse_metadata` and `old_kvs` are the public blending switches: the
-    engine reads them, the model does not."""
+    """Embedding, layers and the final norm.
+
+    `cache_fuse_metadata` and `old_kvs` are the public blending switches: the engine reads them, the model does not.
+    """
 
     def __init__(self, spec: DecoderSpec, rotaries: dict[str, RotaryEmbedding]) -> None:
         super().__init__()
@@ -178,8 +187,10 @@ class DecoderModel(nn.Module):
         self.old_kvs: list[list[torch.Tensor]] = []
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] -> normalised hidden states [T', hidden_size] of the rows still active after the last layer for
-        which the forward context has a cache."""
+        """Run token ids [T] through the layers for which the forward context has a cache.
+
+        Returns normalised hidden states [T', hidden_size] of the rows that are still active after the last one.
+        """
         hidden: Product = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         with ExitStack() as stack:
@@ -194,15 +205,17 @@ class DecoderModel(nn.Module):
 
 
 def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Iterable[str]) -> dict[str, RotaryEmbedding]:
-    """The rotary embedding of each layer type in use; types with the same parameters share one instance and its
-    tables."""
+    """Return the rotary embedding of each layer type in use.
+
+    Types with the same parameters share one instance and its tables.
+    """
     specs = {kind: rope_spec(hf_config, max_position, kind) for kind in dict.fromkeys(layer_types)}
     built = {spec: RotaryEmbedding(spec, max_position) for spec in dict.fromkeys(specs.values())}
     return {kind: built[spec] for kind, spec in specs.items()}
 
 
-class CausalLM(nn.Module):
-    """A decoder with its language-model head. Subclasses say in `spec` how to read their config."""
+class DecoderForCausalLM(nn.Module):
+    """A decoder with its language-model head: a `CausalLM`. Subclasses say in `spec` how to read their config."""
 
     def __init__(self, hf_config: Any, max_position: int, quantization: str | None = None) -> None:
         super().__init__()
@@ -214,12 +227,15 @@ class CausalLM(nn.Module):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
+        """Return the decoder that a Hugging Face config describes."""
         raise NotImplementedError(f"{cls.__name__} must say how to read its config: override spec()")
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] int64 -> hidden states [T', hidden_size]; needs a `forward_context` around it."""
-        return self.model(input_ids)
+        """Return the hidden states [T', hidden_size] for token ids [T] int64; runs within a `forward_context`."""
+        hidden: torch.Tensor = self.model(input_ids)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits [n, vocab_size], in float32 or, on a GPU, in the weights' dtype."""
-        return self.lm_head(hidden)
+        """Return the logits [n, vocab_size] of hidden states: float32, but on a GPU in the weights' dtype."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from vllm_blend.checks import closest
+
 HfOverrides = dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]
 _ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")  # names of transformers 4, part of rope_parameters now
-# Not every config has these.
+# names that are valid though not every config has them
 _OPTIONAL = ("head_dim", "layer_types", "original_max_position_embeddings", "rope_parameters", *_ROPE)
 
 
 def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> PretrainedConfig:
-    """Return `config` as `overrides` change it: merged dict by dict, or what a function makes of it.
+    """Return `config` changed by `overrides`: merged dict by dict, or what a function makes of it.
 
     Raises ValueError for a name that the config does not have, for values that transformers refuses, and for a function
     that fails or returns something else.
@@ -26,11 +27,11 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
     fields = config.to_dict()
     for name in overrides:
         if name not in fields and name not in _OPTIONAL:
-            close = difflib.get_close_matches(str(name), [*fields, *_OPTIONAL], n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
+            meant = closest(name, [*fields, *_OPTIONAL])
+            hint = f": did you mean {meant!r}?" if meant else ""
             raise ValueError(f"hf_overrides: the model's config has no {name!r}{hint}")
     try:
-        return type(config).from_dict(_merged(fields, _with_rope_parameters(fields, overrides)))
+        return type(config).from_dict(_merge(fields, _with_rope_parameters(fields, overrides)))
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
         raise ValueError(f"hf_overrides={overrides!r} make no usable config: {error}") from error
 
@@ -56,15 +57,17 @@ def _with_rope_parameters(fields: Mapping[str, Any], overrides: Mapping[str, Any
         by_layer_type = [key for key, value in (fields.get("rope_parameters") or {}).items() if isinstance(value, dict)]
         if by_layer_type:
             raise ValueError(f"RoPE differs by layer type here: give rope_parameters for {', '.join(by_layer_type)}")
-        moved["rope_parameters"] = _merged(flat, moved.get("rope_parameters") or {})
+        moved["rope_parameters"] = _merge(flat, moved.get("rope_parameters") or {})
     return moved
 
 
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `changes`, in which a dict changes the entries of a dict that it names."""
     merged = dict(base)
     for name, value in changes.items():
         old = merged.get(name)
-        nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(old, value) if nested else copy.deepcopy(value)  # type: ignore[arg-type]
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merge(old, value)
+        else:
+            merged[name] = copy.deepcopy(value)
     return merged

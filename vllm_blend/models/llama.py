@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import CausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(DecoderForCausalLM):
     """Full attention in every layer; optional biases in attention and MLP."""
 
     @classmethod
@@ -17,7 +17,7 @@ class LlamaForCausalLM(CausalLM):
         return DecoderSpec.from_hf(hf_config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias)
 
 
-class MistralForCausalLM(CausalLM):
+class MistralForCausalLM(DecoderForCausalLM):
     """Llama without biases; `sliding_window` applies to every layer, or to those that `layer_types` names."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From a directory or a Hub id to a model in memory: config.json, then safetensors streamed into the parameters."""
+"""Loading a model from a directory or a Hub id: config.json, then safetensors streamed into the parameters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
+from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
@@ -32,8 +33,8 @@ def load_hf_config(
 ) -> Any:
     """Return the transformers config of a local directory or a Hub id, changed by `hf_overrides`.
 
-    Raises FileNotFoundError when the directory or its config.json is missing or the Hub does not have it, ValueError
-    when config.json is damaged or describes something that transformers does not know, or when overrides do.
+    Raises FileNotFoundError if the directory or its config.json is missing or the Hub does not have it, ValueError if
+    config.json is damaged, or if it or the overrides describe something that transformers does not know.
     """
     config = _load_hf_config(model, revision, trust_remote_code)
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
@@ -49,7 +50,7 @@ def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -
             f"no config for {model!r}: it is not a local directory and could not be fetched from the Hub ({error})"
         ) from error
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
-        known = ", ".join(sorted(MODEL_REGISTRY))
+        known = ", ".join(MODEL_REGISTRY.names())
         raise ValueError(
             f"config.json of {model!r} is not usable: {error}; supported architectures: {known}"
         ) from error
@@ -65,14 +66,16 @@ def load_model(
     max_position: int,
     revision: str | None = None,
     quantization: str | None = None,
-) -> nn.Module:
+) -> CausalLM:
     """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
 
     `model` is the directory or Hub id with the weights; `load_format="dummy"` fills small random weights of a fixed
     seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes the RoPE
-    tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: one at a time is on
-    the device in `dtype`. Raises ValueError for an unsupported architecture, checkpoint or
-    quantization and FileNotFoundError when there are no weights.
+    tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one at a time
+    is on the device in `dtype`.
+
+    Raises ValueError for an unsupported architecture, checkpoint or quantization, TypeError for a registered class that
+    is no `CausalLM`, and FileNotFoundError if there are no weights.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
@@ -83,29 +86,34 @@ def load_model(
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
     with construct_as(dtype, torch.device(device)):
         built = model_class(hf_config, max_position, quantization)
+    causal_lm = as_causal_lm(built)
     if load_format == "auto":
         fill_from_safetensors(built, files)
     else:
         fill_dummy(built)
     if quantization is not None:
         torch.cuda.empty_cache()  # the full-precision matrices: what sizes the KV cache asks the device what is free
-    return built.requires_grad_(False).eval()
+    built.requires_grad_(False).eval()
+    return causal_lm
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` names a directory rather than a Hub id; FileNotFoundError for a path that does not exist."""
+    """Return whether `model` names a directory rather than a Hub id.
+
+    Raises FileNotFoundError for a path that does not exist, or that is a file.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return True
     if path.exists():
         raise FileNotFoundError(f"model {model!r} is a file: give the directory that holds config.json and the weights")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise FileNotFoundError(f"model directory {model!r} does not exist")
+        raise FileNotFoundError(f"model directory {model!r} does not exist: give a directory or a Hugging Face id")
     return False
 
 
 def weights_directory(model: str, revision: str | None = None) -> Path:
-    """The directory of a local model, or that of a Hub snapshot after downloading its safetensors files."""
+    """Return the directory of a local model, or that of a Hub snapshot after downloading its safetensors files."""
     if is_local(model):
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download
@@ -121,7 +129,7 @@ def weights_directory(model: str, revision: str | None = None) -> Path:
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module) -> None:
-    """Fixed-seed normal weights, quantised or not; norms are 1, so that activations keep their scale."""
+    """Fill normal weights of a fixed seed, quantised or not; norms are 1, so that activations keep their scale."""
     norms = {id(module.weight) for module in model.modules() if isinstance(module, (RMSNorm, QuantizingRMSNorm))}
     quantized = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None}
     generators: dict[torch.device, torch.Generator] = {}
@@ -147,14 +155,14 @@ def _check_local_config(directory: Path) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
 
 
 @contextmanager
 def construct_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """New parameters get `dtype` and `device` at once: no float32 copy on the host first."""
+    """Give new parameters `dtype` and `device` at once, without a float32 copy on the host first."""
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating-point type, got {dtype}")
     previous = torch.get_default_dtype()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import CausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
 
 
-class Qwen2ForCausalLM(CausalLM):
+class Qwen2ForCausalLM(DecoderForCausalLM):
     """Llama with biases on Q, K and V only; with `use_sliding_window` the upper layers see a window."""
 
     @classmethod
@@ -16,7 +16,10 @@ class Qwen2ForCausalLM(CausalLM):
 
 
 def qwen_windows(hf_config: Any) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a Qwen config; configs that predate layer_types give max_window_layers."""
+    """Return `layer_types` and `sliding_window` of a Qwen config.
+
+    Configs that predate layer_types have max_window_layers instead.
+    """
     layers = hf_config.num_hidden_layers
     window = getattr(hf_config, "sliding_window", None)
     if window is None or not getattr(hf_config, "use_sliding_window", False):

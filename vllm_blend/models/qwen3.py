@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import CausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
 from vllm_blend.models.qwen2 import qwen_windows
 
 
-class Qwen3ForCausalLM(CausalLM):
+class Qwen3ForCausalLM(DecoderForCausalLM):
     """Llama with each head of Q and K normalised before RoPE; `attention_bias` adds biases to all four projections."""
 
     @classmethod

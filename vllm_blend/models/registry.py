@@ -1,4 +1,4 @@
-"""Which class runs which Hugging Face architecture."""
+"""The registry of models: which class runs which Hugging Face architecture."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from torch import nn
 from vllm_blend.models.llama import LlamaForCausalLM, MistralForCausalLM
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.qwen3 import Qwen3ForCausalLM
+from vllm_blend.registry import Registry
 
-MODEL_REGISTRY: dict[str, type[nn.Module]] = {
+_MODELS: dict[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
+MODEL_REGISTRY: Registry[type[nn.Module]] = Registry("model architecture", "architectures", _MODELS)
 """Architecture name -> model class, called as cls(hf_config, max_position). Add an entry to serve a model of your own;
-it needs what `CausalLM` offers: `model` (with `layers[i].self_attn`), `forward(input_ids)` and
-`compute_logits(hidden)`."""
+it is an nn.Module that meets the `CausalLM` protocol."""
 
 
 def resolve_model_class(hf_config: Any) -> type[nn.Module]:
-    """The class for the first known name in `hf_config.architectures`; ValueError when there is none."""
+    """Return the class for the first known name in `hf_config.architectures`. Raises ValueError if there is none."""
     architectures = list(getattr(hf_config, "architectures", None) or [])
     for name in architectures:
         if name in MODEL_REGISTRY:
             return MODEL_REGISTRY[name]
     named = ", ".join(map(repr, architectures)) or "none (config.json has no 'architectures')"
-    raise ValueError(f"unsupported model architecture: {named}; known: {', '.join(sorted(MODEL_REGISTRY))}")
+    raise ValueError(f"unsupported model architecture: {named}; known: {', '.join(MODEL_REGISTRY.names())}")

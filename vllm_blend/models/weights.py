@@ -1,4 +1,4 @@
-"""Safetensors into parameters: every tensor accounted for, nothing held in memory twice."""
+"""Copying safetensors into parameters: every tensor is accounted for, and none is held in memory twice."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
 
 INDEX_NAME = "model.safetensors.index.json"
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # old checkpoints store it; ours follows from the config
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
 NAMES_SHOWN = 8  # of a list in an error message
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, found as transformers does: one file, else the index, else all that are
-    there.
+    """Find the safetensors files of a checkpoint as transformers does: one file, else those of the index, else all.
 
-    Raises FileNotFoundError when there are none or the index names a missing one, ValueError for a damaged index.
+    Raises FileNotFoundError if there are none or the index names a missing one, ValueError for a damaged index.
     """
     single, index = directory / "model.safetensors", directory / INDEX_NAME
     if single.is_file():
@@ -33,7 +32,9 @@ def find_weight_files(directory: Path) -> list[Path]:
         files = [directory / name for name in _indexed_names(index)]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
-            raise FileNotFoundError(f"{index} names files that are not there: {_shown(missing)}")
+            raise FileNotFoundError(
+                f"{index} names files that do not exist: {_list_names(missing)}: fetch the checkpoint again"
+            )
         return files
     found = sorted(directory.glob("*.safetensors"))
     if found:
@@ -43,17 +44,17 @@ def find_weight_files(directory: Path) -> list[Path]:
             f"{directory} has PyTorch pickles only, which are not loaded because they run code: convert them to "
             "safetensors (AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path))"
         )
-    raise FileNotFoundError(f"{directory} has no weights: no *.safetensors file in it")
+    raise FileNotFoundError(f"{directory} has no weights, which are *.safetensors files: fetch them, or save them so")
 
 
 def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | QuantizedDestination]:
-    """Each tensor name of a Hugging Face checkpoint -> what it is copied into (packed layers take several)."""
+    """Return what each tensor of a Hugging Face checkpoint is copied into, by name (packed layers take several)."""
     destinations: dict[str, torch.Tensor | QuantizedDestination] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, Linear):
-            beside = _parent(prefix) if isinstance(module, PackedLinear) else prefix
+            beside = _parent_prefix(prefix) if isinstance(module, PackedLinear) else prefix
             destinations.update({f"{beside}{name}": view for name, view in module.checkpoint_views().items()})
             seen.update(id(parameter) for parameter in module.parameters())
             continue
@@ -65,7 +66,7 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | Quanti
 
 
 def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
-    """Copy every tensor of `files` into `model`, one at a time, casting to the model's dtype.
+    """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype.
 
     Raises ValueError for a file that safetensors cannot read, and for missing, unexpected or misshapen tensors, by
     name.
@@ -92,15 +93,15 @@ def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
             raise ValueError(f"{path} is damaged or not a safetensors file ({error}): fetch it again") from error
     missing = sorted(destinations.keys() - loaded.keys())
     if missing:
-        problems.append(f"missing: {_shown(missing)}")
+        problems.append(f"missing: {_list_names(missing)}")
     if unexpected:
-        problems.append(f"unexpected: {_shown(sorted(unexpected))}")
+        problems.append(f"unexpected: {_list_names(sorted(unexpected))}")
     if problems:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
 
 
 def _fill(name: str, destination: torch.Tensor | QuantizedDestination, stored: Any, file: Any) -> list[str]:
-    """Copy one tensor, or say why not. `stored` is its safetensors slice: shape and dtype without the data."""
+    """Copy one tensor, or return why it does not fit. `stored` is its safetensors slice, without the data."""
     shape = tuple(stored.get_shape())
     if shape != tuple(destination.shape):
         return [f"{name} has shape {shape}, the config asks for {tuple(destination.shape)}"]
@@ -112,7 +113,7 @@ def _fill(name: str, destination: torch.Tensor | QuantizedDestination, stored: A
 
 
 def _indexed_names(index: Path) -> list[str]:
-    """The file names in a safetensors index, each once, in order."""
+    """Return the file names in a safetensors index, each once, in order."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
@@ -120,12 +121,12 @@ def _indexed_names(index: Path) -> list[str]:
         raise ValueError(f"{index} is not a safetensors index with a 'weight_map': {error!r}") from error
 
 
-def _parent(prefix: str) -> str:
+def _parent_prefix(prefix: str) -> str:
     """ "layers.0.mlp.gate_up_proj." -> "layers.0.mlp."."""
     head = prefix.rstrip(".").rpartition(".")[0]
     return f"{head}." if head else ""
 
 
-def _shown(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more

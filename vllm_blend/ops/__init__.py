@@ -5,7 +5,7 @@ The plain torch version of `f` is `f_reference`, beside it in the same file: the
 
 from vllm_blend.ops.activation import silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
-from vllm_blend.ops.cache import norm_rotary_and_cache, place_chunk, place_chunks, reshape_and_cache, rotary_and_cache
+from vllm_blend.ops.cache import HeadNorms, place_chunks, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.deviation import kv_deviation
 from vllm_blend.ops.fp8 import (
     fused_add_rms_norm_quant,
@@ -15,7 +15,6 @@ from vllm_blend.ops.fp8 import (
     rms_norm_quant,
     silu_and_mul_quant,
 )
-from vllm_blend.ops.kv_compress import accumulate_sums, sums_take_lse, window_sums
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.penalties import penalize
@@ -25,9 +24,9 @@ from vllm_blend.ops.states import attention_states, merge_states
 from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
+    "HeadNorms",
     "HostKV",
     "HostPieces",
-    "accumulate_sums",
     "attention_mass",
     "attention_states",
     "copy_pieces",
@@ -36,10 +35,8 @@ __all__ = [
     "kv_deviation",
     "linear",
     "merge_states",
-    "norm_rotary_and_cache",
     "paged_attention",
     "penalize",
-    "place_chunk",
     "place_chunks",
     "quantize_rows",
     "quantized_linear",
@@ -54,6 +51,4 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_quant",
-    "sums_take_lse",
-    "window_sums",
 ]

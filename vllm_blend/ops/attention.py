@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from vllm_blend.ops import cpu
-from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.paged_kv import PagedKV
 
 
 def paged_attention(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: PagedKV,
     positions: torch.Tensor,
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -19,7 +20,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of q [tokens, heads, head_dim] over caches [num_blocks, block_size, kv_heads, head_dim] -> like q.
+    """Return the attention of q [tokens, heads, head_dim] over a paged cache, like q.
 
     Rows query_start_loc[r]:query_start_loc[r + 1] ([requests + 1] int64) are request r's queries, at `positions`
     [tokens] int64, in any order and with any holes; the keys of request r are the first seq_lens[r] ([requests] int64)
@@ -27,31 +28,31 @@ def paged_attention(
     p <= t and, with a sliding window w, p > t - w. Raises IndexError for a block or position out of range, ValueError
     for tensors that do not fit together.
     """
-    _check(q, key_cache, positions, block_tables, sliding_window)
+    _check(q, kv, positions, block_tables, sliding_window)
     expect(query_start_loc, "query_start_loc", torch.int64, (len(block_tables) + 1,))
     expect(seq_lens, "seq_lens", torch.int64, (len(block_tables),))
     kernels = kernels_for(q)
-    if kernels is not None and cpu.takes_attention(q, key_cache, value_cache):
-        return cpu.paged_attention(
-            kernels,
-            q,
-            key_cache,
-            value_cache,
-            positions,
-            block_tables,
-            query_start_loc,
-            seq_lens,
-            scale,
-            sliding_window,
+    if kernels is None or not cpu.accepts_attention(q, kv):
+        return paged_attention_reference(
+            q, kv, positions, block_tables, query_start_loc, seq_lens, scale, sliding_window
         )
-    return paged_attention_reference(
-        q, key_cache, value_cache, positions, block_tables, query_start_loc, seq_lens, scale, sliding_window
-    )
+    q, q_stride = cpu.token_rows(q)
+    tokens, heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=cpu.CONTIGUOUS)
+    status = kernels.paged_attention(
+        to.Out(out), to.Query(q), kv.key_address, kv.value_address, to.Positions(positions),
+        to.BlockTables(block_tables), to.QueryStarts(query_start_loc), to.SeqLens(seq_lens), tokens, seq_lens.shape[0],
+        block_tables.shape[1], kv.num_blocks, kv.block_size, heads, kv.kv_heads, head_dim, q_stride,
+        sliding_window or 0, scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "paged_attention")
+    return out
 
 
 def attention_mass(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
+    kv: PagedKV,
     positions: torch.Tensor,
     block_tables: torch.Tensor,
     query_rows: list[slice],
@@ -59,11 +60,11 @@ def attention_mass(
     scale: float,
     sliding_window: int | None = None,
 ) -> list[torch.Tensor]:
-    """Attention probability each key position receives, per request: [seq_len] float32, summed over the rows
-    query_rows[r] of q [tokens, heads, head_dim] and averaged over heads. An empty slice gives zeros. Tensors as in
+    """Return the attention probability that each key position receives, per request: [seq_len] float32, summed over the
+    rows query_rows[r] of q [tokens, heads, head_dim] and averaged over heads. An empty slice gives zeros. Tensors as in
     `paged_attention`.
     """
-    _check(q, key_cache, positions, block_tables, sliding_window)
+    _check(q, kv, positions, block_tables, sliding_window)
     if not len(query_rows) == len(seq_lens) == len(block_tables):
         raise ValueError(
             f"query_rows ({len(query_rows)}), seq_lens ({len(seq_lens)}) and block_tables ({len(block_tables)}) "
@@ -73,31 +74,44 @@ def attention_mass(
         if not 0 <= rows.start <= rows.stop <= len(q) or rows.step not in (None, 1):
             raise ValueError(f"query_rows[{request}] is {rows}, but must be a plain slice of the {len(q)} rows of q")
     kernels = kernels_for(q)
-    if kernels is not None and cpu.takes_attention(q, key_cache, key_cache):
-        return cpu.attention_mass(
-            kernels, q, key_cache, positions, block_tables, query_rows, seq_lens, scale, sliding_window
-        )
-    return attention_mass_reference(q, key_cache, positions, block_tables, query_rows, seq_lens, scale, sliding_window)
+    if kernels is None or not cpu.accepts_attention(q, kv):
+        return attention_mass_reference(q, kv, positions, block_tables, query_rows, seq_lens, scale, sliding_window)
+    q, q_stride = cpu.token_rows(q)
+    _, heads, head_dim = q.shape
+    lengths = torch.tensor(seq_lens, dtype=torch.int64)
+    first = torch.tensor([rows.start for rows in query_rows], dtype=torch.int64)
+    last = torch.tensor([rows.stop for rows in query_rows], dtype=torch.int64)
+    offsets = torch.zeros(len(seq_lens) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    mass = torch.empty(sum(seq_lens), dtype=torch.float32)
+    status = kernels.attention_mass(
+        to.Mass(mass), to.Query(q), kv.key_address, to.Positions(positions), to.BlockTables(block_tables),
+        to.FirstRows(first), to.LastRows(last), to.SeqLens(lengths), to.Offsets(offsets), len(seq_lens),
+        block_tables.shape[1], kv.num_blocks, kv.block_size, heads, kv.kv_heads, head_dim, q_stride,
+        sliding_window or 0, scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "attention_mass")
+    return list(mass.split(seq_lens))
 
 
 def attention_probabilities(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
+    kv: PagedKV,
     positions: torch.Tensor,
     block_table: torch.Tensor,
     seq_len: int,
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """The matrix of attention probabilities of one request, [heads, queries, seq_len] float32: for q [queries, heads,
+    """Return the attention probabilities of one request, [heads, queries, seq_len] float32: for q [queries, heads,
     head_dim] at `positions` [queries] int64. Plain torch on any device."""
-    return _probabilities(q, _keys(key_cache, block_table, seq_len), positions, scale, sliding_window)
+    return _probabilities(q, _keys(kv.key, block_table, seq_len), positions, scale, sliding_window)
 
 
 def paged_attention_reference(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: PagedKV,
     positions: torch.Tensor,
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -105,7 +119,7 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """The plain torch twin of `paged_attention`: the whole matrix of probabilities, in float32 or, for float64 q,
+    """Run the plain torch twin of `paged_attention`: the whole matrix of probabilities, in float32 or, for float64 q,
     float64.
     """
     out = torch.empty_like(q)
@@ -113,9 +127,9 @@ def paged_attention_reference(
     for request, n in enumerate(seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         probabilities = _probabilities(
-            q[rows], _keys(key_cache, block_tables[request], n), positions[rows], scale, sliding_window
+            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window
         )
-        v = _keys(value_cache, block_tables[request], n).to(probabilities.dtype)  # [n, kv_heads, head_dim]
+        v = _keys(kv.value, block_tables[request], n).to(probabilities.dtype)  # [n, kv_heads, head_dim]
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         out[rows] = torch.einsum("hmn,nhd->mhd", probabilities, v).to(q.dtype)
     return out
@@ -123,7 +137,7 @@ def paged_attention_reference(
 
 def attention_mass_reference(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
+    kv: PagedKV,
     positions: torch.Tensor,
     block_tables: torch.Tensor,
     query_rows: list[slice],
@@ -131,28 +145,28 @@ def attention_mass_reference(
     scale: float,
     sliding_window: int | None = None,
 ) -> list[torch.Tensor]:
-    """The plain torch twin of `attention_mass`; float64 q gives float64 results."""
+    """Run the plain torch twin of `attention_mass`; float64 q gives float64 results."""
     masses = []
     for request, (rows, n) in enumerate(zip(query_rows, seq_lens, strict=True)):
         probabilities = _probabilities(
-            q[rows], _keys(key_cache, block_tables[request], n), positions[rows], scale, sliding_window
+            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window
         )
         masses.append(probabilities.sum(1).mean(0))
     return masses
 
 
 def _keys(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
-    """The first n slots of a request, in order of position: [n, kv_heads, head_dim]."""
+    """Return the first n slots of a request, in order of position: [n, kv_heads, head_dim]."""
     return cache[table[: -(-n // cache.shape[1])]].flatten(0, 1)[:n]
 
 
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """[heads, queries, keys] for q [queries, heads, head_dim] and k [keys, kv_heads, head_dim]."""
+    """Return probabilities [heads, queries, keys] for q [queries, heads, head_dim] and k [keys, kv_heads, head_dim]."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("mhd,nhd->hmn", q.to(dtype), k) * scale
+    by_kv_head = q.to(dtype).unflatten(1, (k.shape[1], -1))  # no copy of K for each query head
+    scores = torch.einsum("mkgd,nkd->kgmn", by_kv_head, k.to(dtype)).flatten(0, 1) * scale
     keys = torch.arange(len(k), device=q.device)
     hidden = keys[None] > positions[:, None]
     if window is not None:
@@ -169,13 +183,12 @@ def expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int
 
 
 def _check(
-    q: torch.Tensor, key_cache: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, window: int | None
+    q: torch.Tensor, kv: PagedKV, positions: torch.Tensor, block_tables: torch.Tensor, window: int | None
 ) -> None:
-    """What both ops need to be true: kernels get bare pointers."""
+    """Check what both ops need to be true: kernels get bare pointers."""
     heads, head_dim = q.shape[1:]
-    kv_heads, cached_dim = key_cache.shape[2:]
-    if head_dim != cached_dim or heads % kv_heads:
-        raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv_heads} KV heads of {cached_dim}")
+    if head_dim != kv.head_dim or heads % kv.kv_heads:
+        raise ValueError(f"q {tuple(q.shape)} does not fit a cache of {kv.kv_heads} KV heads of {kv.head_dim}")
     if window is not None and window < 1:
         raise ValueError(f"sliding_window must be at least 1 or None, got {window}")
     expect(positions, "positions", torch.int64, (q.shape[0],))

@@ -1,4 +1,4 @@
-"""The one place that loads compiled kernels, and the only one that knows their C signatures (csrc/vllm_blend_cpu.h).
+"""The compiled CPU kernels: the one place that loads them and declares their C functions (csrc/vllm_blend_cpu.h).
 
 The library is built by `pip install` or `python setup.py build_ext --inplace`; nothing is compiled at import. Without
 it, or with VLLM_BLEND_DISABLE_KERNELS=1, every op runs its plain torch twin. VLLM_BLEND_CPU_ISA=generic|avx2|avx512|amx
@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
+
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.c_functions import Float, Int, Int32, Int64, bind
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +28,6 @@ ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
 BUILD_HINT = "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum vb_dtype
-
-# p pointer, q int64, i int32, f float
-_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-_SIGNATURES = {
-    "rms_norm": "ppppp qqq f ii",
-    "silu_and_mul": "pp qqq ii",
-    "rope": "pppppppppp qqqqqqqqq ii",
-    "reshape_and_cache": "ppppp qqqqq ii",
-    "place_chunk": "ppppppp qqqqqqqqqq iii",
-    "paged_attention": "pppppppp qqqqqqqqqq f ii",
-    "attention_states": "ppppppppp qqqqqqqq f ii",
-    "attention_mass": "ppppppppp qqqqqqqqq f ii",
-    "window_sums": "ppppp qqqqqqqqqq f iii",
-    "accumulate_sums": "ppppppp qqqqqqqqq f iii",
-    "linear": "pppp qqqq ii",
-}
 
 _STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (TypeError, "the kernel was not built for this dtype or head size"),
@@ -57,29 +43,80 @@ class KernelsUnavailable(ImportError):
     """The compiled CPU kernels cannot be used; the message says why and what to do."""
 
 
-class CPUKernels:
+# fmt: off
+class CPUKernels(Protocol):
     """The kernels of one instruction set as C functions; each returns a status (see `raise_status`)."""
 
-    rms_norm: Callable[..., int]
-    silu_and_mul: Callable[..., int]
-    rope: Callable[..., int]
-    reshape_and_cache: Callable[..., int]
-    place_chunk: Callable[..., int]
-    paged_attention: Callable[..., int]
-    attention_states: Callable[..., int]
-    attention_mass: Callable[..., int]
-    window_sums: Callable[..., int]
-    accumulate_sums: Callable[..., int]
-    linear: Callable[..., int]
+    isa: str
+    linear_dtypes: set[torch.dtype]
 
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
-        self.isa = isa
-        self.linear_dtypes = {torch.float32, torch.bfloat16} if isa == "amx" else {torch.float32}
-        for name, signature in _SIGNATURES.items():
-            function = getattr(library, f"vb_{isa}_{name}")
-            function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
-            function.restype = ctypes.c_int
-            setattr(self, name, function)
+    def rms_norm(
+        self, out: to.Out, sum: to.Sum | None, x: to.Input, residual: to.Residual | None, weight: to.Weight,
+        rows: Int64, n: Int64, x_stride: Int64, eps: Float, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def silu_and_mul(
+        self, out: to.Out, gate_up: to.GateUp, rows: Int64, n: Int64, stride: Int64, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def rope(
+        self, q_out: to.QueryOut, k_out: to.KeyOut | None, q: to.Query, k: to.Key | None, v: to.Value | None,
+        cos: to.Cos, sin: to.Sin, key_cache: to.KeyCache | None, value_cache: to.ValueCache | None,
+        slots: to.Slots | None, tokens: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64, half: Int64,
+        q_stride: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def reshape_and_cache(
+        self, k: to.Key, v: to.Value, key_cache: to.KeyCache, value_cache: to.ValueCache, slots: to.Slots,
+        tokens: Int64, row: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def place_chunk(
+        self, k: to.Key, v: to.Value, cos: to.Cos, sin: to.Sin, key_cache: to.KeyCache, value_cache: to.ValueCache,
+        slots: to.Slots, layers: Int64, tokens: Int64, kv_heads: Int64, head_dim: Int64, half: Int64, k_layer: Int64,
+        v_layer: Int64, key_cache_layer: Int64, value_cache_layer: Int64, num_slots: Int64, source: Int32,
+        target: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def paged_attention(
+        self, out: to.Out, q: to.Query, key_cache: to.KeyCache, value_cache: to.ValueCache, positions: to.Positions,
+        block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens, tokens: Int64, requests: Int64,
+        table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64,
+        q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def attention_states(
+        self, out: to.Out, lse: to.LogSumExp, q: to.Query, key_cache: to.KeyCache, value_cache: to.ValueCache,
+        positions: to.Positions, block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens,
+        tokens: Int64, table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64,
+        head_dim: Int64, q_stride: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def attention_mass(
+        self, mass: to.Mass, q: to.Query, key_cache: to.KeyCache, positions: to.Positions, block_tables: to.BlockTables,
+        first: to.FirstRows, last: to.LastRows, seq_lens: to.SeqLens, offsets: to.Offsets, requests: Int64,
+        table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64,
+        q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def window_sums(
+        self, sums: to.Sums, q: to.Query, key_cache: to.KeyCache, positions: to.Positions, block_table: to.BlockTables,
+        queries: Int64, keys: Int64, blocks: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64,
+        head_dim: Int64, q_stride: Int64, buffer: Int64, scale: Float, power: Int32, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def accumulate_sums(
+        self, metric: to.Metric, q: to.Query, head_keys: to.KeyCache, tables: to.BlockTables, lengths: to.SeqLens,
+        key_positions: to.KeyPositions, query_positions: to.Positions, rows: Int64, table_width: Int64,
+        table_stride: Int64, pages: Int64, block_size: Int64, group: Int64, head_dim: Int64, q_stride: Int64,
+        buffer: Int64, scale: Float, power: Int32, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def linear(
+        self, out: to.Out, x: to.Input, weight: to.Weight, bias: to.Bias | None, rows: Int64, size: Int64,
+        features: Int64, x_stride: Int64, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+# fmt: on
 
 
 @cache
@@ -99,13 +136,15 @@ def _library() -> ctypes.CDLL:
 
 
 def cpu_isas() -> list[str]:
-    """Instruction sets that the library was built for and this CPU runs, best first. Raises `KernelsUnavailable`."""
-    return _library().vb_cpu_isas().decode().split()
+    """Return the instruction sets that the library was built for and this CPU runs, best first. Raises
+    `KernelsUnavailable`."""
+    names: bytes = _library().vb_cpu_isas()
+    return names.decode().split()
 
 
 @cache
 def cpu_kernels() -> CPUKernels:
-    """The kernels in use. Raises `KernelsUnavailable` when they are not built or are switched off."""
+    """Return the kernels in use. Raises `KernelsUnavailable` when they are not built or are switched off."""
     disabled = os.environ.get(DISABLE_VARIABLE, "0")
     if disabled not in ("", "0"):
         raise KernelsUnavailable(f"the compiled kernels are switched off by {DISABLE_VARIABLE}={disabled}: unset it")
@@ -115,7 +154,9 @@ def cpu_kernels() -> CPUKernels:
         raise ValueError(
             f"{ISA_VARIABLE}={wanted} is not among the instruction sets of this machine: {', '.join(isas)}"
         )
-    return CPUKernels(_library(), wanted)
+    linear_dtypes = {torch.float32, torch.bfloat16} if wanted == "amx" else {torch.float32}
+    kernels: CPUKernels = bind(CPUKernels, _library(), f"vb_{wanted}_", isa=wanted, linear_dtypes=linear_dtypes)
+    return kernels
 
 
 @cache
@@ -130,13 +171,8 @@ def _kernels_or_none() -> CPUKernels | None:
         return None
 
 
-def cpu_kernels_available() -> bool:
-    """Whether ops on CPU tensors run compiled kernels. The first call that finds none logs why."""
-    return _kernels_or_none() is not None
-
-
 def kernels_for(tensor: torch.Tensor) -> CPUKernels | None:
-    """The kernels that can work on `tensor`, or None: then the op's torch twin is the one to run."""
+    """Return the kernels that can work on `tensor`, or None: then the op's torch twin is the one to run."""
     if tensor.is_cpu and tensor.dtype in DTYPE_CODES and not tensor.requires_grad:
         return _kernels_or_none()
     return None
@@ -150,6 +186,6 @@ def reload() -> None:
 
 
 def raise_status(status: int, op: str) -> NoReturn:
-    """The exception that a kernel's non-zero status stands for."""
+    """Raise the exception that a kernel's non-zero status stands for."""
     kind, text = _STATUS.get(status, (RuntimeError, f"unknown kernel status {status}"))
     raise kind(f"{op}: {text}")

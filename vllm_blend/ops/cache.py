@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_blend.ops import constants, cpu, cuda
-from vllm_blend.ops.bindings import kernels_for
-from vllm_blend.ops.chunk_shapes import check_chunks_fit
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.cuda_library import cache_view, check, expect, rows_of, stream_of
 from vllm_blend.ops.layernorm import rms_norm
+from vllm_blend.ops.paged_kv import PagedKV, check_chunks_fit
 from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
 
 
-def reshape_and_cache(
-    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] int64 of caches [num_blocks, block_size, kv_heads,
-    head_dim]. Raises IndexError for a slot outside the cache."""
-    if cuda.takes(k, k.shape[2]):
-        return cuda.reshape_and_cache(k, v, key_cache, value_cache, slot_mapping)
+class HeadNorms(NamedTuple):
+    """The RMSNorms over each head of q and of k, before the rotation, as in Qwen3."""
+
+    q_weight: torch.Tensor  # [head_dim]
+    k_weight: torch.Tensor
+    eps: float
+
+
+def reshape_and_cache(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+    """Write k, v [tokens, kv_heads, head_dim] to slots [tokens] int64 of a cache. Raises IndexError for a slot outside
+    it; on a GPU, tokens with negative slots are skipped."""
+    if cuda.accepts(k, k.shape[2]):
+        view = cache_view(kv)
+        code = cuda.functions().reshape_and_cache(
+            rows_of(to.Key, k, "k", view.torch_dtype), rows_of(to.Value, v, "v", view.torch_dtype), k.stride(0),
+            v.stride(0), view.key, view.value, expect(to.Slots, slot_mapping, "slot_mapping", torch.int64),
+            view.page_stride, view.slot_stride, view.head_stride, k.shape[0], view.kv_heads, view.head_dim,
+            view.block_size, view.dtype, stream_of(k),
+        )  # fmt: skip
+        return check("reshape_and_cache", code)
     kernels = kernels_for(k)
-    if kernels is not None and _fits(k, v, key_cache, value_cache, slot_mapping):
-        return cpu.reshape_and_cache(kernels, k, v, key_cache, value_cache, slot_mapping)
-    return reshape_and_cache_reference(k, v, key_cache, value_cache, slot_mapping)
+    if kernels is None or not _fits(k, v, kv, slot_mapping):
+        return reshape_and_cache_reference(k, v, kv, slot_mapping)
+    k, k_stride = cpu.token_rows(k)
+    v, v_stride = cpu.token_rows(v)
+    tokens, kv_heads, head_dim = k.shape
+    status = kernels.reshape_and_cache(
+        to.Key(k), to.Value(v), kv.key_address, kv.value_address, to.Slots(slot_mapping), tokens,
+        kv_heads * head_dim, k_stride, v_stride, kv.num_slots, DTYPE_CODES[k.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "reshape_and_cache")
 
 
 def rotary_and_cache(
@@ -32,68 +56,94 @@ def rotary_and_cache(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: PagedKV,
     slot_mapping: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Rotate q and k, write k and v to the cache, return the rotated q: what a layer does before attention, in one
-    pass.
+    """Normalise the heads of q and k if there are norms, rotate q and k, write k and v to the cache, return the rotated
+    q: what a layer does before attention, in one pass. On a GPU, q and k may be overwritten.
 
-    Shapes as in `rotary_embedding` and `reshape_and_cache`. For a layer in which nobody else wants to see the rotated
-    K.
+    Shapes as in `rotary_embedding` and `reshape_and_cache`. For a layer in which no hook looks at the rotated K.
     """
-    if cuda.takes(q, q.shape[2], cos.shape[-1]):
-        return _rotary_and_cache_cuda(q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
+    on_gpu = cuda.accepts(q, q.shape[2], cos.shape[-1])
+    if norms is not None and not (on_gpu and _norms_in_kernel(q, k, v, cos)):
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+        norms = None
+    if on_gpu:
+        return _rotary_and_cache_cuda(q, k, v, cos, sin, kv, slot_mapping, norms)
     kernels = rotary_kernels(q, cos, sin)
-    if kernels is not None and q.dtype == k.dtype and _fits(k, v, key_cache, value_cache, slot_mapping):
-        return cpu.rotary_and_cache(kernels, q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
-    reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, key_cache, value_cache, slot_mapping)
-    return rotary_embedding_reference(q, cos, sin)
+    if kernels is None or q.dtype != k.dtype or not _fits(k, v, kv, slot_mapping):
+        reshape_and_cache_reference(rotary_embedding_reference(k, cos, sin), v, kv, slot_mapping)
+        return rotary_embedding_reference(q, cos, sin)
+    q, q_stride = cpu.token_rows(q)
+    k, k_stride = cpu.token_rows(k)
+    v, v_stride = cpu.token_rows(v)
+    tokens, heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=cpu.CONTIGUOUS)
+    status = kernels.rope(
+        to.QueryOut(out), None, to.Query(q), to.Key(k), to.Value(v), to.Cos(cos), to.Sin(sin), kv.key_address,
+        kv.value_address, to.Slots(slot_mapping), tokens, heads, kv.kv_heads, head_dim, cos.shape[1], q_stride,
+        k_stride, v_stride, kv.num_slots, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "rotary_and_cache")
+    return out
 
 
-def norm_rotary_and_cache(
+def _norms_in_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Return whether the kernel that rotates can normalise too: heads that are rotated whole, by a power of two of 16
+    channels."""
+    head_dim = q.shape[2]
+    whole = 2 * cos.shape[-1] == head_dim and 16 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
+    return whole and are_packed(q, k, v)
+
+
+def _rotary_and_cache_cuda(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    kv: PagedKV,
     slot_mapping: torch.Tensor,
+    norms: HeadNorms | None,
 ) -> torch.Tensor:
-    """`rotary_and_cache` of q and k whose heads are normalised first (`rms_norm`, weights [head_dim]), as in Qwen3.
-
-    On a GPU one kernel does it all, and q and k may be overwritten.
-    """
-    head_dim, half = q.shape[2], cos.shape[-1]
-    whole = 2 * half == head_dim and 16 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
-    if whole and len(q) and cuda.takes(q, head_dim, half) and cuda.are_packed(q, k, v):
-        rows = constants.arange(len(q), q.device)  # the tables are gathered already: token i has row i of them
-        cuda.norm_rope_and_cache(q, k, v, q_weight, k_weight, eps, cos, sin, rows, key_cache, value_cache, slot_mapping)
+    """Rotate q in place, rotate k into its slot (where it lies it stays unrotated) and copy v into its slot."""
+    tokens, q_heads, head_dim = q.shape
+    if tokens == 0:
         return q
-    q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    return rotary_and_cache(q, k, v, cos, sin, key_cache, value_cache, slot_mapping)
-
-
-def place_chunk(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Place stored chunk KV at its positions in a request, all layers in one pass.
-
-    k (before RoPE), v: [layers, tokens, kv_heads, head_dim]; cos, sin: [tokens, rotary_dim / 2] float32 at the target
-    positions; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens]. K is rotated in
-    float32 and cast once: rotating twice in bf16 loses accuracy.
-    """
-    place_chunks([(k, v)], cos, sin, key_cache, value_cache, slot_mapping)
+    view = cache_view(kv)
+    if not are_packed(q, k, v):
+        q, k, v = torch.cat([q, k, v], 1).split([q_heads, k.shape[1], v.shape[1]], 1)
+    if not (q.dtype == view.torch_dtype and k.shape[1] == view.kv_heads and head_dim == view.head_dim):
+        raise ValueError(f"q {tuple(q.shape)} {q.dtype} and {k.shape[1]} KV heads do not fit the cache")
+    rows = constants.arange(tokens, q.device)  # the tables are gathered already: token i has row i of them
+    if not (
+        cos.dtype == sin.dtype == torch.float32
+        and slot_mapping.dtype == torch.int64
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and cos.is_cuda
+    ):
+        expect(to.Cos, cos, "cos", torch.float32)
+        expect(to.Sin, sin, "sin", torch.float32)
+        expect(to.Slots, slot_mapping, "slot_mapping", torch.int64)
+    functions, qkv, stride = cuda.functions(), to.Query(q), q.stride(0)
+    into = (
+        to.Cos(cos), to.Sin(sin), to.Positions(rows), to.Slots(slot_mapping), view.key, view.value, view.page_stride,
+        view.slot_stride, view.head_stride, tokens, q_heads, view.kv_heads, head_dim, cos.shape[1], view.block_size,
+        view.dtype, stream_of(q),
+    )  # fmt: skip
+    if norms is None:
+        code = functions.rope_and_cache(qkv, stride, *into)
+    else:
+        q_weight = expect(to.QueryWeight, norms.q_weight, "q_weight", q.dtype)
+        k_weight = expect(to.KeyWeight, norms.k_weight, "k_weight", q.dtype)
+        code = functions.norm_rope_and_cache(qkv, stride, q_weight, k_weight, norms.eps, *into)
+    if code:
+        check("rotary_and_cache", code)
+    return q
 
 
 def place_chunks(
@@ -104,60 +154,57 @@ def place_chunks(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`place_chunk` of several chunks, (k, v) each: their tokens follow one another in cos, sin and slot_mapping.
+    """Place the stored KV of chunks, (k, v) each, at its positions in a request, all layers in one pass.
 
-    Raises ValueError, before anything is written, where a chunk does not fit the cache.
+    k (before RoPE), v: [layers, tokens, kv_heads, head_dim]; cos, sin: [all tokens, rotary_dim / 2] float32 at the
+    target positions, chunk after chunk; caches: [layers, num_blocks, block_size, kv_heads, head_dim]; slot_mapping:
+    [all tokens]. K is rotated in float32 and cast once: rotating twice in bf16 loses accuracy. Raises ValueError,
+    before anything is written, where a chunk does not fit the cache.
     """
     if not chunks:
         return
     if key_cache.shape != value_cache.shape:
         raise ValueError(f"key cache {list(key_cache.shape)} and value cache {list(value_cache.shape)} must be alike")
-    check_chunks_fit(chunks, len(key_cache), key_cache.shape[3:], (cos, sin, slot_mapping))
-    if cuda.takes(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(k.dtype == key_cache.dtype for k, _ in chunks):
+    if cuda.accepts(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(
+        k.dtype == key_cache.dtype for k, _ in chunks
+    ):
         keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)
         return cuda.place_chunks(chunks, cos, sin, keys, values, key_cache[0], slot_mapping)
+    check_chunks_fit(chunks, len(key_cache), key_cache.shape[3:], (cos, sin, slot_mapping))
     start = 0
     for k, v in chunks:
         at = slice(start, start + k.shape[1])
-        _place_chunk(k, v, cos[at], sin[at], key_cache, value_cache, slot_mapping[at])
         start = at.stop
+        kernels = rotary_kernels(k[0], cos[at], sin[at]) if len(k) else None
+        if kernels is None or not _fits_layers(k, v, key_cache, value_cache, slot_mapping[at]):
+            place_chunk_reference(k, v, cos[at], sin[at], key_cache, value_cache, slot_mapping[at])
+            continue
+        layers, tokens, kv_heads, head_dim = k.shape
+        status = kernels.place_chunk(
+            to.Key(k), to.Value(v), to.Cos(cos[at]), to.Sin(sin[at]), to.KeyCache(key_cache),
+            to.ValueCache(value_cache), to.Slots(slot_mapping[at]), layers, tokens, kv_heads, head_dim, cos.shape[1],
+            k.stride(0), v.stride(0), key_cache.stride(0), value_cache.stride(0),
+            key_cache.shape[1] * key_cache.shape[2], DTYPE_CODES[k.dtype], DTYPE_CODES[key_cache.dtype],
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if status:
+            raise_status(status, "place_chunk")
 
 
-def _place_chunk(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    kernels = rotary_kernels(k[0], cos, sin) if len(k) else None
-    if kernels is not None and _fits_layers(k, v, key_cache, value_cache, slot_mapping):
-        return cpu.place_chunk(kernels, k, v, cos, sin, key_cache, value_cache, slot_mapping)
-    return place_chunk_reference(k, v, cos, sin, key_cache, value_cache, slot_mapping)
-
-
-def _rotary_and_cache_cuda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
-    tokens = q.shape[0]
-    if tokens == 0:
-        return q
-    if not cuda.are_packed(q, k, v):
-        packed = torch.cat([q, k, v], 1)
-        q, k, v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
-    # The tables are gathered already: token i has row i of them.
-    rows = constants.arange(tokens, q.device)
-    cuda.rope_and_cache(q, k, v, cos, sin, rows, key_cache, value_cache, slot_mapping)
-    return q
+def are_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim] lie side by side, row for
+    row."""
+    head_dim = q.shape[2]
+    of_q, of_kv, size = q.shape[1] * head_dim, k.shape[1] * head_dim, q.element_size()
+    start, stride = q.data_ptr(), q.stride()
+    return (
+        stride == k.stride() == v.stride()
+        and stride[1:] == (head_dim, 1)
+        and k.data_ptr() - start == of_q * size
+        and v.data_ptr() - start == (of_q + of_kv) * size
+        and k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+    )
 
 
 _POINTERS: dict[tuple[torch.device, int, int, int], torch.Tensor] = {}
@@ -176,11 +223,9 @@ def _layer_pointers(caches: torch.Tensor) -> torch.Tensor:
     return _POINTERS[identity]
 
 
-def reshape_and_cache_reference(
-    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    key_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    value_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+def reshape_and_cache_reference(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+    kv.key.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
+    kv.value.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
 
 
 def place_chunk_reference(
@@ -198,16 +243,13 @@ def place_chunk_reference(
     value_cache.view(layers, -1, kv_heads, head_dim).index_copy_(1, slot_mapping, v.to(value_cache.dtype))
 
 
-def _fits(
-    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> bool:
-    """Whether the kernels can write k, v [tokens, kv_heads, head_dim] to these caches."""
+def _fits(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> bool:
+    """Return whether the kernels can write k, v [tokens, kv_heads, head_dim] to this cache."""
     return (
-        cpu.takes_cache(k, key_cache, value_cache)
+        cpu.accepts_cache(k, kv)
         and v.dtype == k.dtype
         and k.shape == v.shape
-        and key_cache.shape == value_cache.shape
-        and k.shape[1:] == key_cache.shape[2:]
+        and k.shape[1:] == (kv.kv_heads, kv.head_dim)
         and _slots_fit(slot_mapping, k.shape[0])
     )
 
@@ -215,15 +257,12 @@ def _fits(
 def _fits_layers(
     k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> bool:
-    """The same for all layers at once; the chunk may be stored in another dtype than the cache's."""
+    """Return the same for all layers at once, whose shapes fit; the chunk may be stored in another dtype than the
+    cache's."""
     return (
         k.dtype == v.dtype
         and key_cache.dtype == value_cache.dtype
         and kernels_for(key_cache) is not None
-        and k.shape == v.shape
-        and key_cache.shape == value_cache.shape
-        and k.shape[0] == key_cache.shape[0]
-        and k.shape[2:] == key_cache.shape[3:]
         and all(t[0].is_contiguous() for t in (k, v, key_cache, value_cache))
         and _slots_fit(slot_mapping, k.shape[1])
     )

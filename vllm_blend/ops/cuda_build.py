@@ -46,7 +46,7 @@ class BuildError(RuntimeError):
 
 
 def sources_folder() -> Path:
-    """The folder of the CUDA sources: inside an installed package, or in the checkout around it."""
+    """Return the folder of the CUDA sources: inside an installed package, or in the checkout around it."""
     here = Path(__file__).resolve()
     for folder in (here.parents[1] / "csrc" / "cuda", here.parents[2] / "csrc" / "cuda"):
         if (folder / "kernels.h").is_file():
@@ -65,12 +65,12 @@ def sees_gpu() -> bool:
 
 
 def find_nvcc() -> str:
-    """CUDACXX, else nvcc of CUDA_HOME or CUDA_PATH, else the one in PATH, else that of /usr/local/cuda."""
+    """Return CUDACXX, else nvcc of CUDA_HOME or CUDA_PATH, else the one in PATH, else that of /usr/local/cuda."""
     named = os.environ.get("CUDACXX")
     if named:
         found = shutil.which(named)
         if found is None:
-            raise BuildError(f"CUDACXX={named} is no program: name nvcc there, or unset it")
+            raise BuildError(f"CUDACXX={named} is not a program: name nvcc there, or unset it")
         return found
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     candidates = [*(str(Path(root, "bin", "nvcc")) for root in roots if root), "nvcc", f"{DEFAULT_TOOLKIT}/bin/nvcc"]
@@ -82,7 +82,7 @@ def find_nvcc() -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Hexadecimal digest of every source and header, names included. A library carries that of its own."""
+    """Return a hexadecimal digest of every source and header, names included. A library carries that of its own."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".cu", ".cuh", ".h")):
         content = path.read_bytes()
@@ -91,7 +91,7 @@ def source_digest(folder: Path) -> str:
 
 
 def is_built_from(library: Path, folder: Path) -> bool:
-    """Whether a library was built from the sources as they are in `folder` now."""
+    """Return whether a library was built from the sources as they are in `folder` now."""
     with library.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return False
@@ -114,7 +114,7 @@ class Build:
 
     @cached_property
     def key(self) -> str:
-        """Names everything the library depends on."""
+        """Return a name of everything that the library depends on."""
         parts = (source_digest(self.folder), self.compiler_version, FLAGS, HOPPER, self._architectures, self.defines)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
@@ -133,12 +133,12 @@ class Build:
         return list(dict.fromkeys(flags))
 
     def command(self, source: Path) -> list[str]:
-        """What compiles a source, its output left out."""
+        """Return the command that compiles a source, its output left out."""
         architectures = HOPPER if "wgmma" in source.name else self._architectures
         return [self.nvcc, *FLAGS, *self.defines, *architectures, "-c", str(source)]
 
     def run(self, out: Path, jobs: int) -> Path:
-        """Compile what has changed into `out` and link the library there, whole or not at all; its path."""
+        """Compile what has changed into `out` and link the library there, whole or not at all; return its path."""
         out.mkdir(parents=True, exist_ok=True)
         sources = sorted(self.folder.glob("*.cu"))
         headers = [*self.folder.glob("*.cuh"), *self.folder.glob("*.h")]
@@ -149,7 +149,7 @@ class Build:
             return self._link(objects, digest, out)
 
     def _object(self, source: Path, out: Path, newest_header: float) -> Path:
-        """Compiled as `out`/NAME.o; NAME.o.log holds the command and what the compiler said."""
+        """Compile a source as `out`/NAME.o; NAME.o.log holds the command and what the compiler said."""
         target, command = out / f"{source.stem}.o", self.command(source)
         log, first_line = out / f"{target.name}.log", " ".join(command) + "\n"
         old = not target.exists() or target.stat().st_mtime <= max(newest_header, source.stat().st_mtime)
@@ -158,7 +158,7 @@ class Build:
         target.unlink(missing_ok=True)
         partial = out / f"{target.name}.partial"
         log.write_text(first_line + _run([*command, "-o", str(partial)], source.name).stderr)
-        return _moved(partial, target, self.nvcc)
+        return _move_into_place(partial, target, self.nvcc)
 
     def _link(self, objects: Sequence[Path], digest: str, out: Path) -> Path:
         mark = out / "sources.cpp"
@@ -168,11 +168,11 @@ class Build:
         target, partial = out / LIBRARY_NAME, out / f"{LIBRARY_NAME}.partial"
         command = [self.nvcc, "-shared", "-cudart", "static", "-Xcompiler", "-fPIC", str(mark), *map(str, objects)]
         _run([*command, "-o", str(partial)], LIBRARY_NAME)
-        return _moved(partial, target, self.nvcc)
+        return _move_into_place(partial, target, self.nvcc)
 
 
-def _moved(partial: Path, target: Path, nvcc: str) -> Path:
-    """What nvcc wrote, under its name, and on the disk first: a library of which a crash left half ends every process
+def _move_into_place(partial: Path, target: Path, nvcc: str) -> Path:
+    """Give what nvcc wrote its name, once it is on the disk: a library of which a crash left half ends every process
     that loads it."""
     if not partial.is_file():
         raise BuildError(f"{nvcc} succeeded and wrote no {target.name}: is it nvcc?")
@@ -182,12 +182,12 @@ def _moved(partial: Path, target: Path, nvcc: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where libraries built at first use are kept: vllm-blend in XDG_CACHE_HOME, else in ~/.cache."""
+    """Return where libraries built at first use are kept: vllm-blend in XDG_CACHE_HOME, else in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-blend"
 
 
 def build_for(capabilities: Sequence[Capability]) -> Path:
-    """The library for GPUs of these compute capabilities in the user's cache, built first if it is not there.
+    """Return the library for GPUs of these compute capabilities in the user's cache, built first if it is not there.
 
     Several processes build it once. Raises BuildError saying why it cannot be had.
     """

@@ -1,9 +1,9 @@
 """The compiled library of CUDA kernels (csrc/cuda/kernels.h): found or built, loaded once, and what its bindings share.
 
-`ops/cuda.py` and the `ops/cuda_*.py` beside it each declare the functions that they call with `bound`. They neither
-copy nor cast nor synchronise, so all of them can run under CUDA graph capture. A tensor that a kernel cannot take
-(wrong dtype, device, layout) raises ValueError or TypeError that names it; what fails in the library raises
-RuntimeError.
+`ops/cuda.py` and the `ops/cuda_*.py` beside it each declare the functions that they call, see `c_functions` and
+`bound`. They neither copy nor cast nor synchronise, so all of them can run under CUDA graph capture. A tensor that a
+kernel cannot take (wrong dtype, device, layout) raises ValueError or TypeError that names it; what fails in the library
+raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import weakref
-from collections.abc import Callable, Mapping
-from ctypes import Structure, addressof, c_int, c_int32, c_int64, c_size_t, c_void_p
+from collections.abc import Callable
+from ctypes import Structure, addressof
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.c_functions import Cache, Int, Int32, Int64, Stream, bind, fields_of
 from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
+from vllm_blend.ops.paged_kv import PagedKV
 
 logger = logging.getLogger(__name__)
 
-Signatures = Mapping[str, tuple[Any, ...]]  # of functions, by name: the C types of their arguments
+P = TypeVar("P")  # a role of pointers
 
 LIBRARY_VARIABLE = "VLLM_BLEND_CUDA_LIBRARY"
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -46,25 +48,36 @@ _ERRORS = {
 class CacheView(Structure):
     """A layer's cache as the kernels see it (VbCache)."""
 
-    _fields_ = (
-        [(n, c_void_p) for n in ("key", "value")]
-        + [(n, c_int64) for n in ("page_stride", "slot_stride", "head_stride")]
-        + [(n, c_int32) for n in ("num_blocks", "block_size", "kv_heads", "head_dim", "dtype")]
-    )
-    address: int  # of this structure
+    key: to.KeyCache
+    value: to.ValueCache
+    page_stride: Int64
+    slot_stride: Int64
+    head_stride: Int64
+    num_blocks: Int32
+    block_size: Int32
+    kv_heads: Int32
+    head_dim: Int32
+    dtype: Int32
+    _fields_ = fields_of(__annotations__)
+
+    address: Cache  # of this structure
     torch_dtype: torch.dtype
 
 
+class VariantFunctions(Protocol):
+    def prefill_variant(self, head_dim: Int, variant: Int, /) -> Int: ...
+
+
 def library_path() -> Path | None:
-    """The library that has been built ahead: `VLLM_BLEND_CUDA_LIBRARY`, else build/cuda of the source tree (what
+    """Return the library that has been built ahead: `VLLM_BLEND_CUDA_LIBRARY`, else build/cuda of the source tree (what
     scripts/build_cuda.sh makes), else the one installed with the package, if it is of these very sources.
 
-    Builds nothing. Raises FileNotFoundError where the variable names no file.
+    Builds nothing. Raises FileNotFoundError if the variable names no file.
     """
     forced = os.environ.get(LIBRARY_VARIABLE)
     if forced:
         if not Path(forced).is_file():
-            raise FileNotFoundError(f"{LIBRARY_VARIABLE}={forced} is no file: name the library, or unset it")
+            raise FileNotFoundError(f"{LIBRARY_VARIABLE}={forced} is not a file: name the library, or unset it")
         return Path(forced)
     package = Path(__file__).resolve().parents[1]
     by_script, installed = package.parent / "build" / "cuda" / LIBRARY_NAME, package / LIBRARY_NAME
@@ -77,7 +90,7 @@ def library_path() -> Path | None:
 
 @cache
 def unavailable_reason() -> str | None:
-    """Why the kernels cannot be used here, None where they can.
+    """Return why the kernels cannot be used here, None if they can.
 
     On a machine with a CUDA device and no library yet, the first call builds it for that device (see `cuda_build`);
     when that fails it warns, once, and plain torch runs.
@@ -94,13 +107,13 @@ def unavailable_reason() -> str | None:
 
 @cache
 def is_available() -> bool:
-    """Whether the kernels can be used: a CUDA device, and the compiled library. See `unavailable_reason`."""
+    """Return whether the kernels can be used: a CUDA device, and the compiled library. See `unavailable_reason`."""
     return unavailable_reason() is None
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, loaded, built first where there is none. Raises RuntimeError saying why it cannot be used."""
+    """Return the library, loaded, built first where there is none. Raises RuntimeError saying why it cannot be used."""
     try:
         path = library_path() or build_for(_capabilities())
     except OSError as error:
@@ -109,37 +122,29 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"the CUDA kernels do not load: {error} (delete {path} to have it built again)") from error
-    _declare(lib, {"vb_prefill_variant": (c_int, c_int)}, c_int)
-    code = lib.vb_prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
+    functions: VariantFunctions = _bind(VariantFunctions, lib)
+    code = functions.prefill_variant(HEAD_DIMS[0], VARIANTS["auto"])
     if code < min(_ERRORS):  # -100 - cudaError_t: the library's own CUDA runtime cannot work with the driver
         hint = " (the driver is older than the CUDA they were built with, or not there)" if code == -100 - 35 else ""
         raise RuntimeError(f"the CUDA kernels of {path} get CUDA error {-100 - code}{hint}: update the driver")
     return lib
 
 
-def bound(signatures: Signatures, sizes: Signatures | None = None) -> Callable[[], ctypes.CDLL]:
-    """What gives the library, these functions declared: signatures' return an int (0, or an error for `check`), those
-    of sizes a number of bytes. The library is loaded by the first call."""
+def bound(declared: type) -> Callable[[], Any]:
+    """Return what gives the functions of the library that this Protocol declares. The first call loads the library.
 
-    @cache
-    def functions() -> ctypes.CDLL:
-        lib = library()
-        _declare(lib, signatures, c_int)
-        _declare(lib, sizes or {}, c_size_t)
-        return lib
-
-    return functions
+    Those that return an `Int` return 0 or an error for `check`.
+    """
+    return cache(lambda: _bind(declared, library()))
 
 
-def _declare(lib: ctypes.CDLL, signatures: Signatures, result: Any) -> None:
-    for name, arguments in signatures.items():
-        try:
-            function = getattr(lib, name)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"{lib._name} was built from other sources ({error}): run scripts/build_cuda.sh again"
-            ) from error
-        function.argtypes, function.restype = arguments, result
+def _bind(declared: type, lib: ctypes.CDLL) -> Any:
+    try:
+        return bind(declared, lib, "vb_")
+    except AttributeError as error:
+        raise RuntimeError(
+            f"{lib._name} was built from other sources ({error}): run scripts/build_cuda.sh again"
+        ) from error
 
 
 def _capabilities() -> list[tuple[int, int]]:
@@ -151,7 +156,7 @@ def check(name: str, code: int) -> None:
         raise RuntimeError(f"{name}: {_ERRORS.get(code, f'CUDA error {code}')}")
 
 
-def stream_of(tensor: torch.Tensor) -> int:
+def stream_of(tensor: torch.Tensor) -> Stream:
     """Return the current stream of the tensor's device, on which its kernel is to run.
 
     Raises RuntimeError if another device is the current one: a kernel is launched on the current device, whatever the
@@ -164,7 +169,7 @@ def stream_of(tensor: torch.Tensor) -> int:
             f"cuda:{torch._C._cuda_getDevice()}: call it within torch.cuda.device({index})"
         )
     # The raw handle, as compiled torch code reads it: a Stream object costs microseconds, several times a layer.
-    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    stream: Stream = torch._C._cuda_getCurrentRawStream(index)
     return stream
 
 
@@ -174,47 +179,41 @@ def dtype_code(tensor: torch.Tensor, name: str) -> int:
     return DTYPES[tensor.dtype]
 
 
-def expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, contiguous: bool = True) -> int:
-    """The data pointer of a tensor of this dtype on a GPU, contiguous in its last dimension at least."""
+def expect(
+    role: Callable[[torch.Tensor], P], tensor: torch.Tensor, name: str, dtype: torch.dtype, contiguous: bool = True
+) -> P:
+    """Return the pointer to a tensor of this dtype on a GPU, contiguous in its last dimension at least."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} is {tensor.dtype}, but must be {dtype}")
     if not tensor.is_cuda:
         raise ValueError(f"{name} is on {tensor.device}, but must be on a CUDA device")
     if not (tensor.is_contiguous() if contiguous else tensor.stride(-1) == 1):
         raise ValueError(f"{name} must be contiguous")
-    return tensor.data_ptr()
+    return role(tensor)
 
 
-def rows_of(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> int:
-    """As `expect` for [tokens, heads, head_dim] whose tokens may be strided (a slice of a packed projection)."""
-    pointer = expect(tensor, name, dtype, contiguous=False)
+def rows_of(role: Callable[[torch.Tensor], P], tensor: torch.Tensor, name: str, dtype: torch.dtype) -> P:
+    """Do as `expect` for [tokens, heads, head_dim] whose tokens may be strided (a slice of a packed projection)."""
+    pointer = expect(role, tensor, name, dtype, contiguous=False)
     if tensor.dim() != 3 or (tensor.stride(1) != tensor.shape[2] and tensor.shape[0] * (tensor.shape[1] - 1) > 0):
         raise ValueError(f"{name} must be [tokens, heads, head_dim] with contiguous heads")
     return pointer
 
 
-_Known = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], CacheView]
-_CACHES: dict[tuple[int, int], _Known] = {}
-
-
-def cache_view(key: torch.Tensor, value: torch.Tensor) -> CacheView:
-    """The C view of a layer's cache, remembered by object: layers ask for the same few over and over."""
-    identity = (id(key), id(value))
-    known = _CACHES.get(identity)
-    if known is not None and known[0]() is key and known[1]() is value:
-        return known[2]
-    if len(_CACHES) > 1024:  # engines come and go
-        _CACHES.clear()
-    made = _make_cache(key, value)
-    _CACHES[identity] = (weakref.ref(key), weakref.ref(value), made)
-    return made
+def cache_view(kv: PagedKV) -> CacheView:
+    """Return the C view of a layer's cache, kept with it: layers ask for the same few over and over."""
+    if kv.cuda_view is None:
+        kv.cuda_view = _make_cache(kv.key, kv.value)
+    assert isinstance(kv.cuda_view, CacheView)
+    return kv.cuda_view
 
 
 def _make_cache(key: torch.Tensor, value: torch.Tensor) -> CacheView:
     if key.shape != value.shape or key.stride() != value.stride() or key.dim() != 4:
         raise ValueError("key and value caches must be [num_blocks, block_size, kv_heads, head_dim] with equal strides")
-    k, v = expect(key, "key cache", key.dtype, False), expect(value, "value cache", key.dtype, False)
+    k = expect(to.KeyCache, key, "key cache", key.dtype, False)
+    v = expect(to.ValueCache, value, "value cache", key.dtype, False)
     blocks, block_size, kv_heads, head_dim = key.shape
     view = CacheView(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, dtype_code(key, "key cache"))
-    view.address, view.torch_dtype = addressof(view), key.dtype
+    view.address, view.torch_dtype = Cache(addressof(view)), key.dtype
     return view

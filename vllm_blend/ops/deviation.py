@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from vllm_blend.ops import cuda
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.cuda_library import DTYPES, check, expect, rows_of, stream_of
 
 
 def kv_deviation(
     fresh: torch.Tensor, cached: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Squared distance, over heads and channels, of each token's fresh K (or V) from the cached: [tokens] float32.
+    """Return the squared distance, over heads and channels, of each token's K (or V) from the cached: [tokens] float32.
 
     CacheBlend's measure (Yao et al., arXiv:2405.16444, section 4.3). fresh: [tokens, kv_heads, head_dim]; cached: K or
     V of a layer [num_blocks, block_size, kv_heads, head_dim]; slot_mapping: [tokens] int64; rows: [n] int64, the tokens
@@ -21,21 +23,34 @@ def kv_deviation(
             f"fresh {tuple(fresh.shape)}, slot_mapping {tuple(slot_mapping.shape)} and a cache "
             f"{tuple(cached.shape)} do not fit together"
         )
-    if cuda.takes(fresh, fresh.shape[2]) and cached.dtype == fresh.dtype:
-        return cuda.kv_deviation(fresh, cached, slot_mapping, None if rows is None else rows.contiguous())
-    return kv_deviation_reference(fresh, cached, slot_mapping, rows)
+    if not (cuda.accepts(fresh, fresh.shape[2]) and cached.dtype == fresh.dtype):
+        return kv_deviation_reference(fresh, cached, slot_mapping, rows)
+    rows = None if rows is None else rows.contiguous()
+    count = fresh.shape[0] if rows is None else rows.shape[0]
+    deviation = torch.empty(count, dtype=torch.float32, device=fresh.device)
+    page_stride, slot_stride, head_stride, _ = cached.stride()
+    code = cuda.functions().kv_deviation(
+        rows_of(to.Input, fresh, "fresh", fresh.dtype), fresh.stride(0),
+        expect(to.Cached, cached, "cached", cached.dtype, False),
+        expect(to.Slots, slot_mapping, "slot_mapping", torch.int64),
+        None if rows is None else expect(to.Rows, rows, "rows", torch.int64), page_stride, slot_stride, head_stride,
+        to.Deviation(deviation), count, fresh.shape[1], fresh.shape[2], cached.shape[1], DTYPES[fresh.dtype],
+        stream_of(fresh),
+    )  # fmt: skip
+    check("kv_deviation", code)
+    return deviation
 
 
 def kv_deviation_reference(
     fresh: torch.Tensor, cached: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The plain torch twin of `kv_deviation`; float64 stays float64."""
+    """Run the plain torch twin of `kv_deviation`; float64 stays float64."""
     if rows is not None:
         fresh, slot_mapping = fresh[rows], slot_mapping[rows]
     return squared_distance(fresh, cached.flatten(0, 1)[slot_mapping])
 
 
 def squared_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[n] of a, b [n, heads, channels], computed in float32, or float64 for float64."""
+    """Return distances [n] of a, b [n, heads, channels], computed in float32, or float64 for float64."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     return (a.to(dtype) - b.to(dtype)).square().sum((1, 2))

@@ -11,8 +11,10 @@ from functools import cache
 
 import torch
 
-from vllm_blend.ops import constants, cuda, cuda_fp8
+from vllm_blend.ops import constants, cuda
+from vllm_blend.ops import pointers as to
 from vllm_blend.ops.activation import silu_and_mul_reference
+from vllm_blend.ops.cuda_library import DTYPES, check, dtype_code, expect, stream_of
 from vllm_blend.ops.layernorm import rms_norm_reference
 
 E4M3_MAX = 448.0
@@ -44,52 +46,107 @@ class UnscaledProduct:
     column_scales: torch.Tensor  # [columns] float32
 
     def scaled(self) -> torch.Tensor:
-        """The product itself, float32."""
+        """Return the product itself, float32."""
         return self.values * self.row_scales[:, None] * self.column_scales
 
 
 @cache
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether the device multiplies FP8 matrices."""
+    """Return whether the device multiplies FP8 matrices."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """x [rows, n] with every row scaled to the range of e4m3. A row with NaN or infinity comes out with NaN."""
-    if cuda.takes(x):
-        return QuantizedRows(*cuda_fp8.quantize(x))
-    return quantize_rows_reference(x)
+    """Return x [rows, n] with every row scaled to the range of e4m3. A row with NaN or infinity comes out with NaN.
+
+    On a GPU, rows may be strided, and n is a multiple of 8 up to 32768.
+    """
+    if not cuda.accepts(x):
+        return quantize_rows_reference(x)
+    rows, n = x.shape
+    out = _empty_rows(rows, n, x.device)
+    code = cuda.functions().quantize_fp8(
+        expect(to.Input, x, "x", x.dtype, contiguous=False), x.stride(0), to.Out(out.values), to.Scales(out.scales),
+        rows, n, DTYPES[x.dtype], stream_of(x),
+    )  # fmt: skip
+    check("quantize_fp8", code)
+    return out
 
 
 def rms_norm_quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> QuantizedRows:
-    """`quantize_rows(rms_norm(x, weight, eps))` for x [rows, n]."""
-    if cuda.takes(x):
-        return QuantizedRows(*cuda_fp8.rms_norm_quantize(x.contiguous(), weight, eps))
+    """Return `quantize_rows(rms_norm(x, weight, eps))` for x [rows, n], on a GPU with n up to 16384."""
+    if cuda.accepts(x):
+        return _norm_on_gpu(x.contiguous(), None, weight, eps)
     return rms_norm_quant_reference(x, weight, eps)
 
 
 def fused_add_rms_norm_quant(
     x: torch.Tensor | UnscaledProduct, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """(rms_norm_quant(x + residual), x + residual) for x [rows, n]; the sum may take the place of `residual`."""
-    if cuda.takes(residual):
-        values, scales = _apart(x)
-        return QuantizedRows(*cuda_fp8.rms_norm_quantize(values, weight, eps, residual, scales)), residual
+    """Return (rms_norm_quant(x + residual), x + residual) for x [rows, n]; the sum may take the place of `residual`."""
+    if cuda.accepts(residual):
+        return _norm_on_gpu(x, residual, weight, eps), residual
     return fused_add_rms_norm_quant_reference(x, residual, weight, eps)
 
 
+def _norm_on_gpu(
+    x: torch.Tensor | UnscaledProduct, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> QuantizedRows:
+    """Return the norm of x [rows, n], quantised; with a residual, it is replaced by x + residual."""
+    values = _values(x)
+    rows, n = values.shape
+    out = _empty_rows(rows, n, values.device)
+    code = cuda.functions().rms_norm_quantize_fp8(
+        expect(to.Input, values, "x", values.dtype), *_scale_pointers(x),
+        None if residual is None else expect(to.Residual, residual, "residual", values.dtype),
+        expect(to.Weight, weight, "weight", values.dtype), to.Out(out.values), to.Scales(out.scales), rows, n, eps,
+        dtype_code(values, "x"), stream_of(values),
+    )  # fmt: skip
+    check("rms_norm_quantize_fp8", code)
+    return out
+
+
 def silu_and_mul_quant(gate_up: torch.Tensor | UnscaledProduct) -> QuantizedRows:
-    """`quantize_rows(silu_and_mul(gate_up))` for gate_up [rows, 2 * n]."""
-    values, scales = _apart(gate_up)
-    if cuda.takes(values):
-        return QuantizedRows(*cuda_fp8.silu_and_mul_quantize(values, scales))
-    return silu_and_mul_quant_reference(gate_up)
+    """Return `quantize_rows(silu_and_mul(gate_up))` for gate_up [rows, 2 * n], on a GPU with n up to 32768."""
+    values = _values(gate_up)
+    if not cuda.accepts(values):
+        return silu_and_mul_quant_reference(gate_up)
+    rows, n = values.shape[0], values.shape[1] // 2
+    out = _empty_rows(rows, n, values.device)
+    code = cuda.functions().silu_and_mul_quantize_fp8(
+        expect(to.GateUp, values, "gate_up", values.dtype), *_scale_pointers(gate_up), to.Out(out.values),
+        to.Scales(out.scales), rows, n, DTYPES[values.dtype], stream_of(values),
+    )  # fmt: skip
+    check("silu_and_mul_quantize_fp8", code)
+    return out
+
+
+def _empty_rows(rows: int, n: int, device: torch.device) -> QuantizedRows:
+    values = torch.empty(rows, n, dtype=torch.float8_e4m3fn, device=device)
+    return QuantizedRows(values, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+def _values(x: torch.Tensor | UnscaledProduct) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else x.values
+
+
+def _scale_pointers(x: torch.Tensor | UnscaledProduct) -> tuple[to.RowScales | None, to.ColumnScales | None]:
+    if isinstance(x, torch.Tensor):
+        return None, None
+    rows, columns = x.values.shape
+    if x.row_scales.shape != (rows,) or x.column_scales.shape != (columns,):
+        raise ValueError(
+            f"the scales are {tuple(x.row_scales.shape)} and {tuple(x.column_scales.shape)}, not ({rows},) and "
+            f"({columns},)"
+        )
+    row_scales = expect(to.RowScales, x.row_scales, "row scales", torch.float32)
+    return row_scales, expect(to.ColumnScales, x.column_scales, "column scales", torch.float32)
 
 
 def quantized_linear(
     x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out] of `dtype`.
+    """Return x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out] of `dtype`.
 
     `in` and `out` are multiples of 16. Without FP8 products on the device, float32 ones are taken: slow, and no nearer.
     """
@@ -102,7 +159,7 @@ def quantized_linear(
 def quantized_product(
     x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | UnscaledProduct:
-    """`quantized_linear`, unscaled where that is faster."""
+    """Return `quantized_linear`, unscaled where that is faster."""
     tiles = -(-x.values.shape[0] // 128) * -(-weight.values.shape[0] // 128)
     if bias is not None or tiles >= SCALED_TILES or not has_fp8_products(x.values.device):
         return quantized_linear(x, weight, bias, dtype)
@@ -116,10 +173,6 @@ def _product(
     # Never with a bias: cuBLASLt 13.0 has no kernel for row-wise scales and a bias with up to 17 rows of 14336, or 8 of
     # 8192 (CUBLAS_STATUS_NOT_SUPPORTED).
     return torch._scaled_mm(x.values, weight.values.t(), x_scale, weight_scale, out_dtype=dtype, use_fast_accum=True)
-
-
-def _apart(x: torch.Tensor | UnscaledProduct) -> tuple[torch.Tensor, cuda_fp8.Scales | None]:
-    return (x.values, (x.row_scales, x.column_scales)) if isinstance(x, UnscaledProduct) else (x, None)
 
 
 def quantize_rows_reference(x: torch.Tensor) -> QuantizedRows:

@@ -16,26 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
-T = TypeVar("T")
+Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
 
-def capture(work: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a graph of `work`, and what `work` returned: tensors that every replay fills.
+class CUDAGraphs:
+    """Captures functions into graphs that share their memory, as no two of them run at the same time.
 
-    `pool` is the memory of graphs that never run while this one does; None gives it a pool of its own.
+    `pool` is the memory of other graphs that never run while one of these does; None makes the first graph's own one
+    the memory of all.
     """
-    # Outside the graph first: lazy initialisation must not be captured. It runs on the current stream, as cuBLAS keeps
-    # a workspace for every stream it has seen, 32 MiB on an H200.
-    work()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may call CUDA meanwhile: stores that read and write chunks, or those of another engine.
-    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(device), capture_error_mode="thread_local"):
-        result = work()
-    return graph, result
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device, self.pool = device, pool
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Return what replays `work`, and the tensor that every replay fills."""
+        # Outside the graph first: lazy initialisation must not be captured. It runs on the current stream, as cuBLAS
+        # keeps a workspace for every stream it has seen, 32 MiB on an H200.
+        work()
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
+        # Other threads may call CUDA meanwhile: stores that read and write chunks, or those of another engine.
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+            result = work()
+        self.pool = self.pool or graph.pool()
+        return graph.replay, result
 
 
 @cache

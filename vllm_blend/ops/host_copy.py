@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device; through pinned memory to a GPU, so that the host does not wait."""
+def to_device(values: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return host values on the device; through pinned memory to a GPU, so that the host does not wait."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -32,7 +33,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host, once it is there."""
+        """Return the tensor on the host, once it is there."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

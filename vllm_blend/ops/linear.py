@@ -17,13 +17,13 @@ NEVER = range(0)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out].
+    """Return x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out].
 
     torch has the fast product for many rows. With few it repacks the weights in every call; a kernel that reads them as
     they lie, on tile registers (AMX) for bf16, is faster.
     """
     if x.dim() == 2 and x.shape[0] in KERNEL_ROWS.get(x.dtype, NEVER):
         kernels = kernels_for(x)
-        if kernels is not None and cpu.takes_linear(kernels, x, weight, bias):
+        if kernels is not None and cpu.accepts_linear(kernels, x, weight, bias):
             return cpu.linear(kernels, x, weight, bias)
     return F.linear(x, weight, bias)

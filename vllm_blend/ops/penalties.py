@@ -31,7 +31,7 @@ class PenaltyTable:
         return len(self._ids)
 
     def count(self, output_token_ids: list[int]) -> None:
-        """Take in the tokens generated since the last call."""
+        """Count the tokens generated since the last call."""
         for token in output_token_ids[self.num_counted :]:
             slot = self._slots.setdefault(token, len(self._ids))
             if slot == len(self._ids):
@@ -42,18 +42,18 @@ class PenaltyTable:
         self.num_counted = len(output_token_ids)
 
     def copy(self) -> PenaltyTable:
-        """Another table of the same sequence, to count on in. It has no copy on a GPU yet."""
+        """Return another table of the same sequence, to count on in. It has no copy on a GPU yet."""
         other = PenaltyTable(())
         other.num_counted, other._slots = self.num_counted, dict(self._slots)
         other._ids, other._counts = self._ids[:], self._counts[:]
         return other
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Token ids and counts."""
+        """Return token ids and counts."""
         return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
-        """The copy on a GPU, behind in the slots of `changes`."""
+        """Return the copy on a GPU, which is behind in the slots of `changes`."""
         if self._copy is None or self._copy.shape[0] < len(self) or self._copy.device != device:
             capacity = max(256, 2 * len(self))
             host = torch.zeros(capacity, 2, dtype=torch.int32, pin_memory=True)
@@ -63,21 +63,21 @@ class PenaltyTable:
         return self._copy
 
     def changes(self) -> list[tuple[int, int, int]]:
-        """(slot, token, count) where the copy is behind."""
+        """Return (slot, token, count) where the copy is behind."""
         return [(slot, self._ids[slot], self._counts[slot]) for slot in self._changed]
 
     def copy_is_made(self) -> None:
-        """The copy has been given all `changes`."""
+        """Note that the copy has been given all `changes`."""
         self._changed.clear()
 
 
 def penalize(logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]) -> None:
-    """Penalties on logits [rows, vocabulary] float32, in place, for the tokens in each row's table (None: no penalty).
+    """Penalise logits [rows, vocabulary] float32, in place, for the tokens in each row's table (None: no penalty).
 
     penalties [3, rows]: repetition (CTRL, Keskar et al., 2019, section 4.1), on all tokens of the table; then OpenAI's
     frequency and presence, on those that were generated.
     """
-    if cuda_sampling.takes(logits):
+    if cuda_sampling.accepts(logits):
         _penalize_on_gpu(logits, tables, penalties)
     else:
         penalize_reference(logits, tables, penalties)
@@ -115,7 +115,7 @@ def _penalize_on_gpu(
     sections[1].view(np.int64)[:] = [0 if copy is None else copy.data_ptr() for copy in copies]
     sections[2][:] = [0 if table is None else len(table) for table in tables]
     sections[3].view(np.float32).reshape(3, rows)[:] = penalties
-    packed = to_device(torch.from_numpy(words), logits.device)
+    packed = to_device(words, logits.device)
     cuda_sampling.penalize(logits, packed, len(changes))
     for table in tables:
         if table is not None:

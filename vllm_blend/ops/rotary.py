@@ -22,7 +22,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotary_qk(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotary_embedding` of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] in one pass."""
+    """Return `rotary_embedding` of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] in one pass."""
     kernels = rotary_kernels(q, cos, sin)
     if kernels is not None and k.dtype == q.dtype and k.shape[::2] == q.shape[::2]:
         q_rotated, k_rotated = cpu.rotary(kernels, q, k, cos, sin)
@@ -32,7 +32,7 @@ def rotary_qk(
 
 
 def rotary_kernels(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> CPUKernels | None:
-    """The kernels that can rotate x [tokens, heads, head_dim] by these tables, or None."""
+    """Return the kernels that can rotate x [tokens, heads, head_dim] by these tables, or None."""
     fits = (
         x.dim() == 3
         and cos.dtype == sin.dtype == torch.float32

@@ -42,12 +42,13 @@ class DrawSettings:
 
 
 def sample_tokens(logits: torch.Tensor, settings: DrawSettings, uniforms: torch.Tensor | None) -> torch.Tensor:
-    """Tokens [rows] int64 of logits [rows, vocabulary]; `BROKEN` for a row whose largest logit is NaN or infinite.
+    """Return tokens [rows] int64 of logits [rows, vocabulary]; `BROKEN` for a row whose largest logit is NaN or
+    infinite.
 
     A random row's token inverts its cumulative distribution at its number in `uniforms` [rows] float64, in [0, 1), on
     the logits' device (None when all rows are greedy). The first of several largest logits is the greedy token.
     """
-    if cuda_sampling.takes(logits):
+    if cuda_sampling.accepts(logits):
         kinds = (settings.any_filtered, settings.any_unfiltered)
         return cuda_sampling.sample_tokens(logits, settings.on_device, uniforms, *kinds)
     return sample_tokens_reference(logits, settings, uniforms)
@@ -78,7 +79,7 @@ def resample_tokens(
     `tokens` and `uniforms` are those of the whole batch. A row that is `BROKEN` stays so; `NONE_LEFT` is for one whose
     changed logits allow no token.
     """
-    if cuda_sampling.takes(changed):
+    if cuda_sampling.accepts(changed):
         kinds = (settings.any_filtered, settings.any_unfiltered)
         cuda_sampling.sample_tokens(changed, settings.on_device, uniforms, *kinds, tokens, rows)
     else:
@@ -98,12 +99,13 @@ def resample_tokens_reference(
 
 
 def _groups(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
-    """`rows` in groups whose logits stay below the bound on temporary memory."""
+    """Return `rows` in groups whose logits stay below the bound on temporary memory."""
     return iter(rows.split(max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)) if len(rows) else ())
 
 
 def _draw(logits: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens of random rows: float32 logits, settings [rows, 4] on the host. A row without a finite logit gives any."""
+    """Return tokens of random rows: float32 logits, settings [rows, 4] on the host. A row without a finite logit gives
+    any."""
     temperature, log_min_p, top_k, top_p = settings.to(logits.device, non_blocking=True).unbind(1)
     # a tiny temperature must not turn the best logit into inf: take the maximum off first
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.float().unsqueeze(1)
@@ -121,14 +123,14 @@ def _draw(logits: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor) 
 
 
 def _descending(scaled: torch.Tensor, num_values: int) -> torch.Tensor:
-    """The largest `num_values` of each row, largest first."""
+    """Return the largest `num_values` of each row, largest first."""
     if num_values < scaled.shape[-1]:
         return scaled.topk(num_values, dim=-1).values
     return scaled.sort(dim=-1, descending=True).values
 
 
 def _threshold(values: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least scaled logit kept in each row [rows], of `values` [rows, n] in descending order.
+    """Return the least scaled logit kept in each row [rows], of `values` [rows, n] in descending order.
 
     First min-p (`floor`), then the `top_k` best, then the fewest of these that hold a share `top_p` of their mass
     (nucleus sampling, Holtzman et al., ICLR 2020).

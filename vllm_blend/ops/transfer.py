@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from vllm_blend.ops import cuda, cuda_library
-from vllm_blend.ops.chunk_shapes import check_rows_fit
+from vllm_blend.ops import pointers as to
+from vllm_blend.ops.c_functions import Pieces
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class HostKV:
     pinned: bool
 
     @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor) -> HostKV | None:
-        """Return what a copy needs to know; None where the tensors are elsewhere, or not laid out alike with each layer
+    def from_tensors(cls, k: torch.Tensor, v: torch.Tensor) -> HostKV | None:
+        """Return what a copy needs to know; None if the tensors are elsewhere, or not laid out alike with each layer
         in one piece."""
         if any(t.device.type != "cpu" or t.numel() == 0 or not t[0].is_contiguous() for t in (k, v)):
             return None
@@ -69,11 +70,20 @@ def copy_pieces(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor
     """
     if not 0 <= layer < pieces.num_layers:
         raise ValueError(f"layer {layer} of KV of {pieces.num_layers} layers cannot be copied")
-    check_rows_fit(pieces.num_rows, pieces.heads, pieces.dtype, k, v)
-    if cuda_library.is_available():
-        return cuda.copy_pieces(pieces.table, layer, pieces.pinned, k, v, stream.cuda_stream)
-    with torch.cuda.stream(stream):
-        copy_pieces_reference(pieces, layer, k, v)
+    rows, heads = pieces.num_rows, pieces.heads
+    for buffer in (k, v):
+        fits = buffer.dim() == 3 and len(buffer) >= rows and tuple(buffer.shape[1:]) == tuple(heads)
+        if not (fits and buffer.dtype == pieces.dtype and buffer.is_contiguous()):
+            raise ValueError(
+                f"{rows} rows of {list(heads)} {pieces.dtype} do not fit a buffer of {list(buffer.shape)} "
+                f"{buffer.dtype}, which must be contiguous"
+            )
+    if not cuda_library.is_available():
+        with torch.cuda.stream(stream):
+            return copy_pieces_reference(pieces, layer, k, v)
+    table, buffers = pieces.table, (to.Key(k), to.Value(v), stream.cuda_stream)
+    code = cuda.functions().copy_pieces(Pieces(table.ctypes.data), len(table), layer, pieces.pinned, *buffers)
+    cuda_library.check("copy_pieces", code)
 
 
 def copy_pieces_reference(pieces: HostPieces, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The RAG pipeline: data sets, retrieval, KV caches, blended answers and their scores, as stages with files between."""
+"""The RAG pipeline: retrieval, KV caches, and blended answers with their scores, as stages with files between them."""
 
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt, prompt_for

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-# bm25s tries JAX out when it is imported, where there is one, and that would take three quarters of a GPU's memory.
+# If JAX is installed, bm25s tries it on import, and JAX would take three quarters of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import bm25s
@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_blend.pipeline.retriever import Collection, Retrieval
 
-logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # it has every index reported, as DEBUG
+logging.getLogger(bm25s.__name__).setLevel(logging.WARNING)  # it logs every index at DEBUG
 
 
 class BM25Retrieval(Retrieval):
@@ -23,7 +23,7 @@ class BM25Retrieval(Retrieval):
     def build_index(self, collection: Collection) -> Any:
         words = _words(collection.texts)
         if not any(words):
-            return None  # nothing but stop words: bm25s cannot index an empty vocabulary
+            return None  # only stop words: bm25s cannot index an empty vocabulary
         index = bm25s.BM25()
         index.index(words, show_progress=False)
         return index
@@ -36,4 +36,5 @@ class BM25Retrieval(Retrieval):
 
 
 def _words(texts: list[str]) -> list[list[str]]:
-    return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+    words: list[list[str]] = bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+    return words

@@ -1,13 +1,13 @@
-"""Stage 2: the KV of every passage, computed once and kept in folders; the best k of a sample are meant for the GPU.
+"""Stage 2: compute the KV of every passage once, and keep it in folders; the best k of a sample are meant for the GPU.
 
     python -m vllm_blend.pipeline.build_kv_cache --model-id inputs/demo-model
 
 reads stage 1's output and writes a folder per chunk, results/kv_caches/<sample_chunk_id>/ (see kv_store/format.py), and
-results/kv_caches/<dataset>_kv_top<k>.json: {"config", "model", "prefix", "summary", "samples"}. A chunk is listed with
-its folder, key, tokens, rank (of the retrieval, from 0; null where it was not retrieved) and placement: "gpu" for the
+results/kv_caches/<dataset>_kv_top<k>.json: {"config", "model", "prefix", "summary", "samples"}. Each chunk is listed
+with its folder, key, tokens, rank (of the retrieval, from 0; null if it was not retrieved) and placement: "gpu" for the
 best k, "cpu" for the placeholders that may be promoted while decoding.
 
-A chunk is encoded after the data set's instruction, as the engine would do it for a prompt. Running the stage again
+A chunk is encoded after the data set's instruction, as the engine encodes it for a prompt. Running the stage again
 computes only what is missing, damaged or another model's.
 """
 
@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store.format import ChunkMiss, load_chunk, logger, write_chunk
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.pipeline.config import (
@@ -35,13 +34,13 @@ from vllm_blend.pipeline.config import (
     section_from_flags,
 )
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, StageSample, read_stage_input, with_dataset
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input, with_dataset
 
 BATCH = 32  # chunks encoded together: enough to fill a step, few enough to lose little when interrupted
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ChunkFolder:
     """A chunk folder of this data set."""
 
     name: str
@@ -50,7 +49,7 @@ class _Entry:
 
 
 def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
-    """Compute what is missing, write it, and write and return the summary. Prints nothing but progress."""
+    """Compute what is missing and write it; write and return the summary. Prints nothing but progress."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
     engine = LLMEngine.from_engine_args(
         EngineArgs(model=config.model_id, dtype=config.dtype, device=config.device, enable_blending=True)
@@ -86,56 +85,58 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
     return output
 
 
-def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _Entry], list[str]]:
-    """The folders of the samples' chunks and of the prefix, by name; and the chunks that no prompt can hold."""
-    entries: dict[str, _Entry] = {}
+def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _ChunkFolder], list[str]]:
+    """Return the folders of the samples' chunks and of the prefix, by name, and the chunks that no prompt can hold."""
+    entries: dict[str, _ChunkFolder] = {}
     too_long: list[str] = []
     seen: set[str] = set()
     for sample in stage.samples:
-        # A search of the whole corpus may have found chunks of samples that are not among these.
+        # A search of the whole corpus may have found chunks of other samples.
         chunks = [chunk for chunk in (*sample.chunks, *(sample.retrieved or ())) if chunk.chunk_id not in seen]
         seen.update(chunk.chunk_id for chunk in chunks)
         prefix, ids = engine.identify_chunks(stage.style.instruction, [chunk.text for chunk in chunks])
         if prefix is not None:
-            entries.setdefault(stage.prefix_id, _Entry(stage.prefix_id, prefix, ""))
+            entries.setdefault(stage.prefix_id, _ChunkFolder(stage.prefix_id, prefix, ""))
         room = engine.max_model_len - (len(prefix.token_ids) if prefix is not None else 0)
         for chunk, chunk_id in zip(chunks, ids, strict=True):
             if len(chunk_id.token_ids) > room:
                 too_long.append(chunk.chunk_id)
                 logger.warning(
-                    "%s has %d tokens, but max_model_len leaves room for %d after the instruction: left out",
+                    "%s has %d tokens, but max_model_len leaves %d after the instruction: left out",
                     chunk.chunk_id,
                     len(chunk_id.token_ids),
                     room,
                 )
             else:
-                entries[chunk.chunk_id] = _Entry(chunk.chunk_id, chunk_id, chunk.text)
+                entries[chunk.chunk_id] = _ChunkFolder(chunk.chunk_id, chunk_id, chunk.text)
     return entries, too_long
 
 
-def _missing(entries: Iterable[_Entry], directory: Path, engine: LLMEngine) -> dict[str, str]:
-    """Names of the folders that have to be written, and what is wrong with each."""
+def _missing(entries: Iterable[_ChunkFolder], directory: Path, engine: LLMEngine) -> dict[str, str]:
+    """Return the names of the folders that have to be written, each with what is wrong with it."""
     missing: dict[str, str] = {}
     for entry in tqdm(list(entries), desc="check stored chunks", unit="chunk"):
         try:
             load_chunk(directory / entry.name, entry.id, engine.fingerprint)
         except ChunkMiss as miss:
             missing[entry.name] = miss.kind
-            if miss.kind != "missing":  # not there yet is no news
+            if miss.kind != "missing":  # expected in a first run
                 logger.warning("stored chunk not used, it will be computed again: %s", miss)
     return missing
 
 
 def _compute(
-    missing: dict[str, str], entries: dict[str, _Entry], stage: StageInput, directory: Path, engine: LLMEngine
+    missing: dict[str, str], entries: dict[str, _ChunkFolder], stage: StageInput, directory: Path, engine: LLMEngine
 ) -> int:
-    """Encode and write the missing chunks, those of the same content once; returns the bytes written."""
-    folders: dict[str, list[_Entry]] = {}
+    """Encode and write the missing chunks, equal contents once; return the bytes written."""
+    by_key: dict[str, list[_ChunkFolder]] = {}
     for name in missing:
-        folders.setdefault(entries[name].id.key, []).append(entries[name])
+        by_key.setdefault(entries[name].id.key, []).append(entries[name])
+    folders = list(by_key.values())
     written = 0
     with tqdm(total=len(missing), desc="compute chunk KV", unit="chunk") as bar:
-        for batch in _batches(folders.values(), BATCH):
+        for start in range(0, len(folders), BATCH):
+            batch = folders[start : start + BATCH]
             chunks = [same[0] for same in batch if same[0].text]
             kvs = engine.encode_chunks(stage.style.instruction, [entry.text for entry in chunks])
             computed = {entry.id.key: kv for entry, kv in zip(chunks, kvs, strict=True)}
@@ -149,20 +150,14 @@ def _compute(
     return written
 
 
-def _batches(items: Iterable[list[_Entry]], size: int) -> Iterator[list[list[_Entry]]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
-
-
-def _describe(entry: _Entry) -> dict[str, Any]:
+def _describe(entry: _ChunkFolder) -> dict[str, Any]:
     return {"folder": entry.name, "key": entry.id.key, "tokens": len(entry.id.token_ids)}
 
 
-def _describe_sample(sample: StageSample, entries: dict[str, _Entry], top_k: int) -> dict[str, Any]:
+def _describe_sample(sample: StageSample, entries: dict[str, _ChunkFolder], top_k: int) -> dict[str, Any]:
     ranks = {chunk.chunk_id: rank for rank, chunk in enumerate(sample.retrieved or ())}
     on_gpu = {chunk.chunk_id for chunk in sample.best(top_k)}
-    chunks: dict[str, Chunk] = {chunk.chunk_id: chunk for chunk in (*sample.chunks, *(sample.retrieved or ()))}
+    chunks: dict[str, PassageChunk] = {chunk.chunk_id: chunk for chunk in (*sample.chunks, *(sample.retrieved or ()))}
     return {
         "id": sample.sample.sample_id,
         "chunks": [
@@ -187,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = section_from_flags(parser, args, "prefill")
     try:
-        retrieval = retrieval_of(getattr(args, "config", None), args.dataset, args.top_k)
+        retrieval = make_retrieval_config(getattr(args, "config", None), args.dataset, args.top_k)
         if args.top_k is not None and not hasattr(args, "top_k_gpu"):
             config = replace(config, top_k_gpu=args.top_k)
         output = build_kv_cache(config, retrieval)
@@ -196,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report(output, config))
 
 
-def retrieval_of(config_file: str | None, dataset: str | None, top_k: int | None) -> RetrievalConfig:
-    """The retrieval section, to find that stage's output: a configuration file's, with a stage's flags over it."""
+def make_retrieval_config(config_file: str | None, dataset: str | None, top_k: int | None) -> RetrievalConfig:
+    """Return the retrieval section, which says where that stage's output is: a configuration file's, with a stage's
+    flags over it."""
     values = load_config(config_file)["retrieval"]
     if dataset:
         values = with_dataset(values, dataset)
@@ -205,7 +201,7 @@ def retrieval_of(config_file: str | None, dataset: str | None, top_k: int | None
 
 
 def report(output: dict[str, Any], config: PrefillConfig) -> str:
-    """What the stage did, for people."""
+    """Return what the stage did, as text."""
     s = output["summary"]
     again = f", {s['recomputed_damaged']} of them damaged" if s["recomputed_damaged"] else ""
     again += f", {s['recomputed_foreign']} of them another model's" if s["recomputed_foreign"] else ""

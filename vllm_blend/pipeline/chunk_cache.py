@@ -1,4 +1,4 @@
-"""A KV cache directory and an engine: which of the directory's chunks the engine can use."""
+"""Load the chunks of a KV cache directory into an engine, as far as the engine can use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.kv_store.format import ChunkMiss, MissKind, load_chunk
-from vllm_blend.pipeline.stage_inputs import Chunk
+from vllm_blend.pipeline.stage_inputs import PassageChunk
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +20,20 @@ Source = Literal["loaded", "in_memory"] | MissKind
 
 @dataclass
 class ChunkCache:
-    """Loads chunks into the engine's store as samples need them; `counts` says what became of each distinct chunk."""
+    """Loads chunks into the engine's store as samples need them. `counts` says what became of each distinct chunk."""
 
     engine: LLMEngine
     directory: Path
     prefix: str  # text that every chunk was encoded after
-    prefix_id: str  # folder of its own KV
+    prefix_id: str  # folder of the prefix's KV
     counts: Counter[Source] = field(default_factory=Counter)
     _seen: dict[str, Source] = field(default_factory=dict)  # key -> what became of it
 
-    def load(self, chunks: Sequence[Chunk]) -> list[Source]:
-        """Put the prefix and `chunks` into the engine's store; for each chunk, where it came from or why it did not.
+    def load(self, chunks: Sequence[PassageChunk]) -> list[Source]:
+        """Put the prefix and `chunks` into the engine's store. Returns for each chunk where it came from, or why it is
+        not there.
 
-        What is not there is a warning, and the engine computes it when a prompt needs it.
+        A chunk that is not there is a warning, and the engine computes it when a prompt needs it.
         """
         prefix, ids = self.engine.identify_chunks(self.prefix, [chunk.text for chunk in chunks])
         names = [chunk.chunk_id for chunk in chunks]

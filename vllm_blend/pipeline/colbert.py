@@ -26,9 +26,10 @@ INSTALL_HINT = (
 
 
 class ColbertRetrieval(Retrieval):
-    """`config.model_id` is a ColBERT checkpoint: a hub id, or a directory with weights and `artifact.metadata`.
+    """Retrieval by ColBERT. `config.model_id` is a checkpoint: a hub id, or a directory with weights and
+    `artifact.metadata`.
 
-    Raises ImportError with the install line where RAGatouille is missing, FileNotFoundError where the metadata is.
+    Raises ImportError with the install command if RAGatouille is missing, FileNotFoundError if the metadata is.
     """
 
     index_on_disk = True
@@ -39,17 +40,17 @@ class ColbertRetrieval(Retrieval):
         checkpoint = Path(self.config.model_id)
         if checkpoint.is_dir() and not (checkpoint / "artifact.metadata").is_file():
             raise FileNotFoundError(
-                f"{checkpoint} has no artifact.metadata: it is no ColBERT checkpoint, or was saved without ColBERT's "
-                "settings (query and document length, marker tokens); copy the file from the training run"
+                f"{checkpoint} has no artifact.metadata: it is not a ColBERT checkpoint, or was saved without "
+                "ColBERT's settings (query and document length, marker tokens); copy the file from the training run"
             )
         self._model = self._ragatouille.from_pretrained(
             self.config.model_id, index_root=str(Path(self.config.index_dir).resolve()), verbose=0
         )
 
     def build_index(self, collection: Collection) -> Any:
-        """Path of the collection's index, built unless it is there and holds exactly these passages.
+        """Return the path of the collection's index, and build it unless it is there and holds exactly these passages.
 
-        A single passage gets none: there is nothing to choose from, and too few tokens to cluster.
+        A single passage gets no index: there is nothing to choose from, and there are too few tokens to cluster.
         """
         if len(collection.passages) == 1:
             return ""
@@ -68,7 +69,7 @@ class ColbertRetrieval(Retrieval):
     def rank(self, index: Any, collection: Collection, question: str) -> list[tuple[int, float]]:
         if not index:
             return [(0, float(self._model.rerank(question, collection.texts, k=1)[0]["score"]))]
-        # The model that built an index under a root of our own cannot search it; a model loaded from the index can.
+        # A model that built an index under another root cannot search it; a model loaded from the index can.
         searcher = self._ragatouille.from_index(index, verbose=0)
         hits = searcher.search(question, k=len(collection.passages))
         return [(int(hit["document_id"]), float(hit["score"])) for hit in hits]
@@ -87,17 +88,17 @@ def _import_ragatouille() -> Any:
 
 
 def _index_name(collection: Collection) -> str:
-    """Readable, safe as a folder name, and different for different passages."""
+    """Return a name that is readable, safe for a folder, and different for different passages."""
     digest = hashlib.sha256("\n".join(collection.texts).encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', collection.name)}-{digest}"
 
 
 def _holds(path: Path, texts: list[str]) -> bool:
-    """Whether the index at `path` was finished (its map of passages is written last) and is of these texts."""
+    """Return whether the index at `path` was finished (its map of passages is written last) and holds these texts."""
     stored = path / "collection.json"
     if not stored.is_file() or not (path / "pid_docid_map.json").is_file():
         return False
     try:
-        return json.loads(stored.read_text()) == texts
+        return bool(json.loads(stored.read_text()) == texts)
     except json.JSONDecodeError:
         return False

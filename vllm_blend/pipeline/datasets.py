@@ -1,8 +1,9 @@
 """Data sets in the format of the CacheBlend repository: a JSON list of samples with `ctxs`, `question` and `answers`.
 
-`load_dataset(path)` gives the samples as they are in the file, checked; `normalize_sample` gives a typed view of one.
-The files published with CacheBlend (MuSiQue, 2WikiMultihopQA, SAMSum) and ours (`make_datasets`) both load. Ours add
-`id`, the question's `kind`, `gold` (indices of the passages that hold the answer) and each passage's `page_id`.
+`load_dataset(path)` returns the samples as they are in the file, checked; `normalize_sample` returns a typed view of
+one. The files published with CacheBlend (MuSiQue, 2WikiMultihopQA, SAMSum) and this project's (`make_datasets`) both
+load. The latter add `id`, the question's `kind`, `gold` (indices of the passages that hold the answer) and each
+passage's `page_id`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _Complaint = Callable[[str, str], ValueError]  # (field, problem) -> the error t
 
 @dataclass(frozen=True)
 class SamplePassage:
-    """`page_id` is None where the file does not say which page the passage comes from."""
+    """A passage of a sample. `page_id` is None if the file does not say which page it comes from."""
 
     title: str
     text: str
@@ -29,13 +30,13 @@ class SamplePassage:
 
     @property
     def searchable(self) -> str:
-        """What a retriever indexes: title and text on one line."""
+        """Return what a retriever indexes: title and text on one line."""
         return " ".join(f"{self.title} {self.text}".split())
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A typed view of one sample. `answers` is flat; `kind` and `gold` are None where the file does not know them."""
+    """A typed view of one sample. `answers` is flat; `kind` and `gold` are None if the file does not have them."""
 
     sample_id: str
     question: str
@@ -45,14 +46,14 @@ class Sample:
     gold: tuple[int, ...] | None
 
     def chunk_id(self, passage: int) -> str:
-        """Name of a passage's folder in a KV cache directory."""
+        """Return the name of a passage's folder in a KV cache directory."""
         return f"{self.sample_id}_chunk{passage}"
 
 
 def load_dataset(path: str | Path) -> list[dict[str, Any]]:
-    """Samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
+    """Return the samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
 
-    Raises FileNotFoundError, or ValueError naming the sample, the field and the fix.
+    Raises FileNotFoundError, or ValueError that names the sample, the field and the fix.
     """
     data = read_json(path, "data set")
     if isinstance(data, dict):
@@ -77,7 +78,8 @@ def load_dataset(path: str | Path) -> list[dict[str, Any]]:
 
 
 def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> Sample:
-    """The typed view of sample `index` of a file. ValueError names the sample, the field and the fix."""
+    """Return the typed view of sample `index` of a file. Raises ValueError that names the sample, the field and the
+    fix."""
 
     def bad(field: str, problem: str) -> ValueError:
         return ValueError(f"sample {index}: {field} {problem}")
@@ -124,7 +126,8 @@ def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> 
 
 
 def flatten_answers(answers: Any, bad: _Complaint | None = None) -> Iterable[str]:
-    """Strings of a flat or nested list of answers, or of one answer, in order. ValueError for anything else."""
+    """Yield the strings of a flat or nested list of answers, or of one answer, in order. Raises ValueError for anything
+    else."""
     if isinstance(answers, str):
         yield answers
     elif isinstance(answers, list):

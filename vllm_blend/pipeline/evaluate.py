@@ -1,4 +1,4 @@
-"""Scores of answers: SQuAD's exact match and F1 on normalised text, and Rouge-L; the best over a question's answers.
+"""Score answers: SQuAD's exact match and F1 on normalised text, and Rouge-L; the best over a question's answers counts.
 
     python -m vllm_blend.pipeline.evaluate --predictions answers.json --group-by mode,kind
 
@@ -27,7 +27,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares from 0 to 1."""
+    """The scores of an answer, shares from 0 to 1."""
 
     exact_match: float
     f1: float
@@ -35,22 +35,23 @@ class Scores:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles, words separated by one space."""
+    """Return the text in lower case, without punctuation and articles, words separated by one space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def first_line(output: str) -> str:
-    """The answer in a model's output: its first line that is not empty. What follows is no longer the answer."""
+    """Return the answer in a model's output: its first line that is not empty."""
     return output.strip().partition("\n")[0].strip()
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1.0 if both are the same after normalisation."""
+    """Return 1.0 if both are the same after normalisation, else 0.0."""
     return float(bool(prediction.strip()) and normalize_answer(prediction) == normalize_answer(answer))
 
 
 def f1_score(prediction: str, answer: str) -> float:
-    """F1 of the words that both share, counted with repetition. Where one has no words left, 1.0 if neither has."""
+    """Return the F1 of the words that both share, counted with repetition. If one has no words left: 1.0 if neither
+    has."""
     if not prediction.strip():
         return 0.0
     predicted, expected = normalize_answer(prediction).split(), normalize_answer(answer).split()
@@ -61,12 +62,13 @@ def f1_score(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """F-measure of the longest common subsequence of stemmed words."""
-    return _rouge_scorer().score(answer, prediction)["rougeL"].fmeasure
+    """Return the F-measure of the longest common subsequence of stemmed words."""
+    f_measure: float = _rouge_scorer().score(answer, prediction)["rougeL"].fmeasure
+    return f_measure
 
 
 def best_score(metric: Callable[[str, str], float], prediction: str, answers: Any) -> float:
-    """The metric's maximum over a flat or nested list of answers (or one answer). ValueError if there is none."""
+    """Return the metric's maximum over a flat or nested list of answers (or one answer). Raises ValueError for none."""
     flat = list(flatten_answers(answers))
     if not flat:
         raise ValueError("answers is empty: there is nothing to compare the prediction with")
@@ -74,15 +76,16 @@ def best_score(metric: Callable[[str, str], float], prediction: str, answers: An
 
 
 def score_prediction(prediction: str, answers: Any) -> Scores:
-    """All scores of a model's output, of which the first line counts. An empty output scores 0."""
+    """Return all scores of a model's output, of which the first line counts. An empty output scores 0."""
     answer = first_line(prediction)
     return Scores(*(best_score(metric, answer, answers) for metric in (exact_match, f1_score, rouge_l)))
 
 
 def evaluate(records: Sequence[dict[str, Any]], group_by: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Mean scores of each group of records and of all: [{*group_by, samples, exact_match, f1, rouge_l}], "all" last.
+    """Return the mean scores of each group of records and of all: [{*group_by, samples, exact_match, f1, rouge_l}],
+    "all" last.
 
-    Records are {"prediction", "answers", *group_by}. Raises ValueError naming the record and the field.
+    Records are {"prediction", "answers", *group_by}. Raises ValueError that names the record and the field.
     """
     groups: dict[tuple[str, ...], list[Scores]] = {}
     for i, record in enumerate(records):
@@ -103,7 +106,7 @@ def evaluate(records: Sequence[dict[str, Any]], group_by: Sequence[str] = ()) ->
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of equal keys as a Markdown table, numbers to the right; shares (floats) as percentages."""
+    """Return rows of equal keys as a Markdown table, numbers to the right, shares (floats) as percentages."""
     if not rows:
         return ""
     cells = [list(rows[0])] + [[_cell(row[key]) for key in rows[0]] for row in rows]
@@ -124,14 +127,14 @@ def _cell(value: Any) -> str:
 
 def _mean(scores: Sequence[Scores]) -> dict[str, Any]:
     if not scores:
-        raise ValueError("there are no predictions to score")
+        raise ValueError("there are no predictions to score: give a file with at least one")
     columns = [asdict(s) for s in scores]
     return {"samples": len(scores)} | {name: sum(c[name] for c in columns) / len(columns) for name in columns[0]}
 
 
 @lru_cache(maxsize=1)
 def _rouge_scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # loads nltk: only when a summary is scored
+    from rouge_score.rouge_scorer import RougeScorer  # it loads nltk, so only when a summary is scored
 
     return RougeScorer(["rougeL"], use_stemmer=True)
 

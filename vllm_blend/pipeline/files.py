@@ -1,4 +1,4 @@
-"""JSON between the stages of the pipeline: written whole or not at all."""
+"""JSON files between the stages of the pipeline: written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-MAX_NAME = 150  # bytes; file systems take 255, and the stages write something behind
+MAX_NAME = 150  # bytes; file systems allow 255, and the stages append something
 
 
 def write_json(path: str | Path, data: Any) -> Path:
-    """Write `data` as indented JSON. A reader sees the old file or the new one, never a part; folders are created."""
+    """Write `data` as indented JSON, as `write_text` does."""
+    return write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a file whole: a reader sees the old one or the new one, never a part. Folders are created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            file.write(text)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files
@@ -31,15 +35,15 @@ def write_json(path: str | Path, data: Any) -> Path:
 
 
 def check_place(path: str | Path, option: str) -> None:
-    """Before work whose result goes to the file `path`: OSError naming the option where it could not be written."""
+    """Raise OSError, naming the option, if the file `path` could not be written. To be called before the work."""
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{option} {path} is a folder: name a file")
+        raise IsADirectoryError(f"{option} {path} is a folder: give a file")
     check_folder(path.absolute().parent, f"{option} {path}")
 
 
 def check_file_name(option: str, name: str) -> None:
-    """Raise ValueError, naming the option, unless `name` can be a part of a file's name: no path, and not too long."""
+    """Raise ValueError, naming the option, unless `name` can be part of a file's name: not a path, and not too long."""
     parts = Path(name).parts
     if "\0" in name or parts != (name,) or name == ".." or len(os.fsencode(name)) > MAX_NAME:
         raise ValueError(
@@ -49,20 +53,21 @@ def check_file_name(option: str, name: str) -> None:
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """OSError, which begins with `what`, where no file could be written in a folder, made where there is none."""
+    """Raise OSError, beginning with `what`, if no file could be written in a folder, which need not exist yet."""
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir():
-        raise NotADirectoryError(f"{what}: {there} is a file and no folder; choose another place")
+        raise NotADirectoryError(f"{what}: {there} is a file, not a folder: choose another place")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{what}: nothing can be written in {there}; choose another place")
+        raise PermissionError(f"{what}: {there} is not writable: choose another place")
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Parse a JSON file. FileNotFoundError or ValueError names the file, `what` it is, and where it breaks."""
+    """Parse a JSON file. Raises FileNotFoundError or ValueError that names the file, `what` it is, and where it
+    breaks."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{what} not found: {path} (relative to {Path.cwd()}); check the path")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, numbers of many digits, lists in lists in lists
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, numbers of many digits, deep nesting
         raise ValueError(f"{what} {path} is not valid JSON ({error}); write or download it again") from error

@@ -1,10 +1,11 @@
-"""Stage 1: the passages of each question that are worth keeping close, by BM25 or by ColBERT.
+"""Stage 1: retrieve the passages of each question that are worth keeping close, by BM25 or by ColBERT.
 
     python -m vllm_blend.pipeline.retrieval --dataset inputs/musique_s.json --top-k 5
 
 writes results/retrieval/musique_s_rag_both_k5.json: {"config", "summary", "results"}. A result is the sample as it was,
-`retrieved`, a list of {index, title, text, page_id, score, neighbor_of}, best first, and the plain indices and scores
-under the keys that the configuration names. The summary has recall against gold passages where the data set knows them.
+with `retrieved`, a list of {index, title, text, page_id, score, neighbor_of}, best first, and the plain indices and
+scores under the keys that the configuration names. The summary has the recall against gold passages if the data set
+knows them.
 
 Questions are searched in their own sample's passages by default, as these data sets bring about ten candidates for each
 question and stage 2 caches exactly those; scope "corpus" searches the passages of all samples.
@@ -26,22 +27,17 @@ from vllm_blend.pipeline.datasets import load_dataset, normalize_sample
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.retriever import Retrieval
 
-__all__ = ["BM25Retrieval", "ColbertRetrieval", "RetrievalConfig", "make_retrieval", "run_retrieval", "summarize"]
+__all__ = ["BM25Retrieval", "ColbertRetrieval", "RetrievalConfig", "run_retrieval", "summarize"]
 
 RETRIEVALS: dict[str, type[Retrieval]] = {"bm25": BM25Retrieval, "colbert": ColbertRetrieval}
 
 
-def make_retrieval(config: RetrievalConfig) -> Retrieval:
-    """The backend that the configuration names, ready to use."""
-    return RETRIEVALS[config.backend](config)
-
-
 def run_retrieval(config: RetrievalConfig) -> dict[str, Any]:
-    """Read the data set, retrieve, and write and return {"config", "summary", "results"}."""
+    """Read the data set and retrieve; write and return {"config", "summary", "results"}."""
     samples = load_dataset(config.input_path)
     if config.max_samples:
         samples = samples[: config.max_samples]
-    retrieval = make_retrieval(config)
+    retrieval = RETRIEVALS[config.backend](config)
     results = retrieval.retrieve(retrieval.prepare(samples))
     output = {"config": asdict(config), "summary": summarize(results, config), "results": results}
     write_json(config.output_path, output)
@@ -49,15 +45,16 @@ def run_retrieval(config: RetrievalConfig) -> dict[str, Any]:
 
 
 def summarize(results: Sequence[dict[str, Any]], config: RetrievalConfig) -> dict[str, Any]:
-    """Recall over the samples that know their gold passages, in all and by kind of question; None where none does.
+    """Return the recall over the samples that know their gold passages, in all and by kind of question; None if none
+    does.
 
-    `recall` is the mean share of gold passages that were retrieved, `all_gold` the share of questions with all.
+    `recall` is the mean share of gold passages that were retrieved, `all_gold` the share of questions with all of them.
     """
     scores: dict[str, list[float]] = {}
     for i, result in enumerate(results):
         sample = normalize_sample(result, i, config.page_id_key)
         if sample.gold:
-            # By content, as in scope corpus an index does not refer to the sample's own passages.
+            # By content: in scope corpus, an index does not refer to the sample's own passages.
             found = {(p["title"], p["text"]) for p in result["retrieved"]}
             hits = [(sample.passages[g].title, sample.passages[g].text) in found for g in sample.gold]
             scores.setdefault(sample.kind or "unknown", []).append(sum(hits) / len(hits))
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_section_flags(parser, RetrievalConfig)
     args = parser.parse_args(argv)
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for debug output when imported
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns debug output on when imported
     config = section_from_flags(parser, args, "retrieval")
     if args.dataset:
         name = args.dataset_name if hasattr(args, "dataset_name") else Path(args.dataset).stem
@@ -94,16 +91,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(f"{summary['samples']} questions -> {config.output_path}")
     if summary["samples_with_gold"]:
-        rows = {"all": {"samples": summary["samples_with_gold"], **_pick(summary)}, **summary["by_kind"]}
+        rows = {"all": summary | {"samples": summary["samples_with_gold"]}, **summary["by_kind"]}
         for kind, row in rows.items():
             print(
                 f"  {kind:8s} {row['samples']:4d} questions: recall@{config.top_k} {row['recall']:.3f}, "
                 f"all gold passages {row['all_gold']:.3f}"
             )
-
-
-def _pick(summary: dict[str, Any]) -> dict[str, Any]:
-    return {"recall": summary["recall"], "all_gold": summary["all_gold"]}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What every retriever shares: collections of passages, places for neighbours, and the keys written to a sample.
+"""What all retrievers share: collections of passages, places for neighbours, and the keys written to a sample.
 
-A backend is a subclass with two methods: `build_index` and `rank`.
+A backend is a subclass of `Retrieval` with two methods: `build_index` and `rank`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Collection:
         return [p.searchable for p in self.passages]
 
     def page(self, index: int) -> str | None:
-        """The passage's page; passages without a page id share one where they share a title."""
+        """Return the passage's page. Passages without a page id share a page if they share a title."""
         return self.passages[index].page_id or self.passages[index].title or None
 
     def neighbors(self, index: int) -> list[int]:
@@ -50,7 +50,8 @@ class Hit:
 
 
 class Retrieval(ABC):
-    """`prepare(samples)`, then `retrieve(samples)`; or `find_sample_top_k(sample)` for one sample."""
+    """The base of all backends: `prepare(samples)`, then `retrieve(samples)`; or `find_sample_top_k(sample)` for
+    one."""
 
     index_on_disk = False  # whether an index is a path, to be noted in the sample
 
@@ -61,11 +62,11 @@ class Retrieval(ABC):
 
     @abstractmethod
     def build_index(self, collection: Collection) -> Any:
-        """Whatever `rank` needs to search the collection."""
+        """Return what `rank` needs to search the collection."""
 
     @abstractmethod
     def rank(self, index: Any, collection: Collection, question: str) -> list[tuple[int, float]]:
-        """(passage, score) for the collection, best first; passages the backend has no score for may be missing."""
+        """Return (passage, score) for the collection, best first. Passages without a score may be missing."""
 
     def prepare(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Index what the samples will be searched in. Collections with the same passages are indexed once."""
@@ -74,30 +75,31 @@ class Retrieval(ABC):
             # dict.fromkeys drops repeated passages and keeps the order, so that neighbours stay neighbours.
             passages = tuple(dict.fromkeys(p for view in views for p in view.passages))
             self._corpus = Collection(f"{self.config.dataset_name}-corpus", passages)
-        if self._pages_unknown(views):
-            logger.warning("no passage says which page it comes from: --include-neighbors has nothing to include")
+        if self.config.include_neighbors and not any(p.page_id or p.title for view in views for p in view.passages):
+            logger.warning("no passage names its page: --include-neighbors has nothing to include")
         for i, sample in enumerate(tqdm(samples, desc="index", unit="sample")):
             index = self._index_of(self._collection(sample, i))
             if self.index_on_disk:
                 sample[self.config.r_text_index_key] = index
         return samples
 
-    def retrieve(self, samples: list[dict[str, Any]], top_k: int | None = None) -> list[dict[str, Any]]:
+    def retrieve(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Write `retrieved`, and indices and scores under the configured keys, into each sample; return the samples."""
         key = self.config.retrieved_key
         for i, sample in enumerate(tqdm(samples, desc="retrieve", unit="sample")):
-            collection, hits = self._search(sample, i, top_k)
+            collection, hits = self._search(sample, i)
             sample[key] = [hit.index for hit in hits]
             sample[f"{key}_score"] = [hit.score for hit in hits]
             sample["retrieved"] = [_describe(collection, hit) for hit in hits]
         return samples
 
-    def find_sample_top_k(self, sample: dict[str, Any], top_k: int | None = None) -> tuple[list[int], list[float]]:
-        """(indices, scores) of a sample's best passages; indices into its `ctxs`, or into the corpus in that scope."""
-        _, hits = self._search(sample, 0, top_k)
+    def find_sample_top_k(self, sample: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """Return (indices, scores) of a sample's best passages; indices into its `ctxs`, or into the corpus in that
+        scope."""
+        _, hits = self._search(sample, 0)
         return [hit.index for hit in hits], [hit.score for hit in hits]
 
-    def _search(self, sample: dict[str, Any], position: int, top_k: int | None) -> tuple[Collection, list[Hit]]:
+    def _search(self, sample: dict[str, Any], position: int) -> tuple[Collection, list[Hit]]:
         collection = self._collection(sample, position)
         question = sample.get(self.config.question_key)
         if not isinstance(question, str) or not question.strip():
@@ -107,11 +109,11 @@ class Retrieval(ABC):
         if isinstance(allowed, list):
             if self.config.scope == "corpus":
                 raise ValueError(
-                    f"sample {position}: {self.config.page_id_key} is for scope sample; use that, or drop it"
+                    f"sample {position}: {self.config.page_id_key} works in scope sample only: use "
+                    "that scope, or drop the key"
                 )
             ranking = [(index, score) for index, score in ranking if index in allowed]
-        k = self.config.top_k if top_k is None else top_k
-        return collection, fill_places(collection, ranking, k, self.config.include_neighbors)
+        return collection, fill_places(collection, ranking, self.config.top_k, self.config.include_neighbors)
 
     def _view(self, sample: dict[str, Any], position: int) -> Sample:
         return normalize_sample(sample, position, self.config.page_id_key)
@@ -130,12 +132,10 @@ class Retrieval(ABC):
             self._indexes[collection.passages] = self.build_index(collection)
         return self._indexes[collection.passages]
 
-    def _pages_unknown(self, views: list[Sample]) -> bool:
-        return self.config.include_neighbors and not any(p.page_id or p.title for view in views for p in view.passages)
-
 
 def fill_places(collection: Collection, ranking: list[tuple[int, float]], k: int, include_neighbors: bool) -> list[Hit]:
-    """At most k hits in the order of the ranking. With neighbours, those of a hit take the places right after it."""
+    """Return at most k hits in the order of the ranking. With neighbours, those of a hit take the places right after
+    it."""
     chosen: dict[int, Hit] = {}
     for index, score in ranking:
         if len(chosen) >= k:

@@ -1,8 +1,8 @@
-"""All stages in one process, from one configuration: retrieve, store the KV, answer.
+"""Run all stages in one process, from one configuration: retrieve, store the KV, answer.
 
     python -m vllm_blend.pipeline.run_pipeline --config configs/musique.yaml --set decode.blend_recompute_ratio=0.3
 
-writes what the single stages write, to where they write it.
+writes what the single stages write, to the same places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.kv_compress.config import CompressionSettings, KVCompressConfig
+from vllm_blend.features.kv_compress.config import CompressionSettings, KVCompressConfig
 from vllm_blend.pipeline import build_kv_cache, speculative_decode
 from vllm_blend.pipeline.config import DecodeConfig, PrefillConfig, RetrievalConfig, load_config, make_section
 from vllm_blend.pipeline.prompts import prompt_for
@@ -29,8 +29,9 @@ Settings = dict[str, dict[str, Any]]
 
 
 def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: DecodeConfig) -> dict[str, Any]:
-    """{"retrieval", "prefill", "decode"}: what each stage wrote. Prefill and decode use what this retrieval found."""
-    make_selector(decode.blend_selector)  # what the last stage would refuse is refused before the first one works
+    """Return {"retrieval", "prefill", "decode"}: what each stage wrote. Prefill and decode use what this retrieval
+    found."""
+    make_selector(decode.blend_selector)  # refuse early what the last stage would refuse
     kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
     KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
     prompt_for(retrieval.dataset_name)
@@ -44,7 +45,8 @@ def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: Dec
 
 
 def apply_settings(settings: Settings, assignments: Sequence[str]) -> Settings:
-    """`settings` with "section.key=value" applied, the value read as YAML. ValueError shows what is wrong."""
+    """Return `settings` with "section.key=value" applied, the value read as YAML. Raises ValueError that shows what is
+    wrong."""
     changed = {name: dict(values) for name, values in settings.items()}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -54,7 +56,7 @@ def apply_settings(settings: Settings, assignments: Sequence[str]) -> Settings:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"--set {assignment}: {text!r} is no YAML value ({error})") from error
+            raise ValueError(f"--set {assignment}: {text!r} is not a YAML value ({error})") from error
         changed[section][key] = "" if value is None else value
     return changed
 
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--results-dir", help="folder for the outputs of all stages, in place of results/")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting; may be repeated")
     args = parser.parse_args(argv)
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for debug output when imported
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it turns debug output on when imported
     try:
         settings = apply_settings(_with_flags(load_config(args.config), args), args.set)
         retrieval = make_section(RetrievalConfig, "retrieval", settings["retrieval"])

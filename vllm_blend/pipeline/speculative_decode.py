@@ -6,14 +6,14 @@ writes results/decoding/speculative_trace.json: {"schema_version", "config", "su
 prediction and its scores, times in seconds, what the blend reused, where each chunk came from, and `steps`. A step is
 one step of the engine: {"step", "phase", "token_id", "text", "latency_ms", "accepted_drafts", "resident_chunks",
 "promotions", "evictions", "bytes_moved", "proxy_scores"}. Its phase is "encode" while a chunk that was not stored is
-computed (no token), "prefill" for the blend and the first token, then "decode". A step has one token, the last one,
-and with speculative decoding the `accepted_drafts` before it.
+computed (no token), "prefill" for the blend and the first token, then "decode". A step has one token, the last one, and
+with speculative decoding the `accepted_drafts` before it.
 
 The chunks that stage 2 marked for the GPU are there when decoding begins, the others on the CPU. Before every decode
 step, chunks move: `promotions` and `evictions` name them, `bytes_moved` is what was copied, `resident_chunks` are those
-on the GPU (whole) during the step, `proxy_scores` what the predictor thought of each chunk (null before it has seen a
-step). A chunk that comes back to the CPU moves no bytes, as its copy there is still good. On a CPU engine, two pools of
-memory stand for GPU and CPU. In mode "none" nothing moves, and these fields are null.
+that are whole on the GPU during the step, and `proxy_scores` are the predictor's scores of the chunks (null before it
+has seen a step). A chunk that returns to the CPU moves no bytes, as its copy there is still valid. On a CPU engine, two
+pools of memory stand for GPU and CPU. In mode "none" nothing moves, and these fields are null.
 
 Schema version 1 had no accepted_drafts, no proxy_scores, and nothing moved.
 """
@@ -32,17 +32,19 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine_args import EngineArgs
+from vllm_blend.features.kv_compress.extension import KVCompression
+from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.outputs import RequestOutput
-from vllm_blend.pipeline.build_kv_cache import retrieval_of
+from vllm_blend.pipeline.build_kv_cache import make_retrieval_config
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import DecodeConfig, RetrievalConfig, add_section_flags, section_from_flags
 from vllm_blend.pipeline.evaluate import evaluate, format_table, score_prediction
 from vllm_blend.pipeline.files import read_json, write_json
-from vllm_blend.pipeline.stage_inputs import Chunk, StageInput, StageSample, read_stage_input
-from vllm_blend.pipeline.timeline import draw_timeline, require_matplotlib
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input
+from vllm_blend.pipeline.timeline import WITHOUT, draw_timeline, load_pyplot
 from vllm_blend.sampling_params import SamplingParams
 
 SCHEMA_VERSION = 2
@@ -50,22 +52,20 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Placements:
-    """Where stage 2 wants each chunk: "gpu" or "cpu", by sample and chunk."""
+    """The device on which stage 2 wants each chunk: "gpu" or "cpu", by sample and chunk."""
 
     path: Path
     by_sample: dict[str, dict[str, str]]
 
     @property
     def num_on_gpu(self) -> int:
-        """How many chunks of a sample are marked for the GPU, at most."""
+        """Return the largest number of chunks of one sample that are marked for the GPU."""
         return max((sum(p == "gpu" for p in chunks.values()) for chunks in self.by_sample.values()), default=0)
-
-    def of(self, sample: StageSample) -> dict[str, str]:
-        return self.by_sample.get(sample.sample.sample_id, {})
 
     @classmethod
     def read(cls, directory: Path, dataset_name: str) -> Placements:
-        """The newest summary of a data set in a KV cache directory. FileNotFoundError says how to make one."""
+        """Read the newest summary of a data set in a KV cache directory. Raises FileNotFoundError that says how to make
+        one."""
         found = sorted(directory.glob(f"{escape(dataset_name)}_kv_top*.json"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise FileNotFoundError(
@@ -81,18 +81,19 @@ class Placements:
 
 
 def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
-    """Answer all samples, one after the other, and write and return the trace."""
+    """Answer all samples, one after the other; write and return the trace."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
     placements = Placements.read(Path(config.load_cache_dir), stage.dataset_name)
     if config.timeline:
-        require_matplotlib()
+        load_pyplot(WITHOUT)
     engine = LLMEngine.from_engine_args(_engine_args(config, placements))
     cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id)
     params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.style.max_tokens, stop=["\n"])
     results = []
     for sample in tqdm(stage.samples, desc="decode", unit="sample"):
         chunks = chosen_chunks(sample, config.passages)
-        results.append(_answer(sample, chunks, stage, engine, cache, params, placements.of(sample)))
+        wanted = placements.by_sample.get(sample.sample.sample_id, {})
+        results.append(_answer(sample, chunks, stage, engine, cache, params, wanted))
     if all(result["error"] for result in results):
         raise ValueError(f"no sample could be answered; {results[0]['id']}: {results[0]['error']}")
     output = {
@@ -112,17 +113,17 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
 
 
 def _engine_args(config: DecodeConfig, placements: Placements) -> EngineArgs:
-    fixed = make_selector(config.blend_selector).fixed_ratio is not None  # "none" and "full" leave no choice
+    fixed = make_selector(config.blend_selector).fixed_ratio is not None  # as for "none" and "full"
     drafts = {"method": "suffix", "num_speculative_tokens": config.draft_tokens} if config.draft_tokens else None
     return EngineArgs(
         model=config.model_id,
         dtype=config.dtype,
         device=config.device,
-        async_scheduling=False,  # a step is read before the next one begins: the trace says what each of them did
+        async_scheduling=False,  # the trace reads each step before the next one begins
         enable_blending=True,
         blend_selector=config.blend_selector,
         blend_recompute_ratio=None if fixed else config.blend_recompute_ratio,
-        offload_mode=None if config.offload_mode == "none" else config.offload_mode,  # type: ignore[arg-type]
+        offload_mode=None if config.offload_mode == "none" else config.offload_mode,
         offload_predictor=config.offload_predictor,
         offload_resident_chunks=config.resident_chunks or max(1, placements.num_on_gpu),
         offload_bytes_per_step=config.bytes_per_step,
@@ -138,8 +139,8 @@ def timeline_path(config: DecodeConfig) -> Path:
     return Path(config.output).with_suffix(".png")
 
 
-def chosen_chunks(sample: StageSample, passages: str) -> tuple[Chunk, ...]:
-    """A prompt's chunks, the retrieved ones or all, in the data set's order: neighbours lean on one another."""
+def chosen_chunks(sample: StageSample, passages: str) -> tuple[PassageChunk, ...]:
+    """Return a prompt's chunks, the retrieved ones or all, in the data set's order: neighbours lean on one another."""
     if passages == "all" or sample.retrieved is None:
         return sample.chunks
     return tuple(sorted(sample.retrieved, key=lambda chunk: chunk.position))
@@ -147,14 +148,14 @@ def chosen_chunks(sample: StageSample, passages: str) -> tuple[Chunk, ...]:
 
 def _answer(
     sample: StageSample,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[PassageChunk],
     stage: StageInput,
     engine: LLMEngine,
     cache: ChunkCache,
     params: SamplingParams,
     wanted: dict[str, str],
 ) -> dict[str, Any]:
-    """`wanted`: where stage 2 wants each chunk."""
+    """Answer one sample and return its entry of the trace. `wanted` says where stage 2 wants each chunk."""
     view = sample.sample
     result: dict[str, Any] = {"id": view.sample_id, "question": view.question, "answers": list(view.answers)}
     result["kind"] = view.kind or "unknown"
@@ -165,10 +166,10 @@ def _answer(
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage.style.suffix(view.question),
         }
-        if engine.offload is not None:
+        if engine.extension(ChunkOffload) is not None:
             prompt["chunk_ranking"] = _ranking(sample, chunks, wanted)
         engine.add_request(view.sample_id, prompt, params)
-    except ValueError as error:  # too long for the model: it fails alone
+    except ValueError as error:  # too long for the model: only this sample fails
         scores = asdict(score_prediction("", result["answers"]))
         return result | {"error": str(error), "prediction": "", **scores, "steps": []}
     steps, final = _run(engine, [chunk.chunk_id for chunk in chunks])
@@ -191,8 +192,9 @@ def _answer(
     }
 
 
-def _ranking(sample: StageSample, chunks: Sequence[Chunk], wanted: dict[str, str]) -> list[int]:
-    """Numbers of a prompt's chunks: those that stage 2 wants on the GPU first, then as they were retrieved."""
+def _ranking(sample: StageSample, chunks: Sequence[PassageChunk], wanted: dict[str, str]) -> list[int]:
+    """Return the numbers of a prompt's chunks: those that stage 2 wants on the GPU first, then as they were
+    retrieved."""
     best = {chunk.chunk_id: rank for rank, chunk in enumerate(sample.best(len(sample.chunks)))}
 
     def order(index: int) -> tuple[bool, int, int]:
@@ -217,7 +219,7 @@ def _run(engine: LLMEngine, chunk_ids: list[str]) -> tuple[list[dict[str, Any]],
             final = outputs[0]
             completion = final.outputs[0]
             if len(completion.token_ids) > tokens:
-                # A stop string that began in an earlier step may take text back; the prediction has the last word.
+                # A stop string that began in an earlier step may take text back; the prediction is final.
                 step.update(token_id=completion.token_ids[-1], text=completion.text[len(text) :])
             step["phase"] = "decode" if tokens else "prefill"
             step["accepted_drafts"] = max(0, len(completion.token_ids) - tokens - 1)
@@ -228,19 +230,20 @@ def _run(engine: LLMEngine, chunk_ids: list[str]) -> tuple[list[dict[str, Any]],
 
 
 def _moves(engine: LLMEngine, chunk_ids: list[str], decodes: bool) -> dict[str, Any]:
-    """Where the chunks `chunk_ids` of the running request were in the step just done, and what had moved for it."""
-    nothing: list[str] | None = None if engine.offload is None else []
+    """Return where the chunks `chunk_ids` of the running request were in the last step, and what had moved for it."""
+    offload = engine.extension(ChunkOffload)
+    nothing: list[str] | None = None if offload is None else []
     step: dict[str, Any] = {"resident_chunks": chunk_ids, "promotions": nothing, "evictions": nothing}
-    step |= {"bytes_moved": None if engine.offload is None else 0, "proxy_scores": None}
-    if engine.offload is None or not decodes or not chunk_ids:
+    step |= {"bytes_moved": None if offload is None else 0, "proxy_scores": None}
+    if offload is None or not decodes or not chunk_ids:
         return step
-    [report] = engine.offload.reports.values()
+    [report] = offload.reports.values()
     scores = report.scores
     return {
         "resident_chunks": [chunk_ids[index] for index in report.resident_chunks],
         "promotions": [chunk_ids[index] for index in report.promotions],
         "evictions": [chunk_ids[index] for index in report.evictions],
-        "bytes_moved": engine.offload.scheduler.bytes_moved,
+        "bytes_moved": offload.scheduler.bytes_moved,
         "proxy_scores": None if scores is None else dict(zip(chunk_ids, scores, strict=True)),
     }
 
@@ -250,7 +253,8 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
     blends = [result["blend"] for result in answered if result["blend"]]
     prompt_tokens = sum(result["prompt_tokens"] for result in answered)
     decode_ms = [step["latency_ms"] for result in answered for step in result["steps"] if step["phase"] == "decode"]
-    moved = [step for result in answered for step in result["steps"]] if engine.offload is not None else None
+    offload, compression = engine.extension(ChunkOffload), engine.extension(KVCompression)
+    moved = [step for result in answered for step in result["steps"]] if offload is not None else None
     return {
         "samples": len(results),
         "failed": len(results) - len(answered),
@@ -267,12 +271,12 @@ def _summary(results: Sequence[dict[str, Any]], cache: ChunkCache, engine: LLMEn
         "promotions": None if moved is None else sum(len(step["promotions"]) for step in moved),
         "evictions": None if moved is None else sum(len(step["evictions"]) for step in moved),
         "bytes_moved": None if moved is None else sum(step["bytes_moved"] for step in moved),
-        "kvs_evicted": None if engine.kv_compression is None else engine.kv_compression.engine.num_evicted,
+        "kvs_evicted": None if compression is None else compression.engine.num_evicted,
     }
 
 
 def report(output: dict[str, Any], config: DecodeConfig) -> str:
-    """What the stage did, for people."""
+    """Return what the stage did, as text."""
     s, chunks = output["summary"], output["summary"]["chunks"]
     lines = [
         format_table(s["scores"]),
@@ -309,7 +313,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = section_from_flags(parser, args, "decode")
     try:
-        output = speculative_decode(config, retrieval_of(getattr(args, "config", None), args.dataset, args.top_k))
+        output = speculative_decode(
+            config, make_retrieval_config(getattr(args, "config", None), args.dataset, args.top_k)
+        )
     except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(report(output, config))

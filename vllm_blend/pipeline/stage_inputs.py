@@ -1,4 +1,4 @@
-"""What stages 2 and 3 work on: the samples with their passages as named chunks, ordered by stage 1 where it has run."""
+"""The input of stages 2 and 3: samples with their passages as named chunks, ordered by stage 1 if it has run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.files import check_file_name, read_json
-from vllm_blend.pipeline.prompts import PromptStyle, prompt_for
-from vllm_blend.pipeline.worlds import render_passage
+from vllm_blend.pipeline.prompts import PromptStyle, prompt_for, render_passage
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PassageChunk:
     """A passage as a chunk. `chunk_id` names its folder in a KV cache directory; `position` orders all passages."""
 
     chunk_id: str
@@ -28,14 +27,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StageSample:
-    """A sample, its own passages in order, and the retrieved ones, best first; None where nothing was retrieved yet."""
+    """A sample, its own passages in order, and the retrieved ones, best first; None if nothing was retrieved yet."""
 
     sample: Sample
-    chunks: tuple[Chunk, ...]
-    retrieved: tuple[Chunk, ...] | None
+    chunks: tuple[PassageChunk, ...]
+    retrieved: tuple[PassageChunk, ...] | None
 
-    def best(self, count: int) -> tuple[Chunk, ...]:
-        """The first `count` chunks: as retrieved, else in the order of the data set."""
+    def best(self, count: int) -> tuple[PassageChunk, ...]:
+        """Return the first `count` chunks: as retrieved, else in the order of the data set."""
         return (self.chunks if self.retrieved is None else self.retrieved)[:count]
 
 
@@ -50,20 +49,20 @@ class StageInput:
 
     @property
     def prefix_id(self) -> str:
-        """Name of the folder of the instruction's KV."""
+        """Return the name of the folder of the instruction's KV."""
         return f"{self.dataset_name}_prefix"
 
 
 def with_dataset(values: Mapping[str, Any], dataset: str) -> dict[str, Any]:
-    """The retrieval section for a data set file: its path and, from the file's name, its name."""
+    """Return the retrieval section for a data set file: its path and, from the file's name, its name."""
     return {**values, "dataset_path": dataset, "dataset_name": Path(dataset).stem}
 
 
 def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_samples: int) -> StageInput:
     """Read stage 1's output, by default from where `retrieval` says that it is written.
 
-    Where it has not been written there, the data set itself is read and nothing counts as retrieved. Raises
-    FileNotFoundError, or ValueError naming the sample, the field and the fix.
+    If it has not been written there, the data set itself is read and nothing counts as retrieved. Raises
+    FileNotFoundError, or ValueError that names the sample, the field and the fix.
     """
     source = Path(retrieval_json) if retrieval_json else retrieval.output_path
     if not retrieval_json and not source.is_file():
@@ -91,18 +90,18 @@ def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
     return named
 
 
-def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[Chunk]:
+def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[PassageChunk]:
     # Samples without an id are called sample0, sample1, ... in every file: the data set's name keeps them apart.
     prefix = "" if sample.sample_id.startswith(dataset_name) else f"{dataset_name}-"
     return [
-        Chunk(f"{prefix}{sample.chunk_id(i)}", render_passage(passage.title, passage.text), (index, i))
+        PassageChunk(f"{prefix}{sample.chunk_id(i)}", render_passage(passage.title, passage.text), (index, i))
         for i, passage in enumerate(sample.passages)
     ]
 
 
 def _retrieved(
-    sample: Mapping[str, Any], index: int, by_text: Mapping[str, Chunk], source: Path
-) -> tuple[Chunk, ...] | None:
+    sample: Mapping[str, Any], index: int, by_text: Mapping[str, PassageChunk], source: Path
+) -> tuple[PassageChunk, ...] | None:
     hits = sample.get("retrieved")
     if hits is None:
         return None
@@ -116,7 +115,7 @@ def _retrieved(
             raise ValueError(f"{source}: sample {index}: retrieved[{i}] must have a title and a text") from error
         if text not in by_text:
             raise ValueError(
-                f"{source}: sample {index}: retrieved[{i}] is no passage of these samples; "
+                f"{source}: sample {index}: retrieved[{i}] is not a passage of these samples; "
                 "run the retrieval stage again"
             )
         found.append(by_text[text])

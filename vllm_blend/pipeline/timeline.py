@@ -1,33 +1,37 @@
-"""The trace of stage 3 as a picture: where each chunk of a prompt was at every step, and what moved."""
+"""Draw the trace of stage 3: where each chunk of a prompt was at every step, and what moved."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-MOST_RESULTS = 4  # answers in a picture
+MAX_ANSWERS = 4  # in a picture
+WITHOUT = "leave --timeline out"
 
 
-def require_matplotlib() -> None:
-    """Raise ImportError saying what to install, before anything is computed that could then not be drawn."""
+def load_pyplot(instead: str) -> Any:
+    """Return matplotlib's pyplot, set to draw to files.
+
+    Raises ImportError that says how to install it, or what to do `instead`. Call it before anything is computed.
+    """
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError as error:
         raise ImportError(
-            "--timeline draws with matplotlib, which is not installed: run `pip install matplotlib` (or the extra "
-            "`bench` of this project), or leave --timeline out"
+            "a picture needs matplotlib, which is not installed: run pip install matplotlib (it is in the extra "
+            f"`bench`), or {instead}"
         ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def draw_timeline(output: dict[str, Any], path: Path) -> None:
     """Draw the answers of a trace that moved most, one panel each: a row per chunk, a column per token."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # files only, wherever this runs
-    from matplotlib import pyplot as plt
-
+    plt = load_pyplot(WITHOUT)
     answered = [result for result in output["results"] if result["steps"]]
-    chosen = sorted(answered, key=lambda result: -_num_moves(result))[:MOST_RESULTS]
+    chosen = sorted(answered, key=lambda result: -_num_moves(result))[:MAX_ANSWERS]
     figure, panels = plt.subplots(len(chosen), 1, figsize=(9, 3.2 * len(chosen)), squeeze=False)
     for result, panel in zip(chosen, panels[:, 0], strict=True):
         _draw_result(result, panel)

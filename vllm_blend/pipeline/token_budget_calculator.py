@@ -1,4 +1,4 @@
-"""How many chunks of KV cache fit beside a model in GPU memory, and in CPU memory, and what context that makes.
+"""Compute how many chunks of KV cache fit beside a model in GPU memory and in CPU memory, and the context they make.
 
     python -m vllm_blend.pipeline.token_budget_calculator --model inputs/demo-model --gpu-memory 1GiB --cpu-memory 4GiB
 
@@ -27,7 +27,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class ModelFootprint:
-    """What decides how much memory a model and its KV take. `max_positions` is None where there is no limit."""
+    """What decides how much memory a model and its KV take. `max_positions` is None if there is no limit."""
 
     num_layers: int
     num_kv_heads: int
@@ -53,11 +53,11 @@ class ModelFootprint:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Chunks that fit, and the contexts they make. GPU chunks take whole pages of `block_size` tokens."""
+    """The chunks that fit, and the contexts they make. GPU chunks take whole pages of `block_size` tokens."""
 
     bytes_per_token: int
     weight_bytes: int
-    gpu_kv_bytes: int  # of the GPU budget, what is left for KV after the weights
+    gpu_kv_bytes: int  # what the weights leave of the GPU budget
     gpu_chunk_bytes: int
     cpu_chunk_bytes: int
     gpu_chunks: int
@@ -66,10 +66,11 @@ class TokenBudget:
     total_context_tokens: int  # the same with the CPU's chunks
 
 
-def footprint_of(model: str, dtype: str = "auto") -> ModelFootprint:
+def read_footprint(model: str, dtype: str = "auto") -> ModelFootprint:
     """Read a model's `config.json` (directory or hub id) and count its parameters without loading them.
 
-    dtype "auto" is the checkpoint's. Raises ValueError if there is no such model or its attention has no KV heads.
+    With dtype "auto" the checkpoint's is used. Raises ValueError if there is no such model or its attention has no KV
+    heads.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,12 +106,12 @@ def token_budget(
     chunk_tokens: int,
     reserve_tokens: int = 0,
     block_size: int = 16,
-    gpu_memory_utilization: float | Fraction = 1,
+    gpu_memory_utilization: float | Fraction | str = 1,
 ) -> TokenBudget:
-    """Chunks of `chunk_tokens` tokens that fit in both memories (bytes).
+    """Return the chunks of `chunk_tokens` tokens that fit in both memories (bytes).
 
     `reserve_tokens` (instruction, question, answer) are kept free on the GPU. Raises ValueError for sizes that make no
-    sense, and when the weights and the reserve alone do not fit.
+    sense, and if the weights and the reserve alone do not fit.
     """
     _require_positive("chunk_tokens", chunk_tokens)
     _require_positive("block_size", block_size)
@@ -118,7 +119,10 @@ def token_budget(
     for name, value in (("cpu_memory", cpu_memory), ("reserve_tokens", reserve_tokens)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, not {value}")
-    share = Fraction(str(gpu_memory_utilization))
+    try:
+        share = Fraction(str(gpu_memory_utilization))  # exact: 0.7 as a binary float is below 7/10
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
     if not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
 
@@ -153,7 +157,7 @@ def token_budget(
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "24GiB" (powers of 1024), "24GB" (powers of 1000), "1.5 GiB" or "1000", rounded down."""
+    """Return the bytes in "24GiB" (powers of 1024), "24GB" (powers of 1000), "1.5 GiB" or "1000", rounded down."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", text)
     if not found or (found[2] or "B") not in UNITS:
         raise ValueError(f"memory must be a number with a unit such as 24GiB or 24GB, not {text!r}")
@@ -188,19 +192,6 @@ def _report(footprint: ModelFootprint, budget: TokenBudget, chunk_tokens: int) -
     )
 
 
-def parse_share(text: str) -> Fraction:
-    """--gpu-memory-utilization as an exact share. Raises ValueError naming the flag."""
-    try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
-    if not 0 < share <= 1:
-        raise ValueError(
-            f"--gpu-memory-utilization {text}: give a share of the memory above 0 and up to 1, such as 0.9"
-        )
-    return share
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="How many chunks of KV cache fit, and what context they make.")
     add: Any = parser.add_argument
@@ -225,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", type=Path, help="also write the numbers to this JSON file")
     args = parser.parse_args(argv)
     try:
-        footprint = footprint_of(args.model, args.dtype)
+        footprint = read_footprint(args.model, args.dtype)
         budget = token_budget(
             footprint,
             parse_bytes(args.gpu_memory),
@@ -233,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.chunk_tokens,
             args.reserve_tokens,
             args.block_size,
-            parse_share(args.gpu_memory_utilization),
+            args.gpu_memory_utilization,
         )
-    except (ValueError, ZeroDivisionError) as error:
+    except ValueError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(_report(footprint, budget, args.chunk_tokens))
     if args.output:

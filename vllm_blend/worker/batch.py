@@ -15,7 +15,7 @@ from vllm_blend.request import Request
 
 @dataclass(frozen=True)
 class Span:
-    """Which positions of a request a forward pass computes: start .. stop - 1, or the ascending `positions`.
+    """The positions of a request that a forward pass computes: start .. stop - 1, or the ascending `positions`.
 
     `drafts` are guesses at the last positions, beyond the known tokens.
     """
@@ -28,9 +28,9 @@ class Span:
 
     @property
     def num_missing_blocks(self) -> int:
-        """Blocks of the request that are not on the device; all of them come before the span."""
-        residency = self.request.residency
-        return 0 if residency is None else residency.num_missing_blocks
+        """Return the number of blocks of the request that are not on the device; all of them come before the span."""
+        pages = self.request.pages
+        return 0 if pages is None else pages.num_missing
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Drawn:
     token_ids: torch.Tensor  # [rows] int64 on the device, negative where no token could be drawn
 
     def feed(self, input_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        """`input_ids` with the drawn tokens put in: `sources` [tokens] int64 names their rows, -1 for none."""
+        """Return `input_ids` with the drawn tokens put in: `sources` [tokens] int64 names their rows, -1 for none."""
         # A row without a token belongs to a request that is about to fail: any valid id will do.
         drawn = self.token_ids.clamp(min=0)[sources.clamp(min=0)]
         return torch.where(sources < 0, input_ids, drawn)
 
     def feed_into(self, input_ids: torch.Tensor, sources: torch.Tensor, host_sources: np.ndarray) -> None:
-        """`feed` in place, by one kernel where the rows are as they were; `host_sources` are `sources` on the host."""
+        """Do as `feed` in place, by one kernel if the rows are as they were; `host_sources` are `sources` on the
+        host."""
         count = len(self.token_ids)
         if np.array_equal(host_sources[:count], np.arange(count)) and (host_sources[count:] < 0).all():
             torch.clamp(self.token_ids, min=0, out=input_ids[:count])
@@ -65,7 +66,7 @@ class Batch:
 
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, drawn: Drawn = NOTHING_DRAWN) -> Batch:
-    """Rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span.
+    """Return the rows of all spans, in order. Every position below a span's `stop` must be filled, or be in the span.
 
     Positions that are on a GPU stay there, and nothing waits for them: only their number matters on the host.
     """
@@ -85,12 +86,12 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, dr
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     positions = packed[1]
     if any(missing):
-        tables = _present(tables, spans)
-        positions = positions - to_device(torch.from_numpy(np.repeat(missing, np.diff(query_start_loc))), device)
+        tables = _drop_missing_blocks(tables, spans)
+        positions = positions - to_device(np.repeat(missing, np.diff(query_start_loc)), device)
     metadata = AttentionMetadata(
         positions=positions,
         slot_mapping=packed[2],
-        block_tables=to_device(torch.from_numpy(tables), device),
+        block_tables=to_device(tables, device),
         query_start_loc=query_start_loc,
         seq_lens=[span.stop - keys for span, keys in zip(spans, missing, strict=True)],
         at_end=tuple(span.positions is None for span in spans),
@@ -100,7 +101,7 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device, dr
 
 
 def single_rows(span: Span) -> list[Span]:
-    """A span of consecutive positions as spans of one position each."""
+    """Split a span of consecutive positions into spans of one position each."""
     first_draft = span.stop - len(span.drafts)
     return [
         Span(
@@ -115,7 +116,7 @@ def single_rows(span: Span) -> list[Span]:
 
 
 def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int, int]:
-    """Token id, position, slot and source (see `Drawn.feed`) of a span of one position."""
+    """Return the token id, position, slot and source (see `Drawn.feed`) of a span of one position."""
     position = span.start
     slot = span.request.block_table[position // block_size] * block_size + position % block_size
     token_id, source = token_row(span, drawn)
@@ -123,7 +124,7 @@ def decode_row(span: Span, block_size: int, drawn: Drawn) -> tuple[int, int, int
 
 
 def token_row(span: Span, drawn: Drawn) -> tuple[int, int]:
-    """Token id and source (see `Drawn.feed`) of a span of one position."""
+    """Return the token id and source (see `Drawn.feed`) of a span of one position."""
     request, position = span.request, span.start
     if span.drafts:
         return span.drafts[0], -1
@@ -133,19 +134,18 @@ def token_row(span: Span, drawn: Drawn) -> tuple[int, int]:
 
 
 def _block_tables(spans: Sequence[Span]) -> np.ndarray:
-    """[spans, longest table] int32, padded with block 0."""
+    """Return the block tables [spans, longest table] int32, padded with block 0."""
     tables = np.zeros((len(spans), max(len(span.request.block_table) for span in spans)), np.int32)
     for row, span in zip(tables, spans, strict=True):
         row[: len(span.request.block_table)] = span.request.block_table
     return tables
 
 
-def _present(tables: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """The same tables without the blocks that are missing: attention sees those that are left, one after another."""
+def _drop_missing_blocks(tables: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Return the tables without the blocks that are missing: attention sees those that are left, one after another."""
     present = np.zeros_like(tables)
     for row, table, span in zip(present, tables, spans, strict=True):
-        residency = span.request.residency
-        blocks = table if residency is None else residency.device_table()
+        blocks = span.request.present_blocks() if span.num_missing_blocks else table
         row[: len(blocks)] = blocks
     return present
 
@@ -160,7 +160,7 @@ class _HostRows:
         self._singles: list[tuple[int, int, int, int]] = []  # decodes in a row: plain integers beat numpy
 
     def add(self, span: Span, table: np.ndarray, block_size: int) -> int:
-        """Append the rows of a span; how many they are."""
+        """Append the rows of a span, and return their number."""
         request = span.request
         if span.positions is None and span.stop - span.start == 1:
             row = decode_row(span, block_size, self._drawn)
@@ -183,7 +183,7 @@ class _HostRows:
             return []
         rows = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces, 1)
         self._pieces = []
-        return [to_device(torch.from_numpy(np.ascontiguousarray(rows)), device)]
+        return [to_device(rows, device)]
 
     def _close_singles(self) -> None:
         if self._singles:
@@ -194,7 +194,7 @@ class _HostRows:
 def _device_rows(span: Span, table: np.ndarray, block_size: int) -> torch.Tensor:
     positions = span.positions
     assert positions is not None
-    ids = to_device(torch.from_numpy(span.request.token_array(span.stop)), positions.device)
-    blocks = to_device(torch.from_numpy(table.astype(np.int64)), positions.device)
+    ids = to_device(span.request.token_array(span.stop), positions.device)
+    blocks = to_device(table.astype(np.int64), positions.device)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     return torch.stack([ids[positions], positions, slots, torch.full_like(slots, -1)])

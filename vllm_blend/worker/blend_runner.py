@@ -1,33 +1,29 @@
-"""The part of a step that only blended requests need: let the question look, say what to compute."""
+"""The part of a step that only blended requests need: the question looks, and the selector says what to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
-from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence, choose
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
+from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.hooks import QuestionMassHook
-from vllm_blend.worker.kv_cache import KVCache
 from vllm_blend.worker.question_graphs import QuestionGraphs
 
 
 def first_positions(
     requests: Sequence[Request],
-    model: nn.Module,
-    cache: KVCache,
-    backend: AttentionBackend,
+    parts: DeviceParts,
     arriving: Sequence[LayerHook] = (),
     graphs: QuestionGraphs | None = None,
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], dict[int, str]]:
-    """The ascending positions ([n] int64) each blended request starts its forward with, the mass ([tokens] float32)
-    of those whose question has looked, until the next step, and which selectors failed.
+    """Return the ascending positions ([n] int64) that each blended request starts its forward with, the mass ([tokens]
+    float32, valid until the next step) of those whose question has looked, and which selectors failed.
 
     The stored KV must be in place, or be put there by the hooks `arriving`. Requests whose selector looks at the
     question share one pass of their suffixes, and their positions stay on the device: the blend's forward is queued
@@ -39,7 +35,7 @@ def first_positions(
     if graphs is not None and len(asking) == 1 and not arriving:
         masses = _replayed_mass(requests[asking[0]], graphs)
     if asking and not masses:
-        masses = question_mass([requests[i] for i in asking], model, cache, backend, arriving)
+        masses = question_mass([requests[i] for i in asking], parts, arriving)
     mass_of = dict(zip(asking, masses, strict=True))
     errors: dict[int, str] = {}
     repaired: dict[int, torch.Tensor] = {}  # what a request chose that looks twice: computed before its second look
@@ -51,7 +47,7 @@ def first_positions(
             except Exception as error:
                 errors[index] = failure(plans[index], error)
     if repaired:
-        again = question_mass([requests[i] for i in repaired], model, cache, backend, arriving, list(repaired.values()))
+        again = question_mass([requests[i] for i in repaired], parts, arriving, list(repaired.values()))
         mass_of |= zip(repaired, again, strict=True)
     result = []
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
@@ -68,40 +64,39 @@ def first_positions(
 
 def question_mass(
     requests: Sequence[Request],
-    model: nn.Module,
-    cache: KVCache,
-    backend: AttentionBackend,
+    parts: DeviceParts,
     arriving: Sequence[LayerHook] = (),
     beside: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Attention mass of each request's question on its positions: one forward of the suffixes (and holes) alone, or of
-    the ascending positions `beside` ([n] int64 of each request) too, which the question then sees as computed.
+    """Return the attention mass of each request's question on its positions: one forward of the suffixes (and holes)
+    alone, or of the ascending positions `beside` ([n] int64 of each request) too, which the question then sees as
+    computed.
 
-    What the pass writes to their slots is overwritten by the blend itself. Tokens generated before a preemption are no
-    part of the question: the choice is the same as the first time.
+    The blend itself overwrites the slots that the pass writes to. Tokens generated before a preemption are no part of
+    the question: the choice is the same as the first time.
     """
     spans, suffixes, looks = [], [], []
     for index, request in enumerate(requests):
         plan = _plan(request)
-        looks.append(plan.selector.look(len(cache.layers)))
+        looks.append(plan.selector.look(len(parts.cache.layers)))
         positions, num_suffix = question_positions(plan)
         if beside:
             rest = positions.to(beside[index].device, non_blocking=True)
             positions = torch.cat([beside[index], rest]).sort().values
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(num_suffix)
-    batch = build_batch(spans, cache.block_size, cache.key.device)
-    hook = QuestionMassHook(backend, suffixes, looks)
-    caches = cache.layers[: max(look.stop for look in looks)]
-    with forward_context(ForwardContext(batch.metadata, caches, backend, (*arriving, hook), [0] * len(spans))):
-        model(batch.input_ids)
+    batch = build_batch(spans, parts.cache.block_size, parts.device)
+    hook = QuestionMassHook(parts.backend, suffixes, looks)
+    caches = parts.cache.layers[: max(look.stop for look in looks)]
+    with forward_context(ForwardContext(batch.metadata, caches, parts.backend, (*arriving, hook), [0] * len(spans))):
+        parts.model(batch.input_ids)
     return hook.masses()
 
 
 def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
-    """As `question_mass` for one request, empty where no graph is of its size."""
+    """Return what `question_mass` does for one request, and nothing if no graph is of its size."""
     plan = _plan(request)
-    if plan.selector.look(len(graphs.cache.layers)) != graphs.look:
+    if plan.selector.look(len(graphs.parts.cache.layers)) != graphs.look:
         return []
     positions, num_suffix = question_positions(plan)
     mass = graphs.run(request, positions.numpy(), num_suffix)
@@ -109,7 +104,7 @@ def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tenso
 
 
 def question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
-    """What the question's pass computes, holes first: positions [n] int64, and how many of them are the question."""
+    """Return what the question's pass computes, holes first: positions [n] int64, and how many are the question."""
     suffix = torch.arange(plan.suffix_start, plan.num_prompt_tokens)
     return torch.cat([plan.holes, suffix]) if len(plan.holes) else suffix, len(suffix)
 
@@ -117,7 +112,8 @@ def question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
 def choose_positions(
     plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The `count` positions a selector picks, those `kept` among them, on the device of what it looked at."""
+    """Return the `count` positions that a selector picks, those `kept` among them, on the device of what it looked
+    at."""
     if count == 0:
         return plan.candidates[:0]
     device = torch.device("cpu") if mass is None else mass.device

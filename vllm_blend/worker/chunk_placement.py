@@ -14,7 +14,6 @@ from operator import itemgetter
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_blend import ops
 from vllm_blend.attention.context import LayerHook
@@ -22,6 +21,7 @@ from vllm_blend.blend.plan import Segment
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 from vllm_blend.worker.kv_cache import KVCache
@@ -34,14 +34,15 @@ class ChunkPlacement:
     holds the chunks whose copies are not over, whatever the store has evicted meanwhile.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, ring: StagingRing | None = None) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, ring: StagingRing | None = None) -> None:
         self.cache, self.ring = cache, ring
         self.in_flight = InFlight()
-        self.rotaries: list[RotaryEmbedding] = [layer.self_attn.attn.rotary for layer in model.model.layers]  # type: ignore[union-attr]
+        self.rotaries = [attention.rotary for attention in attention_layers(model)]
         self._last: weakref.ref[LayerwiseLoad] | None = None  # of `in_flight`: only copies may keep chunks alive
 
     def start(self, requests: Sequence[Request]) -> list[LayerHook]:
-        """Begin to place the stored KV of `requests`; the hooks that the forward passes up to the blend's need.
+        """Begin to place the stored KV of `requests`, and return the hooks that the forward passes up to the blend's
+        need.
 
         A layer's KV is in place when the layer writes its own: the tokens that are computed again come later. Raises
         ChunkLost where that cannot be, and so do those forward passes.
@@ -59,7 +60,7 @@ class ChunkPlacement:
                 if _is_being_read(segment.kv):
                     read.append((request, segment))
                     continue
-                travels = self.ring is not None and self.ring.takes(segment.kv)
+                travels = self.ring is not None and self.ring.accepts(segment.kv)
                 (travelling if travels else at_once).append((request, segment))
         hooks: list[LayerHook] = []
         if self.ring is not None and travelling:
@@ -103,13 +104,14 @@ class ChunkPlacement:
                 start = where.stop
 
     def _rows(self, segments: Iterable[tuple[Request, Segment]]) -> torch.Tensor:
-        """[2, tokens] int64 on the device: the positions of the segments' tokens one after another, and their slots."""
+        """Return the positions of the segments' tokens one after another, and their slots: [2, tokens] int64 on the
+        device."""
         size, rows = self.cache.block_size, []
         for request, group in groupby(segments, itemgetter(0)):
             table = np.asarray(request.block_table, np.int64)
             positions = np.concatenate([np.arange(segment.start, segment.stop) for _, segment in group])
             rows.append(np.stack([positions, table[positions // size] * size + positions % size]))
-        return to_device(torch.from_numpy(np.concatenate(rows, 1)), self.cache.key.device)
+        return to_device(np.concatenate(rows, 1), self.cache.key.device)
 
 
 class _LayerHook(LayerHook):
@@ -131,15 +133,15 @@ class _LayerHook(LayerHook):
         layer = slice(layer_idx, layer_idx + 1)
         keys, values = self._cache.key[layer], self._cache.value[layer]
         for rows, k, v in self._arrivals(layer_idx):
-            ops.place_chunk(k, v, cos[rows], sin[rows], keys, values, self._rows[1, rows])
+            ops.place_chunks([(k, v)], cos[rows], sin[rows], keys, values, self._rows[1, rows])
 
     def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Rows, and K before RoPE and V of these, each [1, rows, kv_heads, head_dim] on the device."""
+        """Yield rows, and K before RoPE and V of these, each [1, rows, kv_heads, head_dim] on the device."""
         raise NotImplementedError
 
 
 class _ArrivalHook(_LayerHook):
-    """Of a load from pinned memory."""
+    """Places a load from pinned memory."""
 
     def __init__(
         self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
@@ -153,8 +155,8 @@ class _ArrivalHook(_LayerHook):
 
 
 class _ReadHook(_LayerHook):
-    """Of chunks that are being read from a disk: the host waits for each layer. On its way to a GPU it is copied on the
-    stream that computes, as that takes far less time than reading it."""
+    """Places chunks that are being read from a disk: the host waits for each layer. On its way to a GPU it is copied on
+    the stream that computes, as that takes far less time than reading it."""
 
     def __init__(
         self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
@@ -177,7 +179,7 @@ class _ReadHook(_LayerHook):
 
 
 def _is_being_read(kv: ChunkKV) -> bool:
-    """Whether layers of a chunk are still to come. Raises ChunkLost where they will not."""
+    """Return whether layers of a chunk are still to come. Raises ChunkLost if some never will."""
     if kv.arriving is None or kv.arriving.is_whole:
         return False
     if kv.arriving.is_lost:
@@ -186,7 +188,7 @@ def _is_being_read(kv: ChunkKV) -> bool:
 
 
 def _runs_of_layers(rotaries: Sequence[RotaryEmbedding]) -> Iterator[tuple[slice, RotaryEmbedding]]:
-    """Runs of layers that rotate alike: one run in nearly every model."""
+    """Yield the runs of layers that rotate alike: one run in nearly every model."""
     start = 0
     for stop in range(1, len(rotaries) + 1):
         if stop == len(rotaries) or rotaries[stop] is not rotaries[start]:

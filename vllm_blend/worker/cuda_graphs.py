@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, forward_context
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
-from vllm_blend.offload.attention import QueryTap
-from vllm_blend.ops.graph_capture import capture
+from vllm_blend.attention.metadata import AttentionMetadata
+from vllm_blend.ops.graph_capture import Capture, CUDAGraphs
 from vllm_blend.ops.host_copy import fill
 from vllm_blend.worker.batch import Drawn, Span, decode_row, single_rows
-from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.device_parts import DeviceParts
+from vllm_blend.worker.passes import GraphHook
 
 
 @dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
+class _DecodeGraph:
+    replay: Callable[[], None]
     # [5, bucket] int64: ids, positions, slots, which drawn token is to replace the id, and positions for RoPE
     rows: torch.Tensor
     block_tables: torch.Tensor  # [bucket, max_blocks] int32
     sent_tables: np.ndarray  # what is in them
     logits: torch.Tensor  # [bucket, vocab]
-    tap: QueryTap | None
+    hooks: Sequence[GraphHook]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, largest first: their buffers serve the smaller ones too."""
+    """Return the batch sizes to capture, largest first: their buffers serve the smaller ones too."""
     sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 513, 16)]
     return sorted({min(size, max_num_seqs) for size in sizes}, reverse=True)
 
@@ -42,28 +40,23 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: nn.Module,
-        cache: KVCache,
-        backend: AttentionBackend,
+        parts: DeviceParts,
         max_num_seqs: int,
         max_model_len: int,
-        tapped_layers: Sequence[int] = (),
+        make_hooks: Callable[[], Sequence[GraphHook]] = tuple,
     ) -> None:
-        self.model, self.cache, self.backend = model, cache, backend
-        self.max_model_len, self.tapped_layers = max_model_len, tapped_layers
-        self.tap: QueryTap | None = None  # of the last run, valid until the next one
-        self.max_blocks = -(-max_model_len // cache.block_size)
-        self._graphs: dict[int, _Graph] = {}
-        self.pool: Any = None  # the memory that they share, and others may: no two of them run at the same time
-        for size in buckets(max_num_seqs):
-            captured = self._capture(size, self.pool)
-            self.pool = self.pool or captured.graph.pool()
-            self._graphs[size] = captured
+        """`make_hooks` makes what a graph captures beside the model; each graph has its own."""
+        self.parts = parts
+        self.max_model_len = max_model_len
+        self.max_blocks = -(-max_model_len // parts.cache.block_size)
+        capture = CUDAGraphs(parts.device)
+        self._graphs = {size: self._capture(size, capture, make_hooks()) for size in buckets(max_num_seqs)}
         self._sizes = sorted(self._graphs)
+        self.pool = capture.pool  # the memory that they share, and others may
 
     def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
-        """Logits [rows, vocab] of a step in which every request computes its last token and the drafts behind it, None
-        if no graph fits.
+        """Return the logits [rows, vocab] of a step in which every request computes its last token and the drafts
+        behind it, None if no graph fits.
 
         A row of drafts runs as a sequence of its own over the same blocks: all rows write their K and V before any
         attends, and each sees the positions up to its own. The logits are valid until the next run.
@@ -75,40 +68,39 @@ class DecodeGraphs:
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
             return None
-        graph, block_size = self._graphs[size], self.cache.block_size
+        graph, block_size = self._graphs[size], self.parts.cache.block_size
         rows = np.zeros((5, size), np.int64)
         rows[3] = -1
         width = max(len(span.request.block_table) for span in spans)
         tables = np.zeros((size, width), np.int32)
+        missing = [span.num_missing_blocks for span in spans]
         for index, span in enumerate(spans):
-            residency = span.request.residency
-            table = span.request.block_table if residency is None else residency.device_table()
+            table = span.request.present_blocks() if missing[index] else span.request.block_table
             tables[index, : len(table)] = table
         rows[:4, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
         rows[4] = rows[1]
-        rows[1, :count] -= [span.num_missing_blocks * block_size for span in spans]
+        rows[1, :count] -= np.array(missing) * block_size
         fill(graph.rows, rows)
         if (rows[3] >= 0).any():
             drawn.feed_into(graph.rows[0], graph.rows[3], rows[3])
         if not np.array_equal(graph.sent_tables[:, :width], tables):  # they change when a request needs another block
             fill(graph.block_tables[:, :width], tables)
             graph.sent_tables[:, :width] = tables
-        graph.graph.replay()
-        self.tap = None if graph.tap is None else graph.tap.by_request(starts)
+        graph.replay()
+        for hook in graph.hooks:
+            hook.replayed(starts)
         return graph.logits[:count]
 
-    def _capture(self, size: int, pool: Any) -> _Graph:
-        device = self.cache.key.device
+    def _capture(self, size: int, capture: Capture, hooks: Sequence[GraphHook]) -> _DecodeGraph:
+        parts, device = self.parts, self.parts.device
         rows = torch.zeros(5, size, dtype=torch.int64, device=device)
         tables = torch.zeros(size, self.max_blocks, dtype=torch.int32, device=device)
         lengths = [self.max_model_len] * size
         metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), lengths, rope_positions=rows[4])
-        tap = QueryTap(self.tapped_layers, copies=True) if self.tapped_layers else None
-        hooks = () if tap is None else (tap,)
 
         def step() -> torch.Tensor:
-            with forward_context(ForwardContext(metadata, self.cache.layers, self.backend, hooks)):
-                return self.model.compute_logits(self.model(rows[0]))  # type: ignore[operator]
+            with forward_context(ForwardContext(metadata, parts.cache.layers, parts.backend, hooks)):
+                return parts.model.compute_logits(parts.model(rows[0]))
 
-        graph, logits = capture(step, device, pool)
-        return _Graph(graph, rows, tables, np.zeros(tables.shape, np.int32), logits, tap)
+        replay, logits = capture(step)
+        return _DecodeGraph(replay, rows, tables, np.zeros(tables.shape, np.int32), logits, hooks)

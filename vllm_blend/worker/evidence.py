@@ -1,4 +1,4 @@
-"""What a check layer shows to selectors, without copying what they do not ask for."""
+"""The evidence that a check layer shows to selectors: nothing is copied that they do not ask for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cached_property
 import torch
 
 from vllm_blend import ops
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
+from vllm_blend.attention.context import NewKV
+from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence
+from vllm_blend.ops.paged_kv import PagedKV
 
 
 class LayerEvidence(Evidence):
@@ -21,33 +23,30 @@ class LayerEvidence(Evidence):
 
     _plan: BlendPlan
     _rows: torch.Tensor
-    _k: torch.Tensor
-    _v: torch.Tensor
-    _cache: LayerCache
+    _new: NewKV
+    _kv: PagedKV
     _slots: torch.Tensor
 
     def __init__(
         self,
         plan: BlendPlan,
         rows: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
+        step: LayerStep,
+        new: NewKV,
         mass: torch.Tensor | None,
     ) -> None:
-        """k (rotated), v: [tokens, kv_heads, head_dim] of the whole step; mass: [tokens] of the request."""
+        """`new` is of the whole step; mass: [tokens] of the request."""
         # Into the dictionary, as Evidence is frozen; what it has beside these are the properties below.
-        positions = metadata.positions[rows]
+        positions = step.metadata.positions[rows]
         self.__dict__.update(positions=positions, seed=plan.content_seed)
         self.__dict__.update(question_mass=None if mass is None else mass[positions])
-        self.__dict__.update(_plan=plan, _rows=rows, _k=k, _v=v, _cache=cache, _slots=metadata.slot_mapping)
+        self.__dict__.update(_plan=plan, _rows=rows, _new=new, _kv=step.kv, _slots=step.metadata.slot_mapping)
 
     def k_deviation(self) -> torch.Tensor:
-        return ops.kv_deviation(self._k, self._cache.key, self._slots, self._rows)
+        return ops.kv_deviation(self._new.k, self._kv.key, self._slots, self._rows)
 
     def v_deviation(self) -> torch.Tensor:
-        return ops.kv_deviation(self._v, self._cache.value, self._slots, self._rows)
+        return ops.kv_deviation(self._new.v, self._kv.value, self._slots, self._rows)
 
     @cached_property
     def chunk_offsets(self) -> torch.Tensor:
@@ -55,16 +54,16 @@ class LayerEvidence(Evidence):
 
     @cached_property
     def k_new(self) -> torch.Tensor:
-        return self._k[self._rows]
+        return self._new.k[self._rows]
 
     @cached_property
     def k_old(self) -> torch.Tensor:
-        return self._cache.key.flatten(0, 1)[self._slots[self._rows]]
+        return self._kv.key.flatten(0, 1)[self._slots[self._rows]]
 
     @cached_property
     def v_new(self) -> torch.Tensor:
-        return self._v[self._rows]
+        return self._new.v[self._rows]
 
     @cached_property
     def v_old(self) -> torch.Tensor:
-        return self._cache.value.flatten(0, 1)[self._slots[self._rows]]
+        return self._kv.value.flatten(0, 1)[self._slots[self._rows]]

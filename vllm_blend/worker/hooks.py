@@ -1,4 +1,4 @@
-"""The layer hooks a step runs with: capture KV, measure the question's attention, narrow to the chosen tokens."""
+"""The layer hooks that a step runs with: capture KV, measure the question's attention, narrow to the chosen tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.attention.context import Kept, LayerHook
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerCache
+from vllm_blend.attention.context import Kept, LayerHook, NewKV
+from vllm_blend.attention.metadata import AttentionBackend, LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Look, choose
 from vllm_blend.ops.attention import attention_probabilities
@@ -23,26 +23,18 @@ class CaptureHook(LayerHook):
         self.first_rows, self.num_layers = first_rows, num_layers
         self._captured: dict[int, torch.Tensor] = {}
 
-    def on_kv(
-        self,
-        layer_idx: int,
-        k_unrotated: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> None:
+    def on_kv(self, step: LayerStep, new: NewKV) -> None:
         for request, first in self.first_rows.items():
-            rows = metadata.rows(request)
+            rows = step.metadata.rows(request)
             rows = slice(rows.start + first, rows.stop)
-            kept = k_unrotated[rows]
+            kept = new.k_unrotated[rows]
             if request not in self._captured:
                 self._captured[request] = kept.new_empty(2, self.num_layers, *kept.shape)
-            self._captured[request][0, layer_idx] = kept
-            self._captured[request][1, layer_idx] = v[rows]
+            self._captured[request][0, step.layer_idx] = kept
+            self._captured[request][1, step.layer_idx] = new.v[rows]
 
     def captured(self, request: int) -> torch.Tensor:
-        """[2, layers, tokens, kv_heads, head_dim] of a request's rows from the first to keep on."""
+        """Return a request's kept rows: [2, layers, tokens, kv_heads, head_dim]."""
         return self._captured[request]
 
 
@@ -64,45 +56,38 @@ class QuestionMassHook(LayerHook):
         self.num_rows = [min(wanted, n) for wanted, n in zip(tokens, num_suffix_rows, strict=True)]
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
-    def on_query(
-        self,
-        layer_idx: int,
-        q: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-    ) -> None:
+    def on_query(self, step: LayerStep) -> None:
+        q, kv, metadata, scale, window, layer_idx = step
         if not self._masses:
-            shapes = [(cache.key.shape[2], n) for n in metadata.seq_lens]
+            shapes = [(kv.kv_heads, n) for n in metadata.seq_lens]
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
         rows, plain = [], []
         for look, count, stop in zip(self.looks, self.num_rows, metadata.query_start_loc[1:], strict=True):
             counts = look.first <= layer_idx < look.stop
             rows.append(slice(stop - count if counts else stop, stop))
             plain.append(rows[-1] if look.is_plain else slice(stop, stop))
-        self.backend.add_attention_mass(self._masses, q, cache, metadata, scale, plain, window, self.ignored)
+        self.backend.add_attention_mass(self._masses, step, plain, self.ignored)
         for request, look in enumerate(self.looks):
             own = rows[request]
             if look.is_plain or own.start == own.stop:
                 continue
             table, n = metadata.block_tables[request], metadata.seq_lens[request]
             where = metadata.positions[own]
-            mass = attention_probabilities(q[own], cache.key, where, table, n, scale, window)
+            mass = attention_probabilities(q[own], kv, where, table, n, scale, window)
             mass = mass.sum(1) if look.over_tokens == "mean" else mass.amax(1)
             mass = mass.mean(0) if look.over_heads == "mean" else mass.amax(0)
             total = self._masses[request][0]
             total.copy_(total + mass if look.over_layers == "mean" else torch.maximum(total, mass))
 
     def masses(self) -> list[torch.Tensor]:
-        """Per request [seq_len] float32: over its tokens, heads and layers, as its look says."""
+        """Return the mass of each request, [seq_len] float32: over its tokens, heads and layers, as its look says."""
         layers = [look.stop - look.first if look.over_layers == "mean" else 1 for look in self.looks]
         return [mass.sum(0) / count for mass, count in zip(self._masses, layers, strict=True)]
 
 
 @dataclass
 class _Narrowing:
-    """Where a blended request stands while its token set shrinks: rows relative to its first row, int64, ascending."""
+    """The state of a blended request while its token set shrinks: rows relative to its first row, int64, ascending."""
 
     plan: BlendPlan
     candidates: torch.Tensor  # still in the running
@@ -129,46 +114,30 @@ class NarrowingHook(LayerHook):
     def wants_kv(self, layer_idx: int) -> bool:
         return layer_idx in self._layers
 
-    def on_kv(
-        self,
-        layer_idx: int,
-        k_unrotated: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> Kept | None:
-        if layer_idx not in self._layers:
+    def on_kv(self, step: LayerStep, new: NewKV) -> Kept | None:
+        if step.layer_idx not in self._layers:
             return None
         kept, offsets = [], [0]
-        for request in range(metadata.num_requests):
-            rows = metadata.rows(request)
-            chosen = self._choose(request, layer_idx, rows.start, k, v, cache, metadata)
+        for request in range(step.metadata.num_requests):
+            rows = step.metadata.rows(request)
+            chosen = self._choose(request, rows.start, step, new)
             if chosen is None:
-                kept.append(torch.arange(rows.start, rows.stop, device=k.device))
+                kept.append(torch.arange(rows.start, rows.stop, device=new.k.device))
             else:
                 kept.append(chosen + rows.start)
             offsets.append(offsets[-1] + len(kept[-1]))
         return Kept(torch.cat(kept), offsets)
 
-    def _choose(
-        self,
-        request: int,
-        layer_idx: int,
-        start: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor | None:
-        """Relative rows that a request keeps at this layer, None for all."""
+    def _choose(self, request: int, start: int, step: LayerStep, new: NewKV) -> torch.Tensor | None:
+        """Return the relative rows that a request keeps at this layer, None for all."""
+        layer_idx = step.layer_idx
         state = self._state.get(request)
         if state is None or layer_idx not in state.plan.check_layers or request in self.errors:
             return None
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            evidence = LayerEvidence(plan, start + state.candidates, k, v, cache, metadata, state.mass)
+            evidence = LayerEvidence(plan, start + state.candidates, step, new, state.mass)
             chosen = state.candidates[choose(plan.selector, evidence, budget)]
         except Exception as error:  # a user's selector may raise anything; it may only cost its own request
             self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"

@@ -8,7 +8,22 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from vllm_blend.attention.metadata import LayerCache
+from vllm_blend.ops.paged_kv import PagedKV
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes of the K and V that a model keeps."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the bytes of one token's K and V in all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -19,8 +34,8 @@ class KVCache:
     value: torch.Tensor
 
     @cached_property
-    def layers(self) -> tuple[LayerCache, ...]:
-        return tuple(LayerCache(k, v) for k, v in zip(self.key, self.value, strict=True))
+    def layers(self) -> tuple[PagedKV, ...]:
+        return tuple(PagedKV(k, v) for k, v in zip(self.key, self.value, strict=True))
 
     @property
     def num_blocks(self) -> int:
@@ -31,27 +46,14 @@ class KVCache:
         return self.key.shape[2]
 
     @classmethod
-    def allocate(
-        cls,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KVCache:
-        shape = (num_layers, num_blocks, block_size, kv_heads, head_dim)
-        return cls(zeros(shape, dtype, device), zeros(shape, dtype, device))
-
-
-def bytes_per_block(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """K and V of one block in all layers."""
-    return 2 * num_layers * block_size * kv_heads * head_dim * dtype.itemsize
+    def allocate(cls, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+        """Return a cache of so many blocks, all zeros."""
+        sizes = (shape.num_layers, num_blocks, block_size, shape.kv_heads, shape.head_dim)
+        return cls(zeros(sizes, shape.dtype, device), zeros(sizes, shape.dtype, device))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As torch.zeros, but on the host what is never written takes no memory."""
+    """Return zeros as torch.zeros does, but on the host what is never written takes no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # calloc: the operating system gives pages when they are first written, so an unused pool costs no memory.

@@ -1,4 +1,4 @@
-"""Correct what is not computed again by what is."""
+"""The mean shift: what is not computed again is corrected by what is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,43 @@ import numpy as np
 import torch
 
 from vllm_blend import ops
-from vllm_blend.attention.context import LayerHook
-from vllm_blend.attention.metadata import AttentionMetadata, LayerCache
-from vllm_blend.attention.runs import to_device
+from vllm_blend.attention.context import LayerHook, NewKV
+from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
+from vllm_blend.blend.plan import Segment
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.worker.reused import Reused
+from vllm_blend.ops.host_copy import to_device
+from vllm_blend.worker.batch import Span
+
+
+@dataclass(frozen=True)
+class Reused:
+    """A segment of a request of the step whose KV is not known to be exact, and how strongly it is corrected."""
+
+    request: int
+    segment: Segment
+    stop: int  # within the context
+    strength: float
+
+
+def mean_shift_hook(spans: Sequence[Span], rotaries: Sequence[RotaryEmbedding]) -> MeanShiftHook | None:
+    """Return the hook that corrects tokens which are reused as they are, for the selectors that ask for it; None for
+    most steps."""
+    reused = []
+    for index, span in enumerate(spans):
+        plan = span.request.blend
+        if plan is None or span.positions is None:
+            continue
+        strength = plan.selector.mean_shift()
+        if strength:
+            inexact = [segment for segment in plan.segments if not segment.exact]
+            reused += [Reused(index, each, min(each.stop, plan.suffix_start), strength) for each in inexact]
+    return MeanShiftHook(reused, rotaries) if reused else None
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """What a step moves, of R rows and S segments with T stored tokens, one behind the other. All sizes are known to
-    the host: nothing waits for the device to say what was chosen."""
+    """The tokens that a step moves: R rows and S segments with T stored tokens, one behind the other. All sizes are
+    known to the host: nothing waits for the device to say what was chosen."""
 
     metadata: AttentionMetadata  # of which it holds
     rows: torch.Tensor  # [R] int64, of the requests concerned
@@ -42,27 +68,19 @@ class MeanShiftHook(LayerHook):
         self._reused, self._rotaries = reused, rotaries
         self._moves: _Moves | None = None
 
-    def on_kv(
-        self,
-        layer_idx: int,
-        k_unrotated: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> None:
-        if self._moves is None or self._moves.metadata is not metadata:  # at check layers, rows leave the step
-            self._moves = _moves(self._reused, metadata, cache.key.shape[1])
+    def on_kv(self, step: LayerStep, new: NewKV) -> None:
+        if self._moves is None or self._moves.metadata is not step.metadata:  # at check layers, rows leave the step
+            self._moves = _moves(self._reused, step.metadata, step.kv.block_size)
         moves = self._moves
         kvs = [reused.segment.kv for reused in self._reused]
-        keys = self._corrected(moves, k_unrotated, [kv.k[layer_idx] for kv in kvs])
-        keys = ops.rotary_embedding(keys, *self._rotaries[layer_idx].cos_sin(moves.positions))
-        values = self._corrected(moves, v, [kv.v[layer_idx] for kv in kvs])
-        for pages, new in ((cache.key, keys), (cache.value, values)):
-            pages[moves.slots] = torch.where(moves.is_moved, new.to(pages.dtype), pages[moves.slots])
+        keys = self._correct(moves, new.k_unrotated, [kv.k[step.layer_idx] for kv in kvs])
+        keys = ops.rotary_embedding(keys, *self._rotaries[step.layer_idx].cos_sin(moves.positions))
+        values = self._correct(moves, new.v, [kv.v[step.layer_idx] for kv in kvs])
+        for pages, moved in ((step.kv.key, keys), (step.kv.value, values)):
+            pages[moves.slots] = torch.where(moves.is_moved, moved.to(pages.dtype), pages[moves.slots])
 
-    def _corrected(self, moves: _Moves, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[T, kv_heads, head_dim] float32: `stored`, of each segment, after the change of what is computed."""
+    def _correct(self, moves: _Moves, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return `stored`, of each segment, after the change of what is computed: [T, kv_heads, head_dim] float32."""
         parts = [
             kv[: reused.stop - reused.segment.start].to(computed.device, non_blocking=True)
             for kv, reused in zip(stored, self._reused, strict=True)
@@ -101,8 +119,8 @@ def _moves(reused: Sequence[Reused], metadata: AttentionMetadata, block_size: in
     is_computed = torch.zeros(int(starts[-1]) + 1, dtype=torch.bool, device=device)
     is_computed[at] = True
     where = to_device(positions, device)
-    parts = [each.slots(own, metadata, block_size) for each, own in zip(reused, where.split(lengths), strict=True)]
-    blocks, places_in = (torch.cat(column) for column in zip(*parts, strict=True))
+    owned = zip(reused, where.split(lengths), strict=True)
+    blocks = torch.cat([metadata.block_tables[each.request][own // block_size].long() for each, own in owned])
     return _Moves(
         metadata=metadata,
         rows=all_rows,
@@ -110,6 +128,6 @@ def _moves(reused: Sequence[Reused], metadata: AttentionMetadata, block_size: in
         mean=computes * (strength / count.clamp_min(1))[:, None],
         segment_of=segment_of,
         positions=where,
-        slots=(blocks, places_in),
+        slots=(blocks, where % block_size),
         is_moved=(~is_computed[:-1] & (count > 0)[segment_of])[:, None, None],
     )

@@ -1,4 +1,5 @@
-"""Where the memory of a device goes: measured, shared out to the last block, reported, and what to do when it is short.
+"""The memory of a device: it is measured, shared out to the last block and reported; errors say what to do if it is
+short.
 
 `gpu_memory_utilization` is a share of the whole device, so everything on it counts: this engine, other engines, other
 processes, the CUDA contexts. What is left of that share after weights, the largest step's activations, CUDA graphs and
@@ -17,18 +18,19 @@ import torch
 
 GIB = 2**30
 GRANULARITY = 2**21  # bytes in which a CUDA device gives memory away
+GRAPHS_REMEDY = "lower gpu_memory_utilization or max_num_seqs, or give enforce_eager=True"
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """What an engine needs at start does not fit on its device."""
+    """Raised if what an engine needs at its start does not fit on its device."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of a CUDA device at one moment."""
+    """The bytes of a CUDA device at one moment."""
 
     total: int
-    used: int  # by everybody
+    used: int  # by all processes
     reserved: int  # by torch in this process, for tensors: freed ones are kept for the next
     allocated: int  # of those, what tensors hold
 
@@ -40,7 +42,7 @@ class Usage:
 
     @classmethod
     def settled(cls, device: torch.device) -> Usage:
-        """After everything that can be given back to the device has been."""
+        """Return the usage after all that torch can return to the device has been returned."""
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -48,13 +50,13 @@ class Usage:
 
     @property
     def other(self) -> int:
-        """In use outside torch's tensors: other processes, CUDA contexts and the code that is loaded."""
+        """Return the bytes used outside torch's tensors: by other processes, CUDA contexts and loaded code."""
         return self.used - self.reserved
 
 
 @dataclass(frozen=True)
 class Share:
-    """How the memory of a GPU is shared out, in bytes."""
+    """The parts of a GPU's memory, in bytes."""
 
     total: int
     utilization: float
@@ -70,12 +72,13 @@ class Share:
 
     @property
     def pool(self) -> int:
-        """What is left for the KV cache; may be negative."""
+        """Return the bytes that are left for the KV cache; may be negative."""
         taken = self.other + self.weights + self.activations + self.graphs + self.chunk_store
         return self.budget - taken
 
     def num_blocks(self, block_bytes: int) -> int:
-        """The most blocks that fit, in two tensors (K and V) that each take whole pieces of `GRANULARITY`."""
+        """Return the number of blocks that fit, in two tensors (K and V) that each take whole pieces of
+        `GRANULARITY`."""
         each = max(0, self.pool) // 2 // GRANULARITY * GRANULARITY
         return each // (block_bytes // 2)
 
@@ -106,7 +109,7 @@ class Pool:
 
     @property
     def concurrency(self) -> float:
-        """How many requests of the greatest length fit at once."""
+        """Return the number of requests of the greatest length that fit at once."""
         blocks_each = -(-self.max_model_len // self.block_size)
         return (self.num_blocks - 1) / blocks_each
 
@@ -119,8 +122,8 @@ class Pool:
 
 
 def measure_tensors(make: Callable[[], object], device: torch.device) -> int:
-    """Bytes of a CUDA device that torch takes for what `make` returns, which is dropped again. What stays behind, like
-    the code that CUDA loads, is there already when it is made the next time."""
+    """Return the bytes of a CUDA device that torch takes for what `make` returns, which is dropped again. Anything that
+    stays behind, like the code that CUDA loads, is there already when it is made the next time."""
     made = make()
     kept = Usage.settled(device).reserved
     del made
@@ -137,14 +140,14 @@ def must_fit(what: str, remedy: str, device: torch.device) -> Iterator[None]:
             raise
         where = "GPU memory" if device.type == "cuda" else "memory"
         message = f"{what} did not fit into {where}{_numbers(device)}: {remedy} ({_first_sentence(error)})"
-        # The frames of the failed call hold what it had allocated: who catches this may want to try something smaller.
+        # The frames of the failed call hold what it had allocated: the caller may want to try something smaller.
         traceback.clear_frames(error.__traceback__)
         raise OutOfDeviceMemory(message) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch's allocator has a type for it, and Python for the host's; CUDA itself and its libraries say it in their
-    messages."""
+    """Return whether memory has run out: torch's allocator and Python have types for that, while CUDA and its libraries
+    say it in their messages."""
     text = str(error)
     typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return typed or "out of memory" in text or "ALLOC_FAILED" in text

@@ -7,13 +7,12 @@ of the engine takes part: no scheduler, no block manager, no sampler whose state
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
-from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.blend.plan import Segment, make_plan
-from vllm_blend.blend.selectors import Gradual
+from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.config import BlendConfig
 from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -21,17 +20,18 @@ from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import SamplingParams
-from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.block_pass import BlockPass
+from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.memory import Usage
 from vllm_blend.worker.model_runner import ModelRunner
 
 NUM_BLOCKS = 2  # of the cache that the steps run on
-_SAMPLING = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 5}
+_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 5}
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What bounds a step."""
+    """The bounds of a step."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -40,7 +40,8 @@ class StepLimits:
 
 
 def run_largest_steps(runner: ModelRunner, limits: StepLimits) -> None:
-    """Run them one after another and wait for their tokens. The runner's cache has at least `NUM_BLOCKS` blocks."""
+    """Run the largest steps one after another and wait for their tokens. The runner's cache has at least `NUM_BLOCKS`
+    blocks."""
     steps = [largest_prefill(limits, runner.cache.block_size), longest_context(limits, runner.cache.block_size)]
     if limits.blend.enable_blending:
         steps += largest_blend(limits, runner)
@@ -54,8 +55,8 @@ def run_largest_steps(runner: ModelRunner, limits: StepLimits) -> None:
 
 
 def largest_prefill(limits: StepLimits, block_size: int) -> list[ScheduledRequest]:
-    """As many requests as fit, all of which draw a token with every sampling setting in use, and as many tokens: single
-    ones, as decoding has them, and long prompts. With blending, these are chunks being encoded."""
+    """Return as many requests as fit, all of which draw a token with every sampling setting in use, and as many tokens:
+    single ones, as decoding has them, and long prompts. With blending, these are chunks being encoded."""
     lengths = [1] * min(limits.max_num_seqs, limits.max_num_batched_tokens)
     rest = limits.max_num_batched_tokens - len(lengths)
     for index in reversed(range(len(lengths))):
@@ -72,14 +73,15 @@ def largest_prefill(limits: StepLimits, block_size: int) -> list[ScheduledReques
 
 
 def longest_context(limits: StepLimits, block_size: int) -> list[ScheduledRequest]:
-    """The end of the longest request: some backends copy the keys that it sees. Few rows tell, and take little time."""
+    """Return the end of the longest request: some backends copy the keys that it sees. Few rows tell, and take little
+    time."""
     n = limits.max_model_len
     rows = min(1024, limits.max_num_batched_tokens, n)
     return [ScheduledRequest(_request(n, n, block_size), n - rows, rows)]
 
 
 def largest_blend(limits: StepLimits, runner: ModelRunner) -> list[list[ScheduledRequest]]:
-    """A request as long as any, computed whole up to the check layer, where K and V are compared. Nothing where the
+    """Return a request as long as any, computed whole up to the check layer, where K and V are compared; nothing if the
     model has no such layer."""
     n, check_layers = limits.max_model_len, limits.blend.check_layers
     layers, _, _, *heads = runner.cache.key.shape
@@ -97,19 +99,20 @@ def largest_blend(limits: StepLimits, runner: ModelRunner) -> list[list[Schedule
 
 
 def _request(num_tokens: int, max_model_len: int, block_size: int) -> Request:
-    """A prompt of so many tokens, with pages for a request of the greatest length."""
-    params = SamplingParams(**_SAMPLING)  # type: ignore[arg-type]
+    """Return a prompt of so many tokens, with pages for a request of the greatest length."""
+    params = SamplingParams(**_SAMPLING)
     request = Request("profile", [0] * num_tokens, params, RequestMetrics(arrival_time=0.0))
     request.sampling = SamplingState(params, request.prompt_token_ids, request.output_token_ids)
     request.block_table = [block % NUM_BLOCKS for block in range(-(-max_model_len // block_size))]
     return request
 
 
-def measure_activations(model: nn.Module, cache: KVCache, backend: AttentionBackend, limits: StepLimits) -> int:
-    """Bytes of a GPU that the largest steps need beside weights and pages, as torch's allocator takes them from the
-    device. `cache` has `NUM_BLOCKS` blocks; `backend` is for this alone, as backends remember things of a step."""
-    device = cache.key.device
+def measure_activations(parts: DeviceParts, limits: StepLimits) -> int:
+    """Return the bytes of a GPU that the largest steps need beside weights and pages, as torch's allocator takes them
+    from the device. The cache has `NUM_BLOCKS` blocks; the backend is for this alone, as backends remember things of a
+    step."""
+    device = parts.device
     before = Usage.settled(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_steps(ModelRunner(model, cache, backend, seed=0), limits)
+    run_largest_steps(ModelRunner(BlockPass(parts), seed=0), limits)
     return torch.cuda.max_memory_reserved(device) - before.reserved

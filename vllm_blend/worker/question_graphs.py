@@ -6,27 +6,27 @@ takes the host. The host is then ahead of the device when it launches the blend'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_blend.attention.context import ForwardContext, forward_context
-from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.blend.selectors import Look
-from vllm_blend.ops.graph_capture import capture
+from vllm_blend.ops.graph_capture import Capture, CUDAGraphs
 from vllm_blend.request import Request
+from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.hooks import QuestionMassHook
-from vllm_blend.worker.kv_cache import KVCache
 
 ROWS = (128, 64, 32)  # numbers of rows captured, largest first: their buffers serve the smaller ones too
 
 
 @dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
+class _QuestionGraph:
+    replay: Callable[[], None]
     # One piece of memory, filled by one copy: [4, bucket] int64, ids, positions, slots, whether the row does not count;
     # then [3 + max_blocks] int32, the offsets of the requests and the block table.
     inputs: torch.Tensor
@@ -40,29 +40,24 @@ class QuestionGraphs:
     `pool` is the memory of graphs that never run while one of these does, nor before its result has been used.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: KVCache,
-        backend: AttentionBackend,
-        max_model_len: int,
-        look: Look,
-        pool: Any,
-    ) -> None:
-        if not backend.capturable_mass:
-            raise ValueError(f"the attention backend {backend.name!r} cannot be captured measuring attention mass")
-        self.model, self.cache, self.backend = model, cache, backend
-        self.max_model_len, self.look = max_model_len, look
+    def __init__(self, parts: DeviceParts, max_model_len: int, look: Look, pool: Any) -> None:
+        if not parts.backend.capturable_mass:
+            raise ValueError(
+                f"the attention backend {parts.backend.name!r} cannot be captured measuring attention mass"
+            )
+        self.parts, self.max_model_len, self.look = parts, max_model_len, look
         # Rows that fill a bucket up need positions too.
-        self._graphs = {bucket: self._capture(bucket, pool) for bucket in ROWS if bucket <= max_model_len}
+        capture = CUDAGraphs(parts.device, pool)
+        self._graphs = {bucket: self._capture(bucket, capture) for bucket in ROWS if bucket <= max_model_len}
 
     def run(self, request: Request, positions: np.ndarray, num_suffix: int) -> torch.Tensor | None:
-        """Mean attention mass [max_model_len] float32 that a request's last `num_suffix` rows pay to its positions.
+        """Return the mean attention mass [max_model_len] float32 that a request's last `num_suffix` rows pay to its
+        positions.
 
-        positions: [n] int64, ascending, of the rows that are computed. None where there are more than a graph holds.
-        The result is valid until the next run.
+        positions: [n] int64, ascending, of the rows that are computed. If they are too many for a graph,
+        None is returned. The result is valid until the next run.
         """
-        n, size = len(positions), self.cache.block_size
+        n, size = len(positions), self.parts.cache.block_size
         bucket = min((bucket for bucket in self._graphs if bucket >= n), default=None)
         if bucket is None:
             return None
@@ -77,12 +72,12 @@ class QuestionGraphs:
         rows[3, : n - num_suffix] = rows[3, n:] = 1
         pages[:3], pages[3:] = (0, n, bucket), table
         graph.inputs[: len(inputs)].copy_(inputs, non_blocking=True)
-        graph.graph.replay()
+        graph.replay()
         return graph.mass
 
-    def _capture(self, bucket: int, pool: Any) -> _Graph:
-        device = self.cache.key.device
-        max_blocks = -(-self.max_model_len // self.cache.block_size)
+    def _capture(self, bucket: int, capture: Capture) -> _QuestionGraph:
+        parts, device = self.parts, self.parts.device
+        max_blocks = -(-self.max_model_len // parts.cache.block_size)
         inputs = torch.zeros(32 * bucket + 4 * (3 + 2 * max_blocks), dtype=torch.uint8, device=device)
         rows = inputs[: 32 * bucket].view(torch.int64).view(4, bucket)
         rows[1] = torch.arange(bucket)
@@ -99,11 +94,11 @@ class QuestionGraphs:
                 seq_lens=[self.max_model_len, bucket],
                 device_query_start_loc=offsets_and_tables[:3],
             )
-            hook = QuestionMassHook(self.backend, [bucket, 0], [self.look] * 2, rows[3] != 0)
-            caches = self.cache.layers[: self.look.stop]
-            with forward_context(ForwardContext(metadata, caches, self.backend, (hook,), [0, 0])):
-                self.model(rows[0])
+            hook = QuestionMassHook(parts.backend, [bucket, 0], [self.look] * 2, rows[3] != 0)
+            caches = parts.cache.layers[: self.look.stop]
+            with forward_context(ForwardContext(metadata, caches, parts.backend, (hook,), [0, 0])):
+                parts.model(rows[0])
             return hook.masses()[0]
 
-        graph, mass = capture(measure, device, pool)
-        return _Graph(graph, inputs, mass)
+        replay, mass = capture(measure)
+        return _QuestionGraph(replay, inputs, mass)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllm_blend.blend.encoding_contexts import (
@@ -29,42 +31,42 @@ def filler_before(context: tuple[int, ...]) -> str:
     return "".join(chr(token - 1000) for token in context if token >= 1000)
 
 
-def test_after_the_prefix_or_bos_alone():
+def test_after_the_prefix_or_bos_alone() -> None:
     assert [AfterPrefix().before(PIECES, i, ROOM) for i in range(4)] == [PREFIX] * 4
     assert [AfterBos(0).before(PIECES, i, ROOM) for i in range(4)] == [(0,)] * 4
     assert AfterBos(7).before(PIECES, 1, ROOM) == AfterBos(None).before(PIECES, 1, ROOM) == ()
     assert AfterBos(0).before(ContextPieces((), CHUNKS), 1, ROOM) == ()
 
 
-def test_after_the_passages_of_the_same_page():
+def test_after_the_passages_of_the_same_page() -> None:
     expected = [PREFIX, (*PREFIX, 1, 1), PREFIX, (*PREFIX, 1, 1, 2, 2, 2)]
     assert [AfterPage().before(PIECES, i, ROOM) for i in range(4)] == expected
     assert AfterPage().before(ContextPieces(PREFIX, CHUNKS), 3, ROOM) == PREFIX
 
 
-def test_after_what_is_given():
+def test_after_what_is_given() -> None:
     pieces = ContextPieces(PREFIX, CHUNKS, (), ((), (7, 8), (), (8,)))
     expected = [PREFIX, (*PREFIX, 7, 8), PREFIX, (*PREFIX, 8)]
     assert [AfterGiven().before(pieces, i, ROOM) for i in range(4)] == expected
     assert AfterGiven().before(PIECES, 1, ROOM) == PREFIX
 
 
-def test_after_the_neighbour():
+def test_after_the_neighbour() -> None:
     expected = [PREFIX, (*PREFIX, 1, 1), (*PREFIX, 2, 2, 2), (*PREFIX, 3)]
     assert [AfterNeighbour().before(PIECES, i, ROOM) for i in range(4)] == expected
 
 
-def test_passages_far_from_the_chunk_are_left_out_where_there_is_no_room():
+def test_passages_far_from_the_chunk_are_left_out_where_there_is_no_room() -> None:
     assert AfterPage().before(PIECES, 3, 7) == (*PREFIX, 1, 1, 2, 2, 2)
     assert AfterPage().before(PIECES, 3, 6) == (*PREFIX, 2, 2, 2)
     assert AfterPage().before(PIECES, 3, 4) == PREFIX
     assert AfterPage().before(PIECES, 3, 1) == PREFIX
-    for room in range(2, 1000, 7):
-        context = AfterFiller(FILLER).before(PIECES, 3, room)
-        assert context[:2] == PREFIX and len(context) <= room
+    for limit in range(2, 1000, 7):
+        context = AfterFiller(FILLER).before(PIECES, 3, limit)
+        assert context[:2] == PREFIX and len(context) <= limit
 
 
-def test_as_many_fillers_as_chunks_stand_before():
+def test_as_many_fillers_as_chunks_stand_before() -> None:
     for index in range(4):
         text = filler_before(AfterFiller(FILLER).before(PIECES, index, ROOM))
         assert text.count("\n\n") == index
@@ -73,14 +75,14 @@ def test_as_many_fillers_as_chunks_stand_before():
         assert neighbour[len(neighbour) - len(CHUNKS[index - 1]) :] == CHUNKS[index - 1] or index == 0
 
 
-def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_page():
+def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_page() -> None:
     context = AfterFillerAndPage(FILLER)
     first, second, other, third = (context.before(PIECES, i, ROOM) for i in range(4))
     assert second == (*first, *CHUNKS[0]) and third == (*second, *CHUNKS[1])
     assert filler_before(other).count("\n\n") == 2
 
 
-def test_the_nearest_ordinal_is_taken():
+def test_the_nearest_ordinal_is_taken() -> None:
     context = AfterFiller(FILLER, (0, 3, 8))
     assert [context.ordinal(i) for i in range(12)] == [0, 0, 3, 3, 3, 3, 8, 8, 8, 8, 8, 8]
     assert AfterFiller(FILLER, (2,)).ordinal(0) == 2
@@ -88,7 +90,7 @@ def test_the_nearest_ordinal_is_taken():
     assert filler_before(context.before(pieces, 11, ROOM)).count("\n\n") == 8
 
 
-def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk():
+def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk() -> None:
     context = AfterFiller(FILLER, (3,))
     fillers = [filler_before(context.before(PIECES, i, ROOM)) for i in range(4)]
     assert len(set(fillers)) == 4
@@ -99,23 +101,26 @@ def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk():
 
 
 @pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5], [0, "a"]])
-def test_ordinals_that_cannot_be(ordinals):
+def test_ordinals_that_cannot_be(ordinals: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"blend_ordinals=.* must be ascending"):
         check_encoding_context("ordinal", ordinals)
 
 
-def test_settings_of_another_type_are_named():
+def test_settings_of_another_type_are_named() -> None:
+    name: Any = ["page"]
     with pytest.raises(ValueError, match=r"blend_encoding_context=\['page'\] is unknown"):
-        check_encoding_context(["page"], None)
-    for ordinals in (3, "0, 2"):
+        check_encoding_context(name, None)
+    wrong: list[Any] = [3, "0, 2"]
+    for ordinals in wrong:
         with pytest.raises(ValueError, match=r"blend_ordinals=.* must be a list of numbers"):
             check_encoding_context("ordinal", ordinals)
 
 
-def test_settings_that_cannot_be():
-    with pytest.raises(ValueError, match="blend_encoding_context='nonesuch' is unknown: use one of prefix, bos, page"):
+def test_settings_that_cannot_be() -> None:
+    known = r"use one of \['bos', .*'page', 'prefix'\]"
+    with pytest.raises(ValueError, match=f"blend_encoding_context='nonesuch' is unknown: {known}"):
         check_encoding_context("nonesuch", None)
-    with pytest.raises(ValueError, match="which blend_encoding_context='page' has not: leave them out"):
+    with pytest.raises(ValueError, match="which blend_encoding_context='page' does not use: leave it out"):
         check_encoding_context("page", [0, 1])
     for name in ("bos", "ordinal", "ordinal_page", "ordinal_neighbour"):
         with pytest.raises(ValueError, match=f"{name}.* needs a tokenizer, and the engine has none"):

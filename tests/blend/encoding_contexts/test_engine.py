@@ -10,7 +10,7 @@ from tests import tolerances
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.blend.test_reference import pieces_of, projected
 from tests.engine.compare import assert_identical, assert_logprobs_match, assert_same_logprobs
-from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, new_llm, run, tiny_model
+from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, memory_store, new_llm, run, tiny_model
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ContextPieces
 
 PARAMS = greedy(6, logprobs=2)
@@ -27,7 +27,7 @@ def prompt(index: int = 3, **options: Any) -> Any:
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_tokens: int) -> None:
-    """Of what stands before the chunk and the chunk."""
+    """The independent forward is over what stands before the chunk, and the chunk."""
     arguments: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 8}
     with engine(enable_blending=True, blend_encoding_context=name, **arguments) as llm:
         inner = llm.llm_engine
@@ -37,7 +37,7 @@ def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_t
         pieces = ContextPieces(tuple(prefix), tuple(map(tuple, chunks)), tuple(CONTINUES), after)
         _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES, AFTER)
         for index, (chunk_id, own) in enumerate(zip(ids, chunks, strict=True)):
-            before = inner.composer.encoding.before(pieces, index, 500)
+            before = inner.composer.finder.encoding.before(pieces, index, 500)
             stored = inner.chunk_store.get(chunk_id.key)
             assert stored is not None and stored.num_tokens == len(own)
             for layer, (k, v) in enumerate(projected([*before, *own])):
@@ -105,11 +105,12 @@ def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
         inner = llm.llm_engine
         together = run(llm, prompts, PARAMS)
-        known = set(inner.chunk_store._chunks)
+        store = memory_store(llm)
+        known = set(store._chunks)
         for each, output in zip(prompts, together, strict=True):
             inner.chunk_store.clear()
             [alone] = run(llm, each, PARAMS)
-            assert set(inner.chunk_store._chunks) <= known
+            assert set(store._chunks) <= known
             assert_same_logprobs(output, alone)
         assert_identical(run(llm, prompts[-1], PARAMS)[0], run(llm, prompts[-1], PARAMS)[0])
 
@@ -126,7 +127,7 @@ def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
             _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES, AFTER)
             keys[name] = [chunk.key for chunk in ids]
     assert len({key for name in ("prefix", "bos", "ordinal", "neighbour") for key in keys[name][2:]}) == 4 * 3
-    assert keys["page"][0] == keys["ordinal"][0] == keys["prefix"][0]  # after the prefix, whoever says so
+    assert keys["page"][0] == keys["ordinal"][0] == keys["prefix"][0]  # after the prefix in each of the three
     assert keys["page"][1] == keys["neighbour"][1] == keys["ordinal_page"][1]
     assert keys["given"][0] == keys["prefix"][0] and keys["given"][1] not in (keys["prefix"][1], keys["page"][1])
     assert keys["page"][3] not in (keys["ordinal"][3], keys["ordinal_page"][3])
@@ -150,7 +151,7 @@ def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
         ([None], ValueError, "continues has 1 entries for 4 chunks"),
         ([None, 1, None, None], ValueError, r"continues\[1\] is 1: name a chunk that stands before chunk 1"),
         ([None, -1, None, None], ValueError, r"continues\[1\] is -1"),
-        ([None, "a", None, None], TypeError, r"continues\[1\] is 'a', which is no number of a chunk"),
+        ([None, "a", None, None], TypeError, r"continues\[1\] is 'a': give the number of a chunk"),
     ],
 )
 def test_pages_that_cannot_be(continues: Any, error: type[Exception], message: str) -> None:

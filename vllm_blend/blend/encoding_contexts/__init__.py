@@ -1,4 +1,4 @@
-"""What stands before a chunk when it is encoded: one file per idea, one registry of all."""
+"""Encoding contexts say what a chunk is encoded after: one file per idea, and one registry of all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from vllm_blend.blend.encoding_contexts.ordinal import (
     AfterFillerAndPage,
 )
 from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterNeighbour, AfterPage
+from vllm_blend.registry import Registry
 
-ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
-    context.name: context
-    for context in (
+ENCODING_CONTEXTS: Registry[type[EncodingContext]] = Registry(
+    "encoding context",
+    "blend_encoding_context",
+    (
         AfterPrefix,
         AfterBos,
         AfterPage,
@@ -28,22 +30,21 @@ ENCODING_CONTEXTS: dict[str, type[EncodingContext]] = {
         AfterFiller,
         AfterFillerAndPage,
         AfterFillerAndNeighbour,
-    )
-}
+    ),
+)
 
 
 def check_encoding_context(name: str, ordinals: Sequence[int] | None) -> None:
-    """Raise ValueError for a name that is unknown, and for ordinals where none are used, or that cannot be."""
-    if not isinstance(name, str) or name not in ENCODING_CONTEXTS:
-        raise ValueError(f"blend_encoding_context={name!r} is unknown: use one of {', '.join(ENCODING_CONTEXTS)}")
+    """Raise ValueError for an unknown name, for ordinals that the context does not use, and for invalid ordinals."""
+    kind = ENCODING_CONTEXTS.find(name)
     if ordinals is None:
         return
     if isinstance(ordinals, str) or not isinstance(ordinals, Sequence):
         raise ValueError(f"blend_ordinals={ordinals!r} must be a list of numbers, such as [0, 2, 5, 9, 14]")
-    if not issubclass(ENCODING_CONTEXTS[name], AfterFiller):
+    if not issubclass(kind, AfterFiller):
         raise ValueError(
-            f"blend_ordinals={list(ordinals)} are those of filler, which blend_encoding_context={name!r} has not: "
-            "leave them out, or choose 'ordinal' or 'ordinal_page'"
+            f"blend_ordinals={list(ordinals)} needs filler, which blend_encoding_context={name!r} does not use: "
+            "leave it out, or choose 'ordinal' or 'ordinal_page'"
         )
     AfterFiller(Filler(lambda text: []), tuple(ordinals))
 
@@ -51,8 +52,8 @@ def check_encoding_context(name: str, ordinals: Sequence[int] | None) -> None:
 def make_encoding_context(
     name: str, tokenizer: PreTrainedTokenizerBase | None, ordinals: Sequence[int] | None = None
 ) -> EncodingContext:
-    """The encoding context called `name`. Raises ValueError as `check_encoding_context`, and where it needs a tokenizer
-    and there is none."""
+    """Return the encoding context called `name`. Raises ValueError as `check_encoding_context` does, and if the context
+    needs a tokenizer and there is none."""
     check_encoding_context(name, ordinals)
     kind = ENCODING_CONTEXTS[name]
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""What an encoding context is: one method that says which passages stand before a chunk when it is encoded."""
+"""The base of all encoding contexts: a method that says which passages stand before a chunk when it is encoded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ContextPieces:
-    """A prompt's context as token ids. The question is no part of it, nor is any other prompt: what a chunk is encoded
-    after depends on nothing else."""
+    """A prompt's context as token ids, without the question. What a chunk is encoded after depends on nothing else:
+    neither on the question nor on another prompt."""
 
     prefix: Tokens
     chunks: tuple[Tokens, ...]
-    continues: tuple[int | None, ...] = ()  # of each chunk, the earlier one of its page that it goes on from
-    encode_after: tuple[Tokens, ...] = ()  # of each chunk, what the prompt says it is to be encoded after
+    continues: tuple[int | None, ...] = ()  # for each chunk, the earlier one of its page that it continues
+    encode_after: tuple[Tokens, ...] = ()  # for each chunk, the text that the prompt has it encoded after
 
     def page_before(self, index: int) -> list[int]:
-        """The chunks that chunk `index` goes on from, in the order of their page."""
+        """Return the chunks that chunk `index` continues, in the order of their page."""
         before: list[int] = []
         previous = self.continues[index] if self.continues else None
         while previous is not None:
@@ -32,27 +32,29 @@ class ContextPieces:
 
 
 class EncodingContext(ABC):
-    """Base of all. A subclass is a dataclass (its fields are its settings) with a `name` and `passages`."""
+    """The base of all encoding contexts. A subclass is a dataclass, whose fields are its settings, with a `name` and
+    `passages`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
-        """What stands between the head and chunk `index` when that is encoded, last the passage right before it."""
+        """Return what stands between the head and chunk `index` while that is encoded; the last passage is right before
+        it."""
 
     def head(self, pieces: ContextPieces) -> Tokens:
-        """What every chunk is encoded after."""
+        """Return the tokens that every chunk is encoded after."""
         return pieces.prefix
 
-    def before(self, pieces: ContextPieces, index: int, room: int) -> Tokens:
-        """Token ids that stand before chunk `index` when it is encoded: at most `room`, or the head alone. Passages
-        that do not fit are left out, those far from the chunk first."""
+    def before(self, pieces: ContextPieces, index: int, limit: int) -> Tokens:
+        """Return the token ids that stand before chunk `index` while it is encoded: at most `limit`, or the head alone.
+        Passages that do not fit are left out, the farthest first."""
         head = self.head(pieces)
-        room -= len(head)
+        limit -= len(head)
         kept: list[Tokens] = []
         for passage in reversed(self.passages(pieces, index)):
-            room -= len(passage)
-            if room < 0:
+            limit -= len(passage)
+            if limit < 0:
                 break
             kept.append(passage)
         return head + tuple(chain.from_iterable(reversed(kept)))

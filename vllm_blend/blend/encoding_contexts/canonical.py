@@ -1,4 +1,4 @@
-"""Every chunk after the same few tokens."""
+"""Encode every chunk after the same few tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_blend.blend.encoding_contexts.base import ContextPieces, EncodingConte
 
 @dataclass(frozen=True)
 class AfterPrefix(EncodingContext):
-    """After the prompt's prefix, as if the chunk were the first one: it is exact where it is."""
+    """Encode a chunk after the prompt's prefix, as if it were the first chunk: if it is, its KV is exact."""
 
     name: ClassVar[str] = "prefix"
 
@@ -21,8 +21,8 @@ class AfterPrefix(EncodingContext):
 
 @dataclass(frozen=True)
 class AfterBos(AfterPrefix):
-    """After BOS alone, where the prefix begins with it, else after nothing: one entry of the store serves all prefixes
-    (Prompt Cache, Gim et al., MLSys 2024, encodes its modules without what stands before them)."""
+    """Encode a chunk after BOS alone if the prefix begins with it, else after nothing: one entry of the store serves
+    all prefixes (Prompt Cache, Gim et al., MLSys 2024, encodes its modules without what stands before them)."""
 
     name: ClassVar[str] = "bos"
     bos_token_id: int | None = None

@@ -1,4 +1,4 @@
-"""Neutral passages that stand for others while a chunk is encoded."""
+"""Write neutral passages, which stand for others while a chunk is encoded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 Encode = Callable[[str], "list[int]"]
 
-COUNT = 320  # passages there are
+COUNT = 320  # of different passages
 
 
 def _words(text: str) -> list[str]:
@@ -37,13 +37,14 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Filler:
-    """Short passages about people, places and firms that nobody has heard of, as varied as wanted.
+    """Short passages about made-up people, places and firms.
 
-    They hold about as many entities as passages of an encyclopaedia do, and no fact that a question could be about.
+    They name about as many entities as passages of an encyclopaedia do, and state no fact that a question could ask
+    for.
     """
 
     encode: Encode = field(repr=False)
-    separator: str = "\n\n"  # behind each
+    separator: str = "\n\n"  # after each passage
 
     @cached_property
     def _all(self) -> list[tuple[int, ...]]:
@@ -51,11 +52,11 @@ class Filler:
         return [tuple(self.encode(self.text(number, rng) + self.separator)) for number in range(COUNT)]
 
     def text(self, number: int, rng: Random) -> str:
-        """What passage `number` says."""
+        """Return the text of passage `number`."""
         return _fill(_TEXTS[number % len(_TEXTS)], rng)
 
     def passages(self, count: int, seed: int) -> list[tuple[int, ...]]:
-        """Token ids of `count` passages, at most COUNT, which the seed chooses."""
+        """Return the token ids of `count` passages (at most COUNT), chosen by the seed."""
         return [self._all[i] for i in Random(seed).sample(range(COUNT), min(count, COUNT))]
 
 

@@ -1,4 +1,4 @@
-"""A chunk after as many passages as will stand before it."""
+"""Encode a chunk after as many passages as will stand before it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from vllm_blend.blend.encoding_contexts.canonical import AfterPrefix
 from vllm_blend.blend.encoding_contexts.filler import Filler
 from vllm_blend.blend.encoding_contexts.related import AfterNeighbour, AfterPage
 
-# Of the variants of a chunk that the store may hold: how many passages stand before it.
+# For each variant of a chunk that the store may hold: how many passages it is encoded after.
 ORDINALS = (0, 1, 2, 3, 4, 6, 8, 11, 14, 18, 23)
 
 
 @dataclass(frozen=True)
 class AfterFiller(EncodingContext):
-    """After the prefix and as many filler passages as chunks precede it in the prompt, or nearly: the nearest of
-    `ordinals`, so that the store holds at most so many variants of a chunk.
+    """Encode a chunk after the prefix and about as many filler passages as chunks precede it in the prompt: the nearest
+    of `ordinals`, so that the store holds at most that many variants of a chunk.
 
-    A model tells entities apart by an ordinal, the binding of Feng and Steinhardt ("How do Language Models Bind
-    Entities in Context?", ICLR 2024): chunks that were all encoded as the first carry the same one, and their facts get
-    mixed up. The filler is the project's own, and other for every chunk: the same one for all binds them alike.
+    A model tells entities apart by an ordinal (Feng and Steinhardt, "How do Language Models Bind Entities in Context?",
+    ICLR 2024): chunks that were all encoded as the first one carry the same ordinal, and their facts get mixed up. Each
+    chunk has filler of its own: the same filler before all would bind them alike.
     """
 
     name: ClassVar[str] = "ordinal"
-    near: ClassVar[EncodingContext] = AfterPrefix()  # whose passages stand between the filler and the chunk
+    near: ClassVar[EncodingContext] = AfterPrefix()  # its passages stand between the filler and the chunk
     filler_kind: ClassVar[type[Filler]] = Filler
 
     filler: Filler
@@ -38,12 +38,13 @@ class AfterFiller(EncodingContext):
         numbers = all(isinstance(i, int) and i >= 0 for i in self.ordinals)
         if not self.ordinals or not numbers or list(self.ordinals) != sorted(set(self.ordinals)):
             raise ValueError(
-                f"blend_ordinals={list(self.ordinals)} must be ascending numbers of passages from 0 on, at least one: "
-                "for example [0, 2, 5, 9, 14]"
+                f"blend_ordinals={list(self.ordinals)} must be ascending numbers of passages, at least one: for "
+                "example [0, 2, 5, 9, 14]"
             )
 
     def ordinal(self, index: int) -> int:
-        """Of chunk `index` of a prompt: the nearest there is, the smaller one of two."""
+        """Return the ordinal that is nearest to `index`, the place of a chunk in the prompt; of two, the smaller
+        one."""
         return min(self.ordinals, key=lambda ordinal: abs(ordinal - index))
 
     def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
@@ -57,7 +58,7 @@ class AfterFiller(EncodingContext):
 
 @dataclass(frozen=True)
 class AfterFillerAndNeighbour(AfterFiller):
-    """The same, the last of the passages replaced by the chunk that precedes it in this prompt."""
+    """Encode as `AfterFiller`, with the chunk that precedes it in this prompt in place of the last filler passage."""
 
     name: ClassVar[str] = "ordinal_neighbour"
     near: ClassVar[EncodingContext] = AfterNeighbour()
@@ -65,10 +66,11 @@ class AfterFillerAndNeighbour(AfterFiller):
 
 @dataclass(frozen=True)
 class AfterFillerAndPage(AfterFiller):
-    """A chunk that goes on from another one after what that was encoded after, and that chunk; others after filler.
+    """Encode a chunk that continues another one after that chunk and all that it was encoded after; encode other chunks
+    after filler.
 
-    The passages of a page then carry the ordinals that follow one another, and a later one has seen just the KV that
-    is stored of the earlier ones.
+    The passages of a page then carry consecutive ordinals, and a later one has seen exactly the KV that is stored for
+    the earlier ones.
     """
 
     name: ClassVar[str] = "ordinal_page"

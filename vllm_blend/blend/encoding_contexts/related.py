@@ -1,4 +1,4 @@
-"""A chunk after passages that belong before it."""
+"""Encode a chunk after passages that belong before it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_blend.blend.encoding_contexts.base import ContextPieces, EncodingConte
 
 @dataclass(frozen=True)
 class AfterPage(EncodingContext):
-    """After the prefix and the passages that the chunk goes on from on its own page, as far as the prompt has them
-    (`continues`). A later passage says "she" or "the firm": encoded alone it loses whom it is about. What stands before
-    a passage on its page is the same in every prompt, so the KV is reused as often as without."""
+    """Encode a chunk after the prefix and those passages of its own page that it continues and the prompt has
+    (`continues`). A later passage says "she" or "the firm", and encoded alone it loses whom it is about. What stands
+    before a passage on its page is the same in every prompt, so the KV is reused as often as without."""
 
     name: ClassVar[str] = "page"
 
@@ -23,9 +23,9 @@ class AfterPage(EncodingContext):
 
 @dataclass(frozen=True)
 class AfterGiven(EncodingContext):
-    """After the prefix and what the prompt names (`encode_after`): passages of its page that the prompt does not have,
-    or those of the corpus that are nearest to it (FusionRAG). Its key names them: where they are chosen without the
-    question, the KV is reused as often as without."""
+    """Encode a chunk after the prefix and the text that the prompt names (`encode_after`): passages of its page that
+    the prompt does not have, or the nearest ones of the corpus (FusionRAG). The chunk's key includes that text; if it
+    is chosen without regard to the question, the KV is reused as often as without."""
 
     name: ClassVar[str] = "given"
 
@@ -35,8 +35,8 @@ class AfterGiven(EncodingContext):
 
 @dataclass(frozen=True)
 class AfterNeighbour(EncodingContext):
-    """After the prefix and the chunk that precedes it in this prompt, whatever that is. Its key names the neighbour, so
-    it serves other prompts only where the two stand side by side again."""
+    """Encode a chunk after the prefix and the chunk that precedes it in this prompt. Its key includes that neighbour,
+    so it serves other prompts only if the two stand side by side again."""
 
     name: ClassVar[str] = "neighbour"
 

@@ -1,69 +1,71 @@
-"""Which context tokens are computed again: one file per rule, one registry of all."""
+"""Selectors choose the context tokens that a blend recomputes: one file per selector, and one registry of all.
+
+To add one, copy `first_tokens.py` (it looks at positions alone), `value_deviation.py` (at K and V of a layer) or
+`question_attention.py` (at the question's attention), and add the class to the tuple below. In a program of your own,
+decorate the class with `register_selector` instead. `blend_selector` then takes its name.
+"""
 
 from __future__ import annotations
 
 from vllm_blend.blend.selectors.attention_deviation import AttentionDeviation
-from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, best, choose
+from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, choose, top_indices
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
+from vllm_blend.blend.selectors.full import Full
 from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.blend.selectors.key_deviation import KeyDeviation
 from vllm_blend.blend.selectors.late_attention import LateAttention
+from vllm_blend.blend.selectors.no_recompute import NoRecompute
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
-from vllm_blend.blend.selectors.simple import Full, NoRecompute, Random
+from vllm_blend.blend.selectors.random import RandomTokens
 from vllm_blend.blend.selectors.spec import AUTO, parse_selector
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
-from vllm_blend.registry import enter
+from vllm_blend.registry import Registry
 
-SELECTORS: dict[str, type[Selector]] = {}
-# What "auto" stands for, for every model: docs/selection.md says why. Levers are for chunks that are stored whole.
-BEST, BEST_COMPRESSED = "late_attention+mean_shift", "question_attention"
+BEST = "late_attention+mean_shift"  # what "auto" stands for, for every model: docs/selection.md says why
+SELECTORS: Registry[type[Selector]] = Registry(
+    "selector",
+    "blend_selector",
+    (
+        ValueDeviation,
+        KeyDeviation,
+        Gradual,
+        QuestionAttention,
+        LateAttention,
+        AttentionDeviation,
+        FirstTokens,
+        RandomTokens,
+        NoRecompute,
+        Full,
+    ),
+    aliases={AUTO: BEST},
+)
+register_selector = SELECTORS.register  # as a decorator, it makes a class of your own usable by its `name`
 
 
-def register_selector(selector: type[Selector]) -> type[Selector]:
-    """Make a selector usable by its `name`. Works as a decorator on a user's own class. Raises ValueError where the
-    name is taken."""
-    if getattr(selector, "name", None) == AUTO:
-        raise ValueError(f"{selector.__name__} cannot be named {AUTO!r}: that stands for {BEST!r}; choose another name")
-    return enter(SELECTORS, "selector", selector)
+def make_selector(name: str) -> Selector:
+    """Return the selector registered as `name`, or the one that `spec.py` parses it as: a registered one with settings
+    and levers. "auto" is `BEST`, and is reported by that name.
 
-
-def make_selector(name: str, compressed: bool = False) -> Selector:
-    """The selector registered as `name`, or what `spec.py` makes of it: a registered one with settings and levers.
-    "auto" is `BEST`, or `BEST_COMPRESSED` where chunks are stored compressed, and goes by that name in what the engine
-    reports. Raises ValueError listing the known ones."""
-    if not isinstance(name, str):  # of a prompt, whose types nobody has checked
+    Raises ValueError that lists the known selectors.
+    """
+    if not isinstance(name, str):  # it may come from a prompt, whose types are not checked
         raise ValueError(f"blend_selector={name!r} must be text: the name of a rule, such as {AUTO!r} or {BEST!r}")
     name = name.strip()
     if name == AUTO:
-        name = BEST_COMPRESSED if compressed else BEST
+        name = BEST
     return SELECTORS[name]() if name in SELECTORS else parse_selector(name, SELECTORS)
 
-
-for _selector in (
-    ValueDeviation,
-    KeyDeviation,
-    Gradual,
-    QuestionAttention,
-    LateAttention,
-    AttentionDeviation,
-    FirstTokens,
-    Random,
-    NoRecompute,
-    Full,
-):
-    register_selector(_selector)
 
 __all__ = [
     "AUTO",
     "BEST",
-    "BEST_COMPRESSED",
     "SELECTORS",
     "Evidence",
     "Look",
     "LooksAt",
     "Selector",
-    "best",
     "choose",
     "make_selector",
     "register_selector",
+    "top_indices",
 ]

@@ -1,4 +1,5 @@
-"""What a selector is: one method that scores context tokens; the best `ratio` of them are computed again."""
+"""The base of all selectors: a method that scores context tokens. The best are recomputed, a share `ratio` of the
+context."""
 
 from __future__ import annotations
 
@@ -16,30 +17,30 @@ Reduction = Literal["mean", "max"]
 
 
 class LooksAt(Enum):
-    """What a selector has to see, which decides when the tokens are chosen and what choosing costs."""
+    """What a selector needs to see. It decides when the tokens are chosen, and what choosing them costs."""
 
-    POSITIONS = "positions"  # nothing computed: the forward starts with the final token set
-    QUESTION = "question"  # a pass of the suffix alone over the reused cache, then the same
+    POSITIONS = "positions"  # nothing is computed first: the forward pass starts with the final token set
+    QUESTION = "question"  # the suffix alone passes over the reused cache first
     LAYERS = "layers"  # the whole context is computed up to a check layer, where the token set shrinks
-    QUESTION_AND_LAYERS = "question and layers"  # both of these, and pays for both
+    QUESTION_AND_LAYERS = "question and layers"  # both, at the cost of both
 
     @property
     def asks(self) -> bool:
-        """Whether the question looks first."""
+        """Return whether the question passes over the reused cache first."""
         return self in (LooksAt.QUESTION, LooksAt.QUESTION_AND_LAYERS)
 
     @property
     def checks(self) -> bool:
-        """Whether the token set shrinks at check layers."""
+        """Return whether the token set shrinks at check layers."""
         return self in (LooksAt.LAYERS, LooksAt.QUESTION_AND_LAYERS)
 
 
 @dataclass(frozen=True)
 class Look:
-    """How the question looks at the reused cache: on the layers `first` .. `stop` - 1, with its last `tokens` tokens
-    (None: all), and what becomes of many probabilities for a key: over tokens, then over heads, then over layers.
+    """How the question looks at the reused cache: on the layers `first` to `stop` - 1, with its last `tokens` tokens
+    (None: all). A key's attention probabilities are reduced over tokens, then over heads, then over layers.
 
-    Only the plain way has kernels; any other makes the matrix of probabilities of each layer, in float32.
+    Only means have kernels. Any maximum builds the whole matrix of probabilities of each layer, in float32.
     """
 
     stop: int
@@ -51,92 +52,84 @@ class Look:
 
     @property
     def is_plain(self) -> bool:
-        """Whether means are all there is to it."""
+        """Return whether all reductions are means."""
         return (self.over_tokens, self.over_heads, self.over_layers) == ("mean", "mean", "mean")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a selector may look at, for the n candidate tokens of one request. Never anything of another request.
+    """What a selector may look at: the n candidates of one request, and nothing of another request.
 
-    Candidates are the reused tokens before the suffix whose KV is not known to be exact.
+    The candidates are the reused tokens before the suffix whose KV is not known to be exact.
     """
 
     positions: torch.Tensor  # [n] int64, ascending
-    chunk_offsets: torch.Tensor  # [n] int64, how far into its chunk each token is
-    seed: int  # of the context's tokens: the same context gives the same random choice, whatever is asked
-    question_mass: torch.Tensor | None = None  # [n] float32, where `LooksAt.asks`
-    k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, where `LooksAt.checks`; K is rotated in both
+    chunk_offsets: torch.Tensor  # [n] int64, each token's place in its chunk
+    seed: int  # a digest of the context: the same context gives the same random choice, whatever is asked
+    question_mass: torch.Tensor | None = None  # [n] float32, the question's attention, if `LooksAt.asks`
+    k_new: torch.Tensor | None = None  # [n, kv_heads, head_dim] each, if `LooksAt.checks`; K is rotated in both
     k_old: torch.Tensor | None = None
     v_new: torch.Tensor | None = None
     v_old: torch.Tensor | None = None
 
     def k_deviation(self) -> torch.Tensor:
-        """[n] float32: squared distance between each candidate's fresh and reused K, with LooksAt.LAYERS."""
+        """Return the squared distance between each candidate's fresh and reused K, [n] float32, with LooksAt.LAYERS."""
         if self.k_new is None or self.k_old is None:
             raise ValueError(f"K is compared at check layers only: the selector's looks_at must be {LooksAt.LAYERS}")
         return squared_distance(self.k_new, self.k_old)
 
     def v_deviation(self) -> torch.Tensor:
-        """[n] float32: the same of V."""
+        """Return the same distance for V."""
         if self.v_new is None or self.v_old is None:
             raise ValueError(f"V is compared at check layers only: the selector's looks_at must be {LooksAt.LAYERS}")
         return squared_distance(self.v_new, self.v_old)
 
 
 class Selector(ABC):
-    """Base of all selectors. A subclass is a dataclass (its fields are its settings) with a `name` and a `score`."""
+    """The base of all selectors. A subclass is a frozen dataclass, whose fields are its settings, with a `name` and a
+    `score`. The other methods have defaults that suit most selectors."""
 
     name: ClassVar[str]
     looks_at: ClassVar[LooksAt] = LooksAt.POSITIONS
     default_ratio: ClassVar[float] = 0.15
-    fixed_ratio: ClassVar[float | None] = None  # set where the rule itself decides how much is computed
+    fixed_ratio: ClassVar[float | None] = None  # set if the selector itself decides how much is recomputed
 
     @abstractmethod
     def score(self, evidence: Evidence) -> torch.Tensor:
-        """[n] float scores, larger meaning compute this token again. Ties go to the earlier position."""
-
-    def question_layers(self, num_layers: int) -> int:
-        """With LooksAt.QUESTION: on how many of the model's layers, the first ones, the question is let look."""
-        return num_layers
+        """Return a score for each candidate, [n] floats; the largest are recomputed. Of equal ones, the earlier are."""
 
     def look(self, num_layers: int) -> Look:
-        """With LooksAt.QUESTION: how the question looks."""
-        return Look(self.question_layers(num_layers))
+        """Return how the question looks, with LooksAt.QUESTION."""
+        return Look(num_layers)
 
     def first_share(self) -> float:
-        """With LooksAt.QUESTION: the share of the budget that is chosen, and computed, before the question looks again
-        and all of it is chosen; 0 where one look is enough."""
+        """Return the share of the budget that is chosen and computed before the question looks a second time and the
+        rest is chosen, with LooksAt.QUESTION; 0 if it looks once."""
         return 0.0
 
     def mean_shift(self) -> float:
-        """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
-        return 0.0
-
-    def temperature(self) -> float:
-        """What the scores of tokens that are not recomputed are divided by; 0 for nothing."""
+        """Return how much of the mean change of a chunk's recomputed tokens is added to its other tokens."""
         return 0.0
 
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
-        """How many candidates are chosen, at most `budget`."""
+        """Return how many candidates are chosen, at most `budget`."""
         return budget
 
     def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:
-        """The share of context tokens kept after each check layer; the last is `ratio`."""
+        """Return the share of context tokens kept after each check layer; the last is `ratio`."""
         return [ratio] * len(check_layers)
 
 
-def best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` largest scores, ascending. Stable: equal scores are taken from the front."""
+def top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` largest scores, ascending. Of equal scores the first are taken."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[:count].sort().values
 
 
 def choose(selector: Selector, evidence: Evidence, count: int) -> torch.Tensor:
-    """Indices of the `count` candidates that `selector` scores best, ascending.
+    """Return the indices of the `count` candidates that `selector` scores best, ascending.
 
-    Raises whatever its `score` raises, and TypeError or ValueError where that returns anything but a score for each
-    candidate.
+    Raises what its `score` raises, and TypeError or ValueError if that does not return a score for each candidate.
     """
     scores = selector.score(evidence)
     n = len(evidence.positions)
@@ -146,4 +139,4 @@ def choose(selector: Selector, evidence: Evidence, count: int) -> torch.Tensor:
         raise ValueError(f"score() must return one score for each of the {n} candidates, not {list(scores.shape)}")
     if scores.device != evidence.positions.device:
         raise ValueError(f"score() must return scores on {evidence.positions.device}, not on {scores.device}")
-    return best(scores, min(count, selector.count(scores, evidence, count)))
+    return top_indices(scores, min(count, selector.count(scores, evidence, count)))

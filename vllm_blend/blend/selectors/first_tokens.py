@@ -12,8 +12,8 @@ from vllm_blend.blend.selectors.base import Evidence, Selector
 
 @dataclass(frozen=True)
 class FirstTokens(Selector):
-    """The same number of leading tokens of each chunk (EPIC, arXiv:2410.15332, LegoLink): where a chunk that was
-    encoded alone parks its attention sink."""
+    """Recompute the same number of leading tokens of each chunk (EPIC, arXiv:2410.15332, LegoLink): a chunk that was
+    encoded alone has its attention sink there."""
 
     name: ClassVar[str] = "first_tokens"
 

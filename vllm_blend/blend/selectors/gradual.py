@@ -14,8 +14,8 @@ from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector
 
 @dataclass(frozen=True)
 class Gradual(Selector):
-    """Deviation of K and V, narrowing over the check layers (CacheBlend, arXiv:2405.16444, section 4.3, 'gradual
-    filtering').
+    """Score by the deviation of K and V, and keep fewer tokens from check layer to check layer (CacheBlend,
+    arXiv:2405.16444, section 4.3, 'gradual filtering').
 
     The paper keeps r1 > r2 > ... > r tokens after successive layers; the shares here fall geometrically from `first`
     times the ratio to the ratio. Give several `blend_check_layers`, for example [1, 2, 3, 4].
@@ -28,11 +28,13 @@ class Gradual(Selector):
 
     def __post_init__(self) -> None:
         if not 1 <= self.first < math.inf:
-            raise ValueError(f"gradual: first={self.first} must be 1 or more: fewer tokens are kept layer by layer")
+            raise ValueError(
+                f"gradual: first={self.first} must be a finite number, at least 1: later layers keep fewer tokens"
+            )
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         k_change, v_change = evidence.k_deviation(), evidence.v_deviation()
-        # K and V differ in scale from model to model: each counts relative to its own total.
+        # The scales of K and V differ from model to model, so each counts relative to its own total.
         return k_change / k_change.sum().clamp_min(1e-12) + v_change / v_change.sum().clamp_min(1e-12)
 
     def shares(self, ratio: float, check_layers: Sequence[int]) -> list[float]:

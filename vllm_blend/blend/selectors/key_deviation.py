@@ -12,7 +12,7 @@ from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector
 
 @dataclass(frozen=True)
 class KeyDeviation(Selector):
-    """Squared distance between fresh and reused K at the check layer (LMCache's blender).
+    """Score by the squared distance between fresh and reused K at the check layer (LMCache's blender).
 
     Both sides are rotated to the same position, and a rotation keeps distances: this equals the distance before RoPE.
     """

@@ -1,4 +1,4 @@
-"""Choose what the question looks at where it reads: in the last third of the layers."""
+"""The question's attention in the last third of the layers, where it reads the answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
 @dataclass(frozen=True)
 class LateAttention(QuestionAttention):
-    """Question attention over the last third of the layers alone, the mean as there. A model first works out what is
-    asked and then looks for it: on the demo model (12 layers) attention singles out the passages with the answer in
-    layers 8, 9 and 11, counted from 0.
+    """Score as `QuestionAttention`, over the last third of the layers only. A model first works out what is asked and
+    then looks for it: in the demo model (12 layers), attention singles out the passages with the answer in layers 8, 9
+    and 11, counted from 0.
 
-    The question passes all layers before anything is chosen, where `QuestionAttention` stops at three quarters. That is
-    worth it together with `mean_shift`, on the demo model: docs/selection.md compares them at equal cost on three.
+    The question passes all layers before anything is chosen, whereas `QuestionAttention` stops at three quarters. On
+    the demo model that pays off together with `mean_shift`; docs/selection.md compares both at equal cost on three
+    models.
     """
 
     name: ClassVar[str] = "late_attention"

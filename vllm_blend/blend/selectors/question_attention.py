@@ -1,4 +1,4 @@
-"""Choose what the question looks at."""
+"""The question's attention to each token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Reduction, 
 
 @dataclass(frozen=True)
 class QuestionAttention(Selector):
-    """Attention that the suffix pays to each context token over the reused cache, mean over layers and heads, summed
-    over the suffix (ProphetKV). Chosen before the forward, so no layer is computed whole.
+    """Score by the attention that the suffix pays to each context token over the reused cache: the mean over layers and
+    heads of its sum over the suffix (ProphetKV). Tokens are chosen before the forward pass, so no layer is computed
+    whole.
 
-    `layer_share` of the layers are looked at, the first ones, but for the share `first_layer` of them. On the demo
-    model (12 layers) the last quarter chooses nothing new: exact match at 8 / 15% of musique 77.3 / 80.0 with 12, 10 or
-    9 layers, 56 / - with 8; of wikimqa 80.5 / 81.5, 80.5 / 81.0 and 80.5 / 82.0 with 12, 10 and 9.
+    The question looks on the first `layer_share` of the layers, without the share `first_layer` at their beginning. On
+    the demo model (12 layers) the last quarter adds nothing: exact match at 8 / 15% is 77.3 / 80.0 on musique with 12,
+    10 or 9 layers and 56 / - with 8; on wikimqa 80.5 / 81.5, 80.5 / 81.0 and 80.5 / 82.0 with 12, 10 and 9.
 
-    `tokens`: how many of the suffix look, the last ones (0: all). `over_tokens`, `over_heads` and `over_layers`: "mean"
-    or "max". With `first_round`, that share of the budget is chosen and computed on the layers looked at, then the
-    question looks again, and the rest is chosen by that: what a first hop repairs may show where the second one leads.
+    `tokens` is the number of suffix tokens that look, counted from the end (0: all). `over_tokens`, `over_heads` and
+    `over_layers` are "mean" or "max". With `first_round`, that share of the budget is chosen and computed on the layers
+    looked at; then the question looks again, and the rest is chosen by what it sees: the passage that a first hop
+    repairs may show where the second hop leads.
     """
 
     name: ClassVar[str] = "question_attention"
@@ -48,11 +50,8 @@ class QuestionAttention(Selector):
             if getattr(self, name) not in get_args(Reduction):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use 'mean' or 'max'")
 
-    def question_layers(self, num_layers: int) -> int:
-        return math.ceil(self.layer_share * num_layers - 1e-9)  # 0.7 of 10 is 7, whatever the product rounds to
-
     def look(self, num_layers: int) -> Look:
-        stop = self.question_layers(num_layers)
+        stop = math.ceil(self.layer_share * num_layers - 1e-9)  # 0.7 of 10 is 7, whatever the product rounds to
         first = min(math.floor(self.first_layer * num_layers + 1e-9), stop - 1)
         tokens = self.tokens or None
         return Look(stop, first, tokens, self.over_tokens, self.over_heads, self.over_layers)

@@ -1,4 +1,4 @@
-"""Selectors by text: a rule, its settings, and levers on its choice, in one string that every option takes.
+"""Parse a selector from text, as options and prompts give it: a rule with its settings, and levers on its choice.
 
 question_attention
 question_attention(layer_share=0.5, over_heads=max)
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -17,16 +17,17 @@ import torch
 
 from vllm_blend.blend.selectors.base import Evidence, Look, Selector
 from vllm_blend.blend.selectors.levers import LEVERS, Lever
+from vllm_blend.registry import Registry
 
-AUTO = "auto"  # alone, without levers: it has its own
-MAX_CHARACTERS = 1024  # in a selector's text; all rules and levers with all of their settings take less than half
+AUTO = "auto"  # always alone: it has levers of its own
+MAX_CHARACTERS = 1024  # of a selector's text; one rule and all levers, with all of their settings, take less than half
 _MARKS = re.compile(r"([+()])")
 _PART = re.compile(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*")
 
 
 @dataclass(frozen=True)
 class Composed(Selector):
-    """A selector with levers, applied in their order. It is called as it is written."""
+    """A selector with levers, applied in their order. Its name is its text."""
 
     text: str
     rule: Selector
@@ -44,17 +45,11 @@ class Composed(Selector):
         return scores
 
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
-        own = self.rule.count(scores, evidence, budget)  # a rule of a user may do what levers do
+        own = self.rule.count(scores, evidence, budget)  # a user's own rule may do what levers do
         return min([own, *(lever.count(evidence, budget) for lever in self.levers)])
 
     def mean_shift(self) -> float:
         return max([self.rule.mean_shift(), *(lever.mean_shift() for lever in self.levers)])
-
-    def temperature(self) -> float:
-        return max([self.rule.temperature(), *(lever.temperature() for lever in self.levers)])
-
-    def question_layers(self, num_layers: int) -> int:
-        return self.rule.question_layers(num_layers)
 
     def look(self, num_layers: int) -> Look:
         return self.rule.look(num_layers)
@@ -66,36 +61,34 @@ class Composed(Selector):
         return self.rule.shares(ratio, check_layers)
 
 
-def parse_selector(text: str, selectors: Mapping[str, type[Selector]]) -> Selector:
-    """The selector that `text` describes. Raises ValueError naming the part that is wrong and what there is."""
+def parse_selector(text: str, selectors: Registry[type[Selector]]) -> Selector:
+    """Return the selector that `text` describes. Raises ValueError that names the wrong part and the known ones."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
             f"blend_selector={text[:40] + '...'!r} has {len(text)} characters: give a rule and levers, each once, in "
-            f"at most {MAX_CHARACTERS}"
+            f"at most {MAX_CHARACTERS} characters"
         )
-    rule, *levers = [_make(part, selectors if i == 0 else LEVERS, text) for i, part in enumerate(_parts(text))]
+    first, *others = _parts(text)
+    rule: Selector = _make(first, selectors, text)
+    levers = [_make(part, LEVERS, text) for part in others]
     if not levers:
         return rule
     names = [lever.name for lever in levers]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"blend_selector={text!r}: the lever {twice!r} is there more than once: give it once")
+        raise ValueError(f"blend_selector={text!r}: the lever {twice!r} is given more than once: give it once")
     if rule.fixed_ratio is not None:
         raise ValueError(f"blend_selector={text!r}: {rule.name!r} leaves nothing to choose: leave the levers out")
     if not rule.looks_at.asks and any(lever.name == "coverage" for lever in levers):
         raise ValueError(
-            f"blend_selector={text!r}: coverage is of the question's attention, which {rule.name!r} does not look at: "
-            "use question_attention, or leave it out"
+            f"blend_selector={text!r}: coverage measures the question's attention, which {rule.name!r} does not look "
+            "at: use question_attention, or leave coverage out"
         )
     return Composed(text, rule, tuple(levers))
 
 
-def _names(selectors: Mapping[str, type[Selector]]) -> list[str]:
-    return [AUTO, *sorted(selectors)]
-
-
 def _parts(text: str) -> list[str]:
-    """Return the terms of a sum: a plus sign within parentheses belongs to its term."""
+    """Return the terms of a sum. A plus sign within parentheses belongs to its term."""
     parts, depth = [""], 0
     for piece in _MARKS.split(text):
         if piece == "+" and depth == 0:
@@ -106,15 +99,15 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
+def _make(part: str, known: Registry[Any], text: str) -> Any:
     found = _PART.fullmatch(part)
     name = part.strip() if found is None else found[1]
     if found is None or name not in known:
         if known is LEVERS:
-            raise ValueError(f"blend_selector={text!r}: the lever {name!r} is unknown: use one of {sorted(LEVERS)}")
+            raise ValueError(f"blend_selector={text!r}: the lever {name!r} is unknown: {known.advice(name)}")
         if name == AUTO:
-            raise ValueError(f"blend_selector={text!r}: {AUTO!r} has levers of its own: leave it alone, or name a rule")
-        raise ValueError(f"blend_selector={text!r} is unknown: use one of {_names(known)}, or register your own")
+            raise ValueError(f"blend_selector={text!r}: {AUTO!r} has levers of its own: give it alone, or name a rule")
+        raise ValueError(f"blend_selector={text!r} is unknown: {known.advice(name)}")
     if not (found[2] or "").strip():
         return known[name]()
     try:
@@ -124,21 +117,23 @@ def _make(part: str, known: Mapping[str, type[Any]], text: str) -> Any:
 
 
 def _arguments(text: str, kind: type[Any]) -> dict[str, Any]:
-    """Of `name=value, ...`: numbers and words."""
+    """Parse `name=value, ...` into numbers and words."""
     defaults = {field.name: field.default for field in fields(kind)} if is_dataclass(kind) else {}
     arguments: dict[str, Any] = {}
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or name not in defaults or name in arguments:
             raise ValueError(
-                f"{pair.strip()!r} is no setting of {kind.name!r}: write name=value, once each, of {[*defaults]}"
+                f"{pair.strip()!r} is not a setting of {kind.name!r}: write name=value, each name once, out of "
+                f"{[*defaults]}"
             )
         arguments[name] = _value(name, value, defaults[name])
     return arguments
 
 
 def _value(name: str, text: str, default: Any) -> int | float | str:
-    """Of the kind that the setting's default is; ValueError for another one. What it may be is the setting's to say."""
+    """Parse a value of the same type as the setting's default. Raises ValueError for another type; the range is checked
+    by the class."""
     value: int | float | str = text
     for kind in (int, float):
         try:
@@ -148,7 +143,7 @@ def _value(name: str, text: str, default: Any) -> int | float | str:
             continue
     number = isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 2**63
     if isinstance(default, int) and not isinstance(default, bool) and not (number and isinstance(value, int)):
-        raise ValueError(f"{name}={text} must be a whole number, as {default} is")
+        raise ValueError(f"{name}={text} must be a whole number, such as {default}")
     if isinstance(default, float) and not number:
-        raise ValueError(f"{name}={text} must be a number, as {default} is")
+        raise ValueError(f"{name}={text} must be a number, such as {default}")
     return value

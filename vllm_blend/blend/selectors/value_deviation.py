@@ -12,7 +12,8 @@ from vllm_blend.blend.selectors.base import Evidence, LooksAt, Selector
 
 @dataclass(frozen=True)
 class ValueDeviation(Selector):
-    """Squared distance between fresh and reused V at the check layer (CacheBlend, arXiv:2405.16444, section 4.3)."""
+    """Score by the squared distance between fresh and reused V at the check layer (CacheBlend, arXiv:2405.16444,
+    section 4.3)."""
 
     name: ClassVar[str] = "value_deviation"
     looks_at: ClassVar[LooksAt] = LooksAt.LAYERS

@@ -3,8 +3,6 @@
 An installation puts the folder of this package on Python's path. Its version is that of vllm-blend.
 """
 
-from __future__ import annotations
-
 from vllm_blend import __version__
 from vllm_blend.lmcache.llm import close_lmcache_engine
 

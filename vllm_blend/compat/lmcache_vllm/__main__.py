@@ -1,7 +1,5 @@
 """`python -m lmcache_vllm`: see vllm_blend/lmcache/cli.py."""
 
-from __future__ import annotations
-
 from vllm_blend.lmcache.cli import main
 
 if __name__ == "__main__":

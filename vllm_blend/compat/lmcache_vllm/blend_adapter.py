@@ -1,7 +1,5 @@
 """`lmcache_vllm.blend_adapter`."""
 
-from __future__ import annotations
-
 from vllm_blend.lmcache.precompute import OfflineKVPreCompute
 from vllm_blend.lmcache.prompts import append_separator, combine_input_prompt_chunks
 

@@ -1,12 +1,10 @@
-"""vLLM's import name: `from vllm import LLM, SamplingParams` gives vllm-blend's.
+"""vLLM's import name: `from vllm import LLM, SamplingParams` imports vllm-blend's.
 
-An installation puts the folder of this package on Python's path. The version is the one of vLLM whose API this is.
+An installation puts the folder of this package on Python's path. The version is that of the vLLM whose API this is.
 """
 
-from __future__ import annotations
-
-from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm_blend.outputs import CompletionOutput, RequestOutput

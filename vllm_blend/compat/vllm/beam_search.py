@@ -1,7 +1,5 @@
 """`vllm.beam_search`."""
 
-from __future__ import annotations
-
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchSequence
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence"]

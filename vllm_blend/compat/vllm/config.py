@@ -1,8 +1,6 @@
 """`vllm.config`: `ModelConfig` is what `llm_engine.model_config` is; settings are arguments of `LLM`, not objects."""
 
-from __future__ import annotations
-
-from vllm_blend.engine.loaded_model import LoadedModelConfig as ModelConfig
+from vllm_blend.engine.setup import LoadedModelConfig as ModelConfig
 from vllm_blend.unsupported import unsupported_class
 
 _FLAT = "give its settings to LLM or EngineArgs by name"

@@ -1,7 +1,5 @@
 """Prompt types, as `vllm.inputs` has them."""
 
-from __future__ import annotations
-
 from vllm_blend.inputs import ChunkedPrompt, PromptType, TextPrompt, TokensPrompt
 
 __all__ = ["ChunkedPrompt", "PromptType", "TextPrompt", "TokensPrompt"]

@@ -1,7 +1,5 @@
 """What a request returns, as `vllm.outputs` has it."""
 
-from __future__ import annotations
-
 from vllm_blend.outputs import BlendStats, CompletionOutput, RequestMetrics, RequestOutput
 
 __all__ = ["BlendStats", "CompletionOutput", "RequestMetrics", "RequestOutput"]

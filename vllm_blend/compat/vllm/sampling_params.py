@@ -1,7 +1,5 @@
 """`vllm.sampling_params`."""
 
-from __future__ import annotations
-
 from vllm_blend.entrypoints.beam_search import BeamSearchParams
 from vllm_blend.sampling_params import SamplingParams
 from vllm_blend.unsupported import unsupported_class

@@ -1,4 +1,7 @@
-"""What changes a selector's choice: one file per lever, one registry of all. `spec.py` names them."""
+"""Levers change a selector's choice: one file per lever, and one registry of all, which `spec.py` parses.
+
+To add one, copy `chunk_heads.py` and add the class to the tuple below.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from vllm_blend.blend.selectors.levers.chunk_minimum import ChunkMinimum
 from vllm_blend.blend.selectors.levers.coverage import Coverage
 from vllm_blend.blend.selectors.levers.mean_shift import MeanShift
 from vllm_blend.blend.selectors.levers.smoothing import Smoothing
-from vllm_blend.blend.selectors.levers.temperature import Temperature
+from vllm_blend.registry import Registry
 
-LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (ChunkHeads, ChunkMinimum, Smoothing, Coverage, MeanShift, Temperature)
-}
+LEVERS: Registry[type[Lever]] = Registry(
+    "lever", "blend_selector", (ChunkHeads, ChunkMinimum, Smoothing, Coverage, MeanShift)
+)
 
 __all__ = ["LEVERS", "Lever"]

@@ -1,4 +1,4 @@
-"""What a lever is: something small that changes which tokens a selector's scores choose."""
+"""The base of all levers: small changes to the choice that a selector's scores make."""
 
 from __future__ import annotations
 
@@ -11,35 +11,30 @@ from vllm_blend.blend.selectors.base import Evidence
 
 
 class Lever(ABC):
-    """Base of all levers. A subclass is a dataclass (its fields are its settings) with a `name` and one of the
-    methods."""
+    """The base of all levers. A subclass is a frozen dataclass, whose fields are its settings, with a `name` and one of
+    the methods."""
 
     name: ClassVar[str]
 
     def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
-        """[n] float scores in place of `scores` ([n], float32 or float64, larger meaning compute this token again)."""
+        """Return [n] float scores to use in place of `scores` ([n], float32 or float64; the largest are recomputed)."""
         return scores
 
     def count(self, evidence: Evidence, budget: int) -> int:
-        """How many of the best candidates are chosen, at most `budget`."""
+        """Return how many of the best candidates are chosen, at most `budget`."""
         return budget
 
     def mean_shift(self) -> float:
-        """How much of the mean change of a chunk's recomputed tokens is added to its other tokens; 0 for nothing."""
-        return 0.0
-
-    def temperature(self) -> float:
-        """What the scores of tokens that are not recomputed are divided by; 0 for nothing."""
+        """Return how much of the mean change of a chunk's recomputed tokens is added to its other tokens."""
         return 0.0
 
 
 def chunk_starts(evidence: Evidence) -> torch.Tensor:
-    """[n] int64, ascending: where the chunk of each candidate begins, which tells chunks apart."""
+    """Return where the chunk of each candidate begins, [n] int64, ascending. It tells chunks apart."""
     return evidence.positions - evidence.chunk_offsets
 
 
 def above_all(scores: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Scores (float64) in which the candidates `first` ([n] bool) come before all others, each kind in its order: in
-    float32 a small score would be lost in the sum, or 1 in a large one."""
-    scores = scores.double()
+    """Return scores that put the candidates `first` ([n] bool) above all others, and keep the order within both."""
+    scores = scores.double()  # in float32 the sum below would lose small scores
     return scores + first * (scores.max() - scores.min() + 1)

@@ -1,4 +1,4 @@
-"""Every chunk gets its share."""
+"""Recompute some tokens of every chunk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm_blend.blend.selectors.levers.base import Lever, above_all, chunk_start
 
 @dataclass(frozen=True)
 class ChunkMinimum(Lever):
-    """The `tokens` best of every chunk before all others: no chunk is left as it was, however little it is looked at
-    by what is wrong with it."""
+    """Take the best `tokens` tokens of every chunk before all others: no chunk stays as it was, however low its
+    scores."""
 
     name: ClassVar[str] = "chunk_minimum"
     tokens: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or self.tokens < 1:
-            raise ValueError(f"chunk_minimum: tokens={self.tokens} must be a number of tokens from 1 on")
+            raise ValueError(f"chunk_minimum: tokens={self.tokens} must be a whole number of tokens, at least 1")
 
     def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
         best = torch.sort(scores, descending=True, stable=True).indices

@@ -13,9 +13,9 @@ from vllm_blend.blend.selectors.levers.base import Lever
 
 @dataclass(frozen=True)
 class Coverage(Lever):
-    """No more tokens than hold `share` of the attention that the question pays to all candidates, the largest first:
-    the ratio becomes an upper bound, and prompts that need less get less. Where the question looks twice
-    (`first_round`), each look counts what it may still choose from."""
+    """Choose no more tokens than hold `share` of the question's attention to all candidates, the largest first: the
+    ratio becomes an upper bound, and prompts that need less get less. If the question looks twice (`first_round`), each
+    look counts the tokens that it may still choose."""
 
     name: ClassVar[str] = "coverage"
     share: float = 0.6

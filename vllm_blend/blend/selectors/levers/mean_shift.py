@@ -1,4 +1,4 @@
-"""Tokens that are not computed again are moved as those that are."""
+"""Move the tokens that are not recomputed as those that are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm_blend.blend.selectors.levers.base import Lever
 
 @dataclass(frozen=True)
 class MeanShift(Lever):
-    """The mean change of K and V of the tokens of a chunk that are computed again is added to its other tokens, times
-    `strength` (AgentKVShift). The choice stays as it is; `worker/mean_shift.py` does it, layer by layer."""
+    """Add the mean change of K and V of a chunk's recomputed tokens, times `strength`, to its other tokens
+    (AgentKVShift). The choice stays as it is; `worker/mean_shift.py` adds it, layer by layer."""
 
     name: ClassVar[str] = "mean_shift"
     strength: float = 1.0

@@ -1,4 +1,4 @@
-"""A token counts for its neighbours too."""
+"""Spread a token's score over its neighbours."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm_blend.blend.selectors.levers.base import Lever, chunk_starts
 
 @dataclass(frozen=True)
 class Smoothing(Lever):
-    """The mean of the scores of the `window` candidates around each, of the same chunk (as SnapKV pools its scores,
-    arXiv:2404.14469): what is chosen comes in runs of tokens that make sense together."""
+    """Replace each score by the mean of the `window` candidates around it in its chunk (as SnapKV pools its scores,
+    arXiv:2404.14469), so that runs of tokens are chosen, which make sense together."""
 
     name: ClassVar[str] = "smoothing"
     window: int = 7
 
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or self.window < 3 or self.window % 2 == 0:
-            raise ValueError(f"smoothing: window={self.window} must be an odd number of tokens from 3 on")
+            raise ValueError(f"smoothing: window={self.window} must be an odd number of tokens, at least 3")
 
     def apply(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
         starts, n = chunk_starts(evidence), len(scores)

@@ -1,10 +1,8 @@
 """`lmcache_vllm.vllm`: the names of `vllm`, with an `LLM` that LMCACHE_CONFIG_FILE configures."""
 
-from __future__ import annotations
-
 from vllm_blend import __version__
-from vllm_blend.engine.arg_utils import EngineArgs
 from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm_blend.lmcache.llm import LLM
 from vllm_blend.outputs import CompletionOutput, RequestOutput

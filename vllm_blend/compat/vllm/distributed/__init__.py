@@ -1,7 +1,5 @@
 """`vllm.distributed`: the engine runs in one process, so there is one rank and nothing to tear down."""
 
-from __future__ import annotations
-
 from .parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,

@@ -1,7 +1,5 @@
 """`vllm.engine.arg_utils`."""
 
-from __future__ import annotations
-
-from vllm_blend.engine.arg_utils import EngineArgs
+from vllm_blend.engine_args import EngineArgs
 
 __all__ = ["EngineArgs"]

@@ -1,7 +1,5 @@
 """`vllm.entrypoints.chat_utils`."""
 
-from __future__ import annotations
-
 from ..renderers.hf import resolve_chat_template as resolve_hf_chat_template
 
 __all__ = ["resolve_hf_chat_template"]

@@ -1,7 +1,5 @@
 """`vllm.lora.request`."""
 
-from __future__ import annotations
-
 from vllm_blend.unsupported import unsupported_class
 
 LoRARequest = unsupported_class("LoRARequest", "merge the LoRA adapter into the weights and load the merged model")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.engine.loaded_model import LoadedModelConfig
+from vllm_blend.engine.setup import LoadedModelConfig
 
 __all__ = ["resolve_chat_template"]
 

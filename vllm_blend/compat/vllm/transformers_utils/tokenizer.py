@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vllm_blend.engine.unsupported_args import UNSUPPORTED_ENGINE_ARGS
+from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
 
 __all__ = ["get_tokenizer"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes `--max_model_len` for `--max-model-len`."""
+    """A parser that accepts `--max_model_len` for `--max-model-len`."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args

@@ -1,0 +1,255 @@
+"""A model's chat template: what it reads, the text that it makes, and how it splits around chunks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from vllm_blend.chunks.messages import ContentFormat, Message
+
+logger = logging.getLogger(__name__)
+
+# What a template that does not fit its messages raises or runs into.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, RecursionError)
+
+_SYSTEM, _USER = "TheSystemSays0x1f3b5d79", "TheUserSays0x2e4c6a88"
+_FLAGS = frozenset(("add_generation_prompt", "continue_final_message"))
+# Arguments of `apply_chat_template` that are no variables of a template: they would change what it returns.
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    *_FLAGS,
+    "tools",
+    "documents",
+}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template, or the one given, and what it is rendered with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    content_format: ContentFormat
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[Message], texts: Sequence[Sequence[str]] | None = None) -> str:
+        """Return the text of a conversation, with its own texts or with others in their places."""
+        own = [message.texts for message in messages] if texts is None else texts
+        rendered = [m.render(self.content_format, each) for m, each in zip(messages, own, strict=True)]
+        return render(self.tokenizer, rendered, self.text, **self.options)
+
+    @cached_property
+    def unused(self) -> list[str]:
+        """Return the options that the template does not read."""
+        known = template_variables(self.text) | _FLAGS
+        return [name for name, value in self.options.items() if value is not None and name not in known]
+
+
+def make_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    content_format: Literal["auto", "string", "openai"],
+    tools: Sequence[Any] | None,
+    template_kwargs: dict[str, Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> ChatTemplate:
+    """Check the arguments of `LLM.chat` that say how conversations are rendered.
+
+    Raises ValueError or TypeError that names the argument.
+    """
+    if content_format not in ("auto", "string", "openai"):
+        raise ValueError(
+            f"chat_template_content_format={content_format!r} is unknown: use 'auto', 'string' or 'openai'"
+        )
+    if not isinstance(chat_template, str | None):
+        raise TypeError(f"chat_template is a {type(chat_template).__name__}: give the template's text")
+    given = {} if template_kwargs is None else template_kwargs
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"chat_template_kwargs={given!r}: give a dict of the template's variables")
+    if reserved := sorted(_RESERVED.intersection(given)):
+        raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}: give the template's own variables alone")
+    flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    options = {"tools": tools, **flags, **given}
+    for name in flags:
+        if not isinstance(options[name], bool):
+            where = f"chat_template_kwargs[{name!r}]" if name in given else name
+            raise TypeError(f"{where}={options[name]!r} is a {type(options[name]).__name__}: give True or False")
+    if options["add_generation_prompt"] and options["continue_final_message"]:
+        raise ValueError(
+            "add_generation_prompt and continue_final_message exclude each other: give add_generation_prompt=False to "
+            "have the final message continued"
+        )
+    options["tools"] = _parse_tools(options["tools"], "chat_template_kwargs['tools']" if "tools" in given else "tools")
+    if chat_template is None and tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give chat_template, or use generate() with plain prompts")
+    text = tokenizer.get_chat_template(chat_template, tools=options["tools"])
+    try:
+        detected = detect_content_format(text)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the chat template cannot be parsed: {error}") from error
+    template = ChatTemplate(tokenizer, text, detected if content_format == "auto" else content_format, options)
+    if template.unused:
+        logger.warning("the chat template does not read %s: leave out what changes nothing", ", ".join(template.unused))
+    return template
+
+
+def _parse_tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
+    """Return the schemas of tools, which are given as such or as functions. Raises TypeError or ValueError that names
+    the tool."""
+    if tools is None:
+        return None
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise TypeError(f"{name} is a {type(tools).__name__}: give a list of tools")
+    schemas = []
+    for index, tool in enumerate(tools):
+        if isinstance(tool, dict):
+            schemas.append(tool)
+            continue
+        if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
+            raise TypeError(f"{name}[{index}] is a {type(tool).__name__}: give a JSON schema as a dict, or a function")
+        try:
+            schemas.append(get_json_schema(tool))
+        except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, NameError) as error:
+            raise ValueError(
+                f"{name}[{index}], the function {tool.__name__!r}, cannot be described to the model ({error}): give it "
+                "type hints and a docstring with an 'Args:' section that describes every argument, or give a JSON "
+                "schema as a dict"
+            ) from error
+    return schemas
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], chat_template: str | None, **options: Any
+) -> str:
+    """Return the text that the chat template makes of messages. Raises one of `TEMPLATE_ERRORS` when it refuses them,
+    and ValueError when the options do not fit."""
+    return str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False, **options))
+
+
+@dataclass(frozen=True)
+class TemplateSplit:
+    """Token ids before the system prompt, between it and what the user says, and behind that. Without a system prompt
+    `middle` is empty and `head` is what stands before the user's part."""
+
+    head: tuple[int, ...]
+    middle: tuple[int, ...]
+    tail: tuple[int, ...]
+
+
+def split_template(
+    tokenizer: PreTrainedTokenizerBase, with_system: bool, chat_template: str | None = None, **template_kwargs: Any
+) -> TemplateSplit:
+    """Split the tokenizer's chat template, or the one given, around the chunks of a composition.
+
+    The template is rendered once with marks where contents go; what it puts before, between and behind them is
+    tokenized on its own. No text is put together and nothing is tokenized again: the ids equal those of the whole
+    conversation wherever no token of the tokenizer would reach across a seam, and the template strips no whitespace
+    from the contents (see `ChunkedLLM.preview_composition`).
+
+    Raises ValueError if there is no template, or if it does not show every content once, unchanged and in order.
+    """
+    if chat_template is None and tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give chat_template, or leave use_chat_template out")
+    messages = conversation(_SYSTEM if with_system else None, _USER)
+    try:
+        text = render(tokenizer, messages, chat_template, add_generation_prompt=True, **template_kwargs)
+    except TEMPLATE_ERRORS as error:  # some say so that they take no system prompt
+        what = "a system prompt and a question" if with_system else "a question alone"
+        raise ValueError(
+            f"the chat template does not take {what} ({error}): give chat_template, or leave system_chunk_id out"
+        ) from error
+    between = between_marks(text, [_SYSTEM, _USER] if with_system else [_USER])
+    if between is None:
+        raise ValueError(
+            "the chat template does not show the system prompt and the user's message once each, unchanged and in this "
+            "order, so it cannot be split around chunks: give chat_template, or build the prompt without"
+        )
+    head, middle, tail = between if with_system else (between[0], "", between[1])
+    return TemplateSplit(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (head, middle, tail)))
+
+
+def conversation(system: str | None, user: str) -> list[dict[str, Any]]:
+    """Return the messages that a composition stands for."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": user}]
+
+
+def between_marks(text: str, marks: Sequence[str]) -> list[str] | None:
+    """Return what stands before, between and behind the marks in `text`; None unless each is there once, in order."""
+    if any(text.count(mark) != 1 for mark in marks):
+        return None
+    pieces, rest = [], text
+    for mark in marks:
+        before, found, rest = rest.partition(mark)
+        if not found:  # it stands before another one
+            return None
+        pieces.append(before)
+    return [*pieces, rest]
+
+
+class _Generation(Extension):
+    """The {% generation %} blocks of training templates, which transformers knows and Jinja does not."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@lru_cache(maxsize=32)
+def detect_content_format(template: str) -> ContentFormat:
+    """Return "openai" for a template with a loop over the content of a message, as vLLM does, and "string" for others:
+    these would show a list as Python writes it. Raises TemplateSyntaxError for text that is no template."""
+    tree = _parse(template)
+    messages = {"messages"}
+    assignments = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
+    while found := {name for name, value in assignments if _source(value) in messages} - messages:
+        messages |= found
+    loops = [(loop.target.name, loop.iter) for loop in tree.find_all(nodes.For) if isinstance(loop.target, nodes.Name)]
+    contents = {f"{name}.content" for name, items in loops if _source(items) in messages}
+    return "openai" if any(_source(items) in contents for _, items in loops) else "string"
+
+
+@lru_cache(maxsize=32)
+def template_variables(template: str) -> frozenset[str]:
+    """Return the variables that a template reads from what it is rendered with."""
+    return frozenset(find_undeclared_variables(_parse(template)))
+
+
+def _parse(template: str) -> nodes.Template:
+    return Environment(extensions=[loopcontrols, _Generation]).parse(template)
+
+
+def _source(node: nodes.Node) -> str | None:
+    """Return what an expression takes its items from: "name" or "name.key", seen through slices, filters and tests."""
+    while isinstance(node, nodes.Filter | nodes.Test | nodes.Getitem):
+        if isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice):
+            break
+        if node.node is None:
+            return None
+        node = node.node
+    if isinstance(node, nodes.Name):
+        return node.name
+    if isinstance(node, nodes.Getattr):
+        key: object = node.attr
+    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        key = node.arg.value
+    else:
+        return None
+    return f"{node.node.name}.{key}" if isinstance(node.node, nodes.Name) else None

@@ -1,0 +1,64 @@
+"""Options as command-line flags: `--max-model-len` for `max_model_len`, as vLLM writes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from vllm_blend.options import Option, OptionGroup
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Iterable[type[OptionGroup]]) -> None:
+    """Add a flag for every option, under the heading of its group: `--x` and `--no-x` for booleans, several values for
+    lists.
+
+    A flag that is not given leaves the namespace without that name, so that the option's default holds.
+    """
+    for group in groups:
+        section = parser.add_argument_group(group.title)
+        for option in group.options():
+            text = option.help if option.is_required else f"{option.help} (default: {option.default})"
+            section.add_argument(
+                "--" + option.name.replace("_", "-"),
+                dest=option.name,
+                required=option.is_required,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+                **_parsing(option),
+            )
+
+
+def given(namespace: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of those flags that were given; what else a parser knows is left out."""
+    return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+
+
+def _parsing(option: Option) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for an option's type: bool, int, float, str, Literal, list of those, dict
+    (JSON), any of them or None, or str or another class."""
+    hint = option.type
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        hint = str if str in kinds else kinds[0]
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if get_origin(hint) is list:
+        return {"type": get_args(hint)[0], "nargs": "+", "metavar": "N"}
+    if get_origin(hint) is dict:
+        return {"type": _json_object, "metavar": "JSON"}
+    return {"type": hint, "metavar": "X"}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}): quote it for the shell") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object: write {{...}}")
+    return value

@@ -1,0 +1,178 @@
+"""Token ids to text while they arrive, and the stop strings in that text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.outputs import Logprob
+from vllm_blend.sampling_params import SamplingParams
+
+_UNDECODABLE = "\ufffd"  # stands for bytes that are no character, or not yet
+_CONTEXT_TOKENS = 8  # of the prompt: decoders look back at neighbours only
+_MAX_UNDECODED = 8  # tokens; a character has at most 4 bytes, and a token at least 1
+
+
+class Detokenizer:
+    """The text of one output, token by token.
+
+    Text is what decoding prompt and output together puts after the prompt, so a leading space is kept. The text stays
+    empty, and nothing is decoded, if `params.detokenize` is off or the engine has no tokenizer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._params = params
+        self._stops = list(params.stop or ())
+        self._decoder = (
+            _IncrementalDecoder(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
+        )
+        self._text = ""  # certain text, cut at the stop string once one is found
+        self._searched = 0  # characters of it that no stop string may end in any more
+        self._num_tokens = 0
+        self._stopped = False
+
+    def append(self, token_id: int, ends: bool = False) -> str | None:
+        """Add a token; return the stop string that ends the output with it, if one does.
+
+        `ends` says that the token itself ended the output (end of sequence or a stop token): it is no text then, unless
+        `include_stop_str_in_output`. If several stop strings are there, the one completed first counts, the longest of
+        those. Stop strings completed within the first `min_tokens` tokens are passed over.
+        """
+        self._num_tokens += 1
+        if self._decoder is None or (ends and not self._params.include_stop_str_in_output):
+            return None
+        self._text += self._decoder.step(token_id)
+        if ends or self._num_tokens <= self._params.min_tokens:
+            self._searched = len(self._text)
+            return None
+        return self._find_stop()
+
+    @property
+    def text(self) -> str:
+        """Return the text so far, up to a stop string; bytes that make no character yet show as U+FFFD."""
+        if self._decoder is None or self._stopped:
+            return self._text
+        return self._text + self._decoder.pending()
+
+    def stream_text(self, finished: bool) -> str:
+        """Return the part of the text that later tokens cannot change: a prefix of every later one.
+
+        Left out until `finished`: incomplete characters, and an end that may become a stop string.
+        """
+        if finished or self._stopped:
+            return self.text
+        if self._params.include_stop_str_in_output:
+            return self._text
+        held = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self._text)), held, -1):
+                if self._text.endswith(stop[:length]):
+                    held = length
+                    break
+        return self._text[: len(self._text) - held]
+
+    def _find_stop(self) -> str | None:
+        found: tuple[int, int, str] | None = None  # end, start: the least is completed first, then longest
+        for stop in self._stops:
+            start = self._text.find(stop, max(0, self._searched - len(stop) + 1))
+            if start >= 0 and (found is None or (start + len(stop), start, stop) < found):
+                found = (start + len(stop), start, stop)
+        self._searched = len(self._text)
+        if found is None:
+            return None
+        end, start, stop = found
+        self._text = self._text[: end if self._params.include_stop_str_in_output else start]
+        self._stopped = True
+        return stop
+
+
+class _IncrementalDecoder:
+    """Decodes a short window that slides over the tokens, and gives out what is new in it.
+
+    The window starts where the last text ended on a whole character, one piece of text back, because what a token
+    decodes to may depend on its neighbours (a leading space, the other bytes of a character).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams, prompt: Sequence[int]) -> None:
+        skip = params.skip_special_tokens
+        self._decode = _decode_function(tokenizer, skip)
+        self._vocab_size = len(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self._silent = {i for i, token in added.items() if token.special} if skip else set()
+        # without spaces between them, adjacent added tokens are written as they are
+        self._unspaced = (
+            {} if skip or params.spaces_between_special_tokens else {i: t.content for i, t in added.items()}
+        )
+        self._after_added = False  # whether the token before was one of those
+        visible = (token for token in reversed(prompt) if self._is_visible(token))
+        self._ids = list(islice(visible, _CONTEXT_TOKENS))[::-1]
+        self._read = len(self._ids)  # tokens of the window whose text is out
+        context = self._decode(self._ids)
+        self._shown = len(context.rstrip(_UNDECODABLE))  # characters of the window's text that are out
+        # a prompt may end in U+FFFD proper, or within a character that the output completes; the text after it tells
+        self._broken_context = context if context.endswith(_UNDECODABLE) else ""
+
+    def step(self, token: int) -> str:
+        """Return the text that becomes certain with one more token."""
+        if not self._is_visible(token):
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        after_added, self._after_added = self._after_added, token in self._unspaced
+        if text.endswith(_UNDECODABLE):
+            return self._hold_back(text)
+        piece = self._new(text)
+        if piece:
+            self._slide(self._ids[self._read :], 0)
+        return self._unspaced[token] if after_added and self._after_added else piece
+
+    def pending(self) -> str:
+        """Return what the tokens held back decode to now."""
+        return self._new(self._decode(self._ids))
+
+    def _is_visible(self, token: int) -> bool:
+        return token not in self._silent and token < self._vocab_size
+
+    def _new(self, text: str) -> str:
+        if self._broken_context and text.startswith(self._broken_context):
+            return text[len(self._broken_context) :]
+        return text[self._shown :]
+
+    def _hold_back(self, text: str) -> str:
+        """Show what comes before the bytes at the end of `text` that make no character (yet)."""
+        if len(self._ids) - self._read < _MAX_UNDECODED:
+            certain = text.rstrip(_UNDECODABLE)
+            piece = certain[self._shown :]
+            self._shown = max(self._shown, len(certain))
+            return piece
+        # too many tokens for one character: only the last can be incomplete, the others never were characters
+        piece = self._new(text)[:-1]
+        self._slide(self._ids[-(_MAX_UNDECODED // 2) :], 1)
+        return piece
+
+    def _slide(self, window: list[int], num_unshown: int) -> None:
+        self._ids = window
+        self._read = 0 if num_unshown else len(window)
+        self._shown = len(self._decode(window)) - num_unshown
+        self._broken_context = ""
+
+
+def with_decoded_tokens(entry: dict[int, Logprob], tokenizer: PreTrainedTokenizerBase) -> dict[int, Logprob]:
+    """Return the same log-probabilities, each with the text of its token alone ("" for ids beyond the tokenizer's)."""
+    decode = _decode_function(tokenizer, False)
+    size = len(tokenizer)
+    return {i: replace(logprob, decoded_token=decode([i]) if i < size else "") for i, logprob in entry.items()}
+
+
+def _decode_function(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Decode ids without the clean-up of spaces that some checkpoints ask for: it would change text already given."""
+    if tokenizer.is_fast:
+        backend = tokenizer.backend_tokenizer
+        return lambda ids: backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return lambda ids: str(tokenizer.decode(ids, **options))

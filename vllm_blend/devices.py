@@ -1,0 +1,81 @@
+"""On which device and in which precision a model runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from vllm_blend.checks import require
+
+logger = logging.getLogger(__name__)
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel's part of the driver is loaded
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return a device by name; 'auto' is the first CUDA device if there is one, the CPU otherwise.
+
+    Raises ValueError for a device that cannot be used, with the reason.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            _warn_of_unusable_gpu()
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:  # a name that torch does not know, or no name
+        raise ValueError(f"device={device!r} is unknown: use 'auto', 'cpu' or 'cuda'") from error
+    require(resolved.type in ("cpu", "cuda"), f"device={device!r} is not supported: use 'auto', 'cpu' or 'cuda'")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={device!r} was asked for, but torch sees no CUDA device ({_why_no_cuda()}): use device='cpu', or "
+            "install CUDA"
+        )
+    if resolved.type == "cuda" and resolved.index is not None:
+        count = torch.cuda.device_count()
+        require(resolved.index < count, f"device={device!r}: torch sees {count} CUDA devices, counted from 0")
+    return resolved
+
+
+@cache
+def _warn_of_unusable_gpu() -> None:
+    """Warn once: this machine has a driver, so its user may expect the GPU to be used."""
+    logger.warning("the engine runs on the CPU, as torch cannot use a GPU here: %s", _why_no_cuda())
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # the driver is missing, broken, or too old for this torch
+        return str(error).strip()
+    return "there is none"
+
+
+def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and KV cache.
+
+    'auto' is the checkpoint's dtype on a GPU (bfloat16 for float32 checkpoints: half the memory serves as well) and
+    float32 on a CPU, where half precision is fast on few machines and emulated on the others.
+    """
+    if isinstance(dtype, torch.dtype):
+        require(dtype in _DTYPES.values(), f"dtype={dtype} is not supported: use one of {sorted(_DTYPES)}")
+        return dtype
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if checkpoint_dtype in (None, torch.float32) else checkpoint_dtype
+    require(dtype in _DTYPES, f"dtype={dtype!r} is unknown: use 'auto' or one of {sorted(_DTYPES)}")
+    return _DTYPES[dtype]

@@ -1,0 +1,41 @@
+"""The features of the engine: which there are, and which of them exclude each other.
+
+A feature is a folder here. It adds to the step loop (`engine/extension.py`) and to the forward pass
+(`worker/passes.py`), which import no feature: they ask the settings that are listed here for what the feature adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_blend.checks import require
+from vllm_blend.config import FeatureConfig
+from vllm_blend.features.cascade.config import CascadeConfig
+from vllm_blend.features.kv_compress.config import KVCompressConfig
+from vllm_blend.features.offload.config import OffloadConfig
+from vllm_blend.features.spec_decode.config import SpeculativeConfig
+
+FEATURES: tuple[type[FeatureConfig], ...] = (
+    SpeculativeConfig,
+    OffloadConfig,
+    KVCompressConfig,
+    CascadeConfig,
+)
+
+_HEAD_PAGES = "pages of single heads can neither be verified against drafts, nor moved by chunk, nor shared"
+EXCLUSIONS: tuple[tuple[type[FeatureConfig], type[FeatureConfig], str], ...] = (
+    (CascadeConfig, OffloadConfig, "pages that move are no longer shared"),
+    (KVCompressConfig, SpeculativeConfig, _HEAD_PAGES),
+    (KVCompressConfig, OffloadConfig, _HEAD_PAGES),
+    (KVCompressConfig, CascadeConfig, _HEAD_PAGES),
+)
+
+
+def check_exclusions(features: Sequence[FeatureConfig]) -> None:
+    """Raise ValueError for two features that are on and exclude each other, with the reason."""
+    used = {type(feature): feature for feature in features if feature.is_on}
+    for one, other, reason in EXCLUSIONS:
+        require(
+            one not in used or other not in used,
+            f"{one.name} and {other.name} exclude each other, as {reason}: leave one of them out",
+        )

@@ -1,0 +1,244 @@
+"""Chunk KV in memory under a byte budget: on one device, or in a pinned arena that a GPU copies from by itself."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from vllm_blend.checks import positive
+from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.host_memory import Arena, piece_bytes, pinned_buffer
+from vllm_blend.kv_store.transfer import InFlight, copy_to_host
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _StoredChunk:
+    chunk: ChunkKV
+    num_bytes: int  # of the budget
+    num_uses: int = 0
+    last_use: int = 0  # number of the last use in the store
+
+    @property
+    def cost_per_byte(self) -> float:
+        """Return what computing the chunk again costs, which is taken to be its tokens squared, by its bytes."""
+        return self.chunk.num_tokens**2 / self.num_bytes
+
+
+class MemoryChunkStore:
+    """Chunks of the least priority leave first when the budget is reached. A chunk larger than the budget is not kept,
+    nor is one for which only pinned chunks would have to leave.
+
+    A priority is uses x recompute cost / bytes, plus a clock (GreedyDual-Size-Frequency; Cherkasova, HP Labs 1998): the
+    priority of the last chunk that left, added when a chunk arrives or is used. Without it, what was once popular would
+    never leave. Of equal chunks, the least recently used one leaves.
+
+    Chunks are kept on `device`, or where they are (None). The tensors are never written to: code that places a chunk
+    copies it into pages of its own.
+    """
+
+    def __init__(self, budget_bytes: int, device: torch.device | None = None) -> None:
+        positive("budget_bytes", budget_bytes)
+        self.budget_bytes, self.device = budget_bytes, device
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self._chunks: dict[str, _StoredChunk] = {}
+        self._pins: Counter[str] = Counter()
+        self._clock = 0.0
+        self._use_numbers = count()
+        self._by_priority: list[tuple[float, int, str]] = []  # a heap: priority, last_use, key; also outdated entries
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._chunks
+
+    def get(self, key: str) -> ChunkKV | None:
+        stored = self._chunks.get(key)
+        if stored is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._use(key, stored)
+        return stored.chunk
+
+    def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """Keep a chunk under `key`. Returns the chunk to go on with: the one that is kept, where it is kept."""
+        self.remove(key)
+        num_bytes = self._bytes_taken(chunk)
+        if num_bytes > self.budget_bytes:
+            return chunk
+        while self.num_bytes + num_bytes > self.budget_bytes:
+            if not self._evict():
+                return chunk
+        if self.device is not None:
+            chunk = chunk.moved(chunk.k.to(self.device), chunk.v.to(self.device))
+        self._keep(key, chunk)
+        return chunk
+
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return memory for a chunk that is about to be read for `adopt`: [num_bytes] uint8, page-aligned, for which
+        chunks that are kept may have to leave. None if any memory will do."""
+        return None
+
+    def is_in_place(self, chunk: ChunkKV) -> bool:
+        """Return whether a chunk lies where this store keeps its own."""
+        return True if self.device is None else chunk.k.device == self.device
+
+    def adopt(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """Keep a chunk as `put` does, but without copying: it `is_in_place`, or there was no memory for it."""
+        return self.put(key, chunk)
+
+    def remove(self, key: str) -> None:
+        """Drop a chunk; nothing happens when it is not there."""
+        stored = self._chunks.pop(key, None)
+        if stored is not None:
+            self.num_bytes -= stored.num_bytes
+
+    def pin(self, key: str) -> None:
+        """Do not evict what is stored under `key`, now or later, until it is unpinned as often."""
+        self._pins[key] += 1
+
+    def unpin(self, key: str) -> None:
+        self._pins[key] -= 1
+        if self._pins[key] <= 0:
+            del self._pins[key]
+
+    def bytes_of(self, key: str) -> int:
+        """Return what a chunk takes of the budget, 0 where it is not there. This does not count as a use."""
+        stored = self._chunks.get(key)
+        return 0 if stored is None else stored.num_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes of the budget that are not pinned: what a chunk may take at most."""
+        return self.budget_bytes - sum(self.bytes_of(key) for key in self._pins)
+
+    def clear(self) -> None:
+        self._chunks.clear()
+        self._by_priority.clear()
+        self.num_bytes = 0
+
+    def _keep(self, key: str, chunk: ChunkKV) -> None:
+        stored = self._chunks[key] = _StoredChunk(chunk, self._bytes_taken(chunk))
+        self.num_bytes += stored.num_bytes
+        self._use(key, stored)
+
+    def _use(self, key: str, stored: _StoredChunk) -> None:
+        stored.num_uses += 1
+        stored.last_use = next(self._use_numbers)
+        priority = self._clock + stored.num_uses * stored.cost_per_byte
+        heapq.heappush(self._by_priority, (priority, stored.last_use, key))
+        if len(self._by_priority) > 4 * len(self._chunks) + 64:
+            self._by_priority = [entry for entry in self._by_priority if self._is_current(*entry)]
+            heapq.heapify(self._by_priority)
+
+    def _is_current(self, priority: float, last_use: int, key: str) -> bool:
+        return key in self._chunks and self._chunks[key].last_use == last_use
+
+    def _evict(self) -> bool:
+        """Drop the chunk of the least priority that is not pinned. Return False if there is none."""
+        pinned, found = [], False
+        while self._by_priority and not found:
+            entry = priority, _, key = heapq.heappop(self._by_priority)
+            if not self._is_current(*entry):
+                continue
+            if key in self._pins:
+                pinned.append(entry)
+                continue
+            self._clock, found = max(self._clock, priority), True
+            self.remove(key)
+        for entry in pinned:
+            heapq.heappush(self._by_priority, entry)
+        return found
+
+    def _bytes_taken(self, chunk: ChunkKV) -> int:
+        return chunk.nbytes
+
+
+class PinnedChunkStore(MemoryChunkStore):
+    """Chunks in an arena of pinned host memory, which is all that the store ever takes.
+
+    `put` copies: from a GPU in the background, so that the chunk is there when `ChunkKV.written` is. A chunk that was
+    evicted keeps its piece of the arena for as long as requests, or copies in flight, hold it.
+    """
+
+    def __init__(self, arena: Arena, in_flight: InFlight) -> None:
+        super().__init__(arena.num_bytes)
+        self.arena, self.in_flight = arena, in_flight
+        self.num_unpinned = 0  # chunks for which the arena had no memory
+
+    def put(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """Keep a copy of a chunk in the arena. A chunk for which nothing can be evicted is not kept, and comes back in
+        ordinary host memory: what is needed now works, and loads slowly."""
+        self.remove(key)
+        memory = self._allocate(chunk.nbytes)
+        if memory is None:
+            if self.num_unpinned == 0:
+                logger.warning(
+                    "the chunks that running requests hold fill the %.2f GiB of pinned memory: others load slowly; "
+                    "raise blend_chunk_cache_gib",
+                    self.budget_bytes / 2**30,
+                )
+            self.num_unpinned += 1
+            unpinned = copy_to_host(chunk, torch.empty(chunk.nbytes, dtype=torch.uint8), self.in_flight)
+            unpinned.wait()
+            return unpinned
+        chunk = copy_to_host(chunk, memory, self.in_flight)
+        self._keep(key, chunk)
+        return chunk
+
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return a piece of the arena as the base class says; None if running requests hold too much.
+
+        For one thread at a time: unlike `put`, this does not look at copies in flight, which are the engine's.
+        """
+        if piece_bytes(num_bytes) > self.budget_bytes:
+            return None
+        memory = self.arena.allocate(num_bytes)
+        while memory is None and self._evict():
+            memory = self.arena.allocate(num_bytes)
+        return memory
+
+    def is_in_place(self, chunk: ChunkKV) -> bool:
+        return self.arena.contains(chunk.k)
+
+    def adopt(self, key: str, chunk: ChunkKV) -> ChunkKV:
+        """Keep a chunk that lies in the arena. One for which the arena had no memory is not kept: it loads slowly, and
+        is counted."""
+        self.remove(key)
+        if self.is_in_place(chunk):
+            self._keep(key, chunk)
+        else:
+            self.num_unpinned += 1
+        return chunk
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+        self.in_flight.release()
+        memory = self.allocate(num_bytes)
+        if memory is None and piece_bytes(num_bytes) <= self.budget_bytes and self.in_flight.wait():
+            memory = self.arena.allocate(num_bytes)
+        return memory
+
+    def _bytes_taken(self, chunk: ChunkKV) -> int:
+        return piece_bytes(chunk.k.untyped_storage().nbytes())  # K and V share a piece
+
+
+def make_chunk_store(
+    budget_bytes: int, chunk_device: torch.device, engine_device: torch.device, in_flight: InFlight
+) -> MemoryChunkStore:
+    """Return the store of an engine whose chunks live on `chunk_device`; `in_flight` holds the chunks that it loads.
+
+    Raises ValueError if the host has too little memory to pin.
+    """
+    if chunk_device.type == "cpu" and engine_device.type == "cuda":
+        return PinnedChunkStore(Arena(pinned_buffer(budget_bytes, "blend_chunk_cache_gib")), in_flight)
+    return MemoryChunkStore(budget_bytes, chunk_device)

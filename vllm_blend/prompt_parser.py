@@ -1,0 +1,254 @@
+"""Parsing of prompts: text is tokenized, token ids are checked, and pieces are joined."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.inputs import ParsedPrompt, PromptType
+from vllm_blend.prompt_keys import kind_of, parse_salt
+
+# Texts of more characters for each token of the context are looked at before they are encoded as a whole.
+_USUAL_CHARACTERS = 8
+_SLICE_CHARACTERS = 65536
+_CUT_TOKENS = 16  # the most that a slice may have more than the same characters have in the whole text
+
+
+def parse_prompt(
+    prompt: PromptType | ParsedPrompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    max_model_len: int | None = None,
+) -> ParsedPrompt:
+    """Tokenize and check a prompt; one that is parsed already is only checked.
+
+    With `max_model_len`, text of far more tokens is refused without reading it to the end. Raises ValueError or
+    TypeError naming the field and the fix; nothing has been scheduled by then.
+    """
+    if isinstance(prompt, ParsedPrompt):
+        _plain(prompt.token_ids, prompt.text, vocab_size)
+        return prompt
+    try:
+        return _parse(prompt, tokenizer, vocab_size, max_model_len)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # a user's own class of strings, lists, dicts or tokenizers raises errors of any kind
+        kind, given = type(error).__name__, type(prompt).__name__
+        raise ValueError(f"the prompt cannot be read: its {given} or the tokenizer raised {kind}") from error
+
+
+def _parse(
+    prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int | None
+) -> ParsedPrompt:
+    """Tokenize and check a prompt, as `parse_prompt`; the methods of its own classes raise errors of any kind."""
+    if (
+        max_model_len is not None
+        and tokenizer is not None
+        and is_far_too_long(_texts_of(prompt), tokenizer, max_model_len)
+    ):
+        raise ValueError(
+            f"the prompt is more than twice as long as max_model_len={max_model_len} tokens, which must hold it and at "
+            "least one more: shorten the prompt, or raise max_model_len where the model allows it"
+        )
+    if isinstance(prompt, str):
+        return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return _plain(prompt, None, vocab_size)
+    if not isinstance(prompt, dict):
+        raise TypeError(
+            f"a prompt is a str, a list of token ids or a dict, not {type(prompt).__name__}: see vllm_blend.inputs"
+        )
+    given: dict[str, Any] = prompt  # type: ignore[assignment]
+    kind = kind_of(given)
+    if kind == "chunked":
+        return _chunked(given, tokenizer, vocab_size)
+    salt = parse_salt(given.get("cache_salt"))
+    text = given.get("prompt")
+    if not isinstance(text, str | None) or (kind == "text" and text is None):
+        raise TypeError(f"prompt must be a str, not {type(text).__name__}")
+    if kind == "token":
+        return _plain(given["prompt_token_ids"], text, vocab_size, salt, "prompt_token_ids")
+    assert text is not None
+    return _plain(_encode(text, tokenizer, True, "prompt"), text, vocab_size, salt)
+
+
+def is_far_too_long(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> bool:
+    """Return whether texts have more than twice `max_model_len` tokens together, as soon as that is certain: other
+    requests wait while a text is encoded. Texts of an ordinary length are not looked at.
+
+    Tokens are counted, as no number of characters is too much for every tokenizer: one may make a token of any number
+    of spaces, or of a word that it does not know.
+    """
+    texts = list(texts)
+    if sum(map(len, texts)) <= max(_USUAL_CHARACTERS * max_model_len, _SLICE_CHARACTERS):
+        return False
+    count = 0
+    for text in texts:
+        is_cut = len(text) > _SLICE_CHARACTERS
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            piece = tokenizer.encode(text[start : start + _SLICE_CHARACTERS], add_special_tokens=False)
+            count += max(0, len(piece) - _CUT_TOKENS) if is_cut else len(piece)
+            if count > 2 * max_model_len:
+                return True
+    return False
+
+
+def _texts_of(prompt: Any) -> list[str]:
+    """Return the texts that a prompt is made of, whether or not it is a valid one."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, dict):
+        return []
+    if "prompt_token_ids" in prompt:
+        return []
+    lists = [given for name in ("chunks", "encode_after") if isinstance(given := prompt.get(name), (list, tuple))]
+    given = [
+        *(prompt.get(name) for name in ("prompt", "prefix", "suffix")),
+        *(piece for each in lists for piece in each),
+    ]
+    return [text for text in given if isinstance(text, str)]
+
+
+def _plain(ids: Any, text: str | None, vocab_size: int, salt: bytes = b"", name: str = "prompt") -> ParsedPrompt:
+    checked = _check_ids(ids, name, vocab_size)
+    if not checked:
+        raise ValueError("the decoder prompt cannot be empty: give at least one token")
+    return ParsedPrompt(checked, text, salt=salt)
+
+
+def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
+    given = (prompt.get("continues"), prompt.get("encode_after"), prompt.get("cache_salt"))
+    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, *given)
+    suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
+    if not suffix:
+        raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
+    pieces = [prompt.get("prefix", ""), *prompt["chunks"], prompt.get("suffix", "")]
+    return ParsedPrompt(
+        context.token_ids + suffix,
+        "".join(pieces) if all(isinstance(piece, str) for piece in pieces) else None,
+        context.chunk_bounds,
+        prompt.get("blend_selector"),
+        prompt.get("blend_recompute_ratio"),
+        _check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
+        _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
+        context.continues,
+        context.encode_after,
+        salt=context.salt,
+        is_composed=True,
+    )
+
+
+def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
+    if isinstance(numbers, (str, bytes)) or not hasattr(numbers, "__iter__"):
+        raise TypeError(f"{name} must be a list of chunk numbers, not {type(numbers).__name__}")
+    checked = [_index(entry, f"{name}[{index}]") for index, entry in enumerate(numbers)]
+    seen: set[int] = set()
+    for index, chunk in enumerate(checked):
+        if not 0 <= chunk < num_chunks or chunk in seen:
+            raise ValueError(
+                f"{name}[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
+            )
+        seen.add(chunk)
+    return tuple(checked)
+
+
+def _check_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+        raise TypeError(f"continues must be a list with one chunk number or None per chunk, not {type(given).__name__}")
+    checked = [None if e is None else _index(e, f"continues[{index}]") for index, e in enumerate(given)]
+    if len(checked) != num_chunks:
+        raise ValueError(f"continues has {len(checked)} entries for {num_chunks} chunks: give one, or None, per chunk")
+    for index, chunk in enumerate(checked):
+        if chunk is not None and not 0 <= chunk < index:
+            raise ValueError(
+                f"continues[{index}] is {chunk}: name a chunk that stands before chunk {index} in the prompt, from 0, "
+                "or None if none does"
+            )
+    return tuple(checked)
+
+
+def _index(entry: Any, name: str) -> int:
+    try:
+        return operator.index(entry)
+    except TypeError:
+        raise TypeError(f"{name} is {entry!r}: give the number of a chunk, an integer") from None
+
+
+def parse_context(
+    prefix: str | Sequence[int],
+    chunks: Sequence[str | Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    continues: Sequence[int | None] | None = None,
+    encode_after: Sequence[str | Sequence[int]] | None = None,
+    cache_salt: str | None = None,
+) -> ParsedPrompt:
+    """Parse prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
+    if isinstance(chunks, str) or not isinstance(chunks, Sequence):
+        raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
+    ids = parse_piece(prefix, tokenizer, True, "prefix", vocab_size)
+    bounds = []
+    for index, chunk in enumerate(chunks):
+        piece = parse_piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
+        if not piece:
+            raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
+        bounds.append((len(ids), len(ids) + len(piece)))
+        ids += piece
+    before: list[tuple[int, ...]] = []
+    if encode_after is not None:
+        if isinstance(encode_after, str) or not isinstance(encode_after, Sequence) or len(encode_after) != len(bounds):
+            raise ValueError(f"encode_after must be a list with text or token ids for each of the {len(bounds)} chunks")
+        for index, given in enumerate(encode_after):
+            before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
+    checked = _check_continues(continues, len(bounds))
+    salt = parse_salt(cache_salt)
+    return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before), salt=salt)
+
+
+def parse_piece(
+    piece: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str, vocab_size: int
+) -> list[int]:
+    """Return the token ids of a piece of a prompt, text or ids; with `special`, BOS comes before a text."""
+    if isinstance(piece, str):
+        return _encode(piece, tokenizer, special, name)
+    return _check_ids(piece, name, vocab_size)
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str) -> list[int]:
+    """Return the token ids of `text`. With `special`, what the tokenizer puts before a text (BOS) comes first, once;
+    what it may put behind (EOS) is left out, as a prompt goes on."""
+    if tokenizer is None:
+        raise ValueError(f"{name} is text, but the engine has no tokenizer: give token ids, or a tokenizer")
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
+    if (
+        special
+        and bos is not None
+        and ids[:1] != [bos]
+        and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
+    ):
+        ids.insert(0, bos)
+    return ids
+
+
+def _check_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+        raise TypeError(f"{name} must be a list of token ids, not {type(ids).__name__}")
+    given: list[Any] = list(ids)
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) < vocab_size:
+        return given  # what nearly every caller gives, in a twentieth of the time
+    checked = []
+    for position, entry in enumerate(given):
+        try:
+            token = operator.index(entry)
+        except TypeError:
+            raise TypeError(f"{name}[{position}] is {entry!r}: give a token id, an integer") from None
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{position}] is {token}, out of vocabulary: the model has {vocab_size} tokens")
+        checked.append(token)
+    return checked

@@ -1,0 +1,119 @@
+"""The settings of the sweep: selectors, then levers, each with its paper. To sweep another one, add a `Setting` to a
+list.
+
+A lever on the choice is a part of `blend_selector` (see blend/selectors/spec.py). A setting that changes what is stored
+has arguments of the engine: an engine is started for each combination of those, and all chunks are encoded again.
+Selectors, levers and encoding contexts that are registered and not listed here are swept with their defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
+from vllm_blend.blend.selectors import BEST, SELECTORS
+from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
+from vllm_blend.quality.arrangements import nearest_passage, relevant_first, with_pages
+from vllm_blend.quality.settings import Arrange, Setting
+
+RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
+QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
+GOALS = (0.02, 0.08, 0.15)  # levers are compared at these: about 8, 14 and 21% of the token-layers, in all
+
+
+def _rule(selector: str, paper: str, **engine: Any) -> Setting:
+    return Setting(selector, {"blend_selector": selector}, engine, paper=paper)
+
+
+def _choice(selector: str, paper: str, *ratios: float) -> Setting:
+    return Setting(selector, {"blend_selector": selector}, paper=paper, ratios=ratios or GOALS)
+
+
+def _encoded(after: str, paper: str, arrange: Arrange | None = None, selector: str = "question_attention") -> Setting:
+    engine, prompt = {"blend_encoding_context": after}, {"blend_selector": selector}
+    return Setting(f"{selector}, after {after}", prompt, engine, arrange, paper, ratios=(0.0, *GOALS))
+
+
+CACHEBLEND = _rule("value_deviation", "CacheBlend (Yao et al., arXiv:2405.16444), section 4.3")
+
+RULES = [
+    CACHEBLEND,
+    _rule("key_deviation", "LMCache's variant of CacheBlend's rule"),
+    _rule("gradual", "CacheBlend, section 4.3: gradual filtering, layers 1 to 4", blend_check_layers=[1, 2, 3, 4]),
+    _rule("question_attention", "ProphetKV"),
+    _rule("late_attention", "ProphetKV, looking on the last third of the layers"),
+    _rule(BEST, "`auto`: with AgentKVShift's correction"),
+    _rule("first_tokens", "EPIC (arXiv:2410.15332), LegoLink"),
+    _rule("attention_deviation", "question attention times CacheBlend's deviation"),
+    _rule("random", "a uniform choice"),
+]
+
+LEVERS = [
+    _choice("question_attention(layer_share=1)", "ProphetKV, looking on every layer"),
+    _choice("question_attention(layer_share=0.5)", "early stop: the question looks on half of the layers"),
+    _choice("question_attention(first_layer=0.25)", "without the first quarter of the layers"),
+    _choice("question_attention(tokens=8)", "the question's last eight tokens look"),
+    _choice("question_attention(over_tokens=max)", "the maximum over the question's tokens"),
+    _choice("question_attention(over_heads=max)", "the maximum over heads"),
+    _choice("question_attention(over_layers=max)", "the maximum over layers"),
+    _choice("question_attention(first_round=0.5)", "two rounds: half is recomputed, then the question looks again"),
+    _choice("question_attention+smoothing(window=7)", "SnapKV's pooling (arXiv:2404.14469), section 4"),
+    _choice("question_attention+chunk_heads(tokens=2)", "EPIC's chunk heads as a floor"),
+    _choice("question_attention+chunk_minimum(tokens=2)", "a minimum for every chunk"),
+    _choice("question_attention+coverage(share=0.6)", "stop at a share of the attention", 0.15, 0.30),
+    _choice("question_attention+mean_shift", "AgentKVShift: the other tokens of a chunk move as those recomputed do"),
+    _choice("value_deviation+mean_shift", "the same after CacheBlend's choice"),
+    _choice(
+        "late_attention(over_tokens=max, over_heads=max, over_layers=max)+mean_shift",
+        "the maximum over tokens, heads and layers in place of the mean",
+    ),
+    *(
+        _encoded(after, "both together", with_pages, selector)
+        for selector in ("question_attention+mean_shift", BEST)
+        for after in ("page", "ordinal_page")
+    ),
+    Setting(
+        "question_attention, relevant pages first",
+        {"blend_selector": "question_attention"},
+        arrange=relevant_first,
+        paper="BM25's best pages first, where chunks are exact",
+        ratios=(0.0, *GOALS),
+    ),
+    _encoded("bos", "Prompt Cache (Gim et al., MLSys 2024), section 3.4: no instruction before a chunk"),
+    _encoded("page", "after the passages that it continues on its page", with_pages),
+    _encoded("neighbour", "after the passage before it in the prompt"),
+    _encoded("given", "FusionRAG's enrichment: after the passage that BM25 finds nearest", nearest_passage),
+    _encoded("ordinal", "after as many filler passages as will stand before it"),
+    _encoded("ordinal_page", "the same, its page's passages in place of the last ones", with_pages),
+    _encoded("ordinal_neighbour", "the same, the passage before it in the prompt in place of the last one"),
+]
+
+
+def _first_sentence(kind: type[Any]) -> str:
+    """Return the first sentence of a class's docstring, on one line."""
+    return " ".join((kind.__doc__ or "").split(". ")[0].split()).rstrip(".")
+
+
+def _is_listed(name: str) -> bool:
+    listed = [*RULES, *LEVERS]
+    texts = [str(value) for setting in listed for value in (*setting.prompt.values(), *setting.engine.values())]
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+
+RULES += [
+    _rule(name, _first_sentence(rule))
+    for name, rule in SELECTORS.items()
+    if rule.fixed_ratio is None and not _is_listed(name)
+]
+LEVERS += [
+    _choice(f"question_attention+{name}", _first_sentence(lever))
+    for name, lever in SELECTOR_LEVERS.items()
+    if not _is_listed(name)
+]
+LEVERS += [
+    _encoded(name, _first_sentence(context))
+    for name, context in ENCODING_CONTEXTS.items()
+    if name != "prefix" and not _is_listed(name)
+]
+SETTINGS = RULES + LEVERS

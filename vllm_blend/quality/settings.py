@@ -1,0 +1,104 @@
+"""What a sweep compares: settings, and the runs that they make. The settings themselves are in `catalogue.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_blend.blend.selectors import make_selector
+from vllm_blend.checks import check_ratio
+from vllm_blend.engine_args import EngineArgs
+from vllm_blend.inputs import ChunkedPrompt
+from vllm_blend.pipeline.datasets import Sample
+
+Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
+RunKey = tuple[str, str, Arrange | None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to blend. `engine` has arguments of `EngineArgs` beyond the defaults, and `prompt` has keys of a
+    `ChunkedPrompt` beside its pieces; `arrange` sets what depends on the sample (an order of chunks, their pages). The
+    setting is run at those of the sweep's ratios that are in `ratios` (None: all)."""
+
+    name: str
+    prompt: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    arrange: Arrange | None = None
+    paper: str = ""
+    ratios: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A setting at a ratio."""
+
+    setting: Setting
+    ratio: float
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Return the engine's arguments. If everything or nothing is recomputed, no layer is checked."""
+        chooses = 0 < self.ratio < 1
+        return {name: v for name, v in self.setting.engine.items() if chooses or name != "blend_check_layers"}
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """Return the prompt's keys. At ratio 0 every selector is plain reuse, and at 1 every selector recomputes
+        everything."""
+        keys = dict(self.setting.prompt)
+        if self.ratio in (0, 1):
+            return keys | {"blend_selector": "none" if self.ratio == 0 else "full"}
+        return keys | {"blend_recompute_ratio": self.ratio}
+
+    @property
+    def group(self) -> str:
+        """Return a string that is equal for runs that one engine can do."""
+        return json.dumps(self.engine, sort_keys=True)
+
+    @property
+    def key(self) -> RunKey:
+        """Return a key that is equal for runs that compute the same: they are measured once."""
+        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange
+
+
+PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))
+RECOMPUTE_ALL = Setting("recompute all", paper="every token, through the blend's own path", ratios=(1.0,))
+
+
+def find_settings(names: Sequence[str] | None, settings: Sequence[Setting]) -> list[Setting]:
+    """Return those of `settings` with these names (None: all), in their order. Raises ValueError that lists the known
+    ones."""
+    known = [setting.name for setting in settings]
+    for name in known if names is None else names:
+        if known.count(name) != 1:
+            what = "is unknown" if name not in known else "is the name of several settings"
+            raise ValueError(f"the setting {name!r} {what}: there are {', '.join(known)}")
+    return [setting for setting in settings if names is None or setting.name in names]
+
+
+def make_runs(settings: Sequence[Setting], ratios: Sequence[float]) -> list[Run]:
+    """Return every setting at every ratio it is run at, after plain reuse (and `RECOMPUTE_ALL`, if 1 is a ratio), which
+    need the default engine. Raises ValueError for invalid settings and ratios, before anything is computed."""
+    for ratio in ratios:
+        check_ratio("a ratio", ratio)
+    if list(ratios) != sorted(set(ratios)):
+        raise ValueError(f"the ratios {list(ratios)} must be in rising order, each given once")
+    if 0 not in ratios:
+        raise ValueError("the ratios must include 0: the report compares with plain reuse")
+    runs = []
+    for setting in (PLAIN_REUSE, RECOMPUTE_ALL, *settings):
+        _check(setting)
+        runs += [Run(setting, ratio) for ratio in ratios if setting.ratios is None or ratio in setting.ratios]
+    return runs
+
+
+def _check(setting: Setting) -> None:
+    try:
+        EngineArgs(model="model", enable_blending=True, **setting.engine).create_engine_config()
+        if "blend_selector" in setting.prompt:
+            make_selector(setting.prompt["blend_selector"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the setting {setting.name!r} is invalid: {error}") from error

@@ -1,0 +1,196 @@
+"""The pass over requests in ordinary blocks: prefills, blends and decodes, together in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
+from vllm_blend.attention.metadata import AttentionMetadata
+from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.kv_store.transfer import StagingRing
+from vllm_blend.layers.logprobs import prompt_logprobs
+from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE
+from vllm_blend.outputs import Logprob
+from vllm_blend.request import Request
+from vllm_blend.worker.batch import Drawn, Span, build_batch
+from vllm_blend.worker.blend_runner import first_positions
+from vllm_blend.worker.chunk_placement import ChunkPlacement
+from vllm_blend.worker.cuda_graphs import DecodeGraphs
+from vllm_blend.worker.device_parts import DeviceParts
+from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
+from vllm_blend.worker.mean_shift import mean_shift_hook
+from vllm_blend.worker.passes import PassOutput, WorkerExtension
+from vllm_blend.worker.question_graphs import QuestionGraphs
+from vllm_blend.worker.runner_output import BlendResult, RunnerOutput
+
+
+class BlockPass:
+    """Runs the model over requests in blocks, by a CUDA graph where all of them decode and one fits."""
+
+    def __init__(
+        self,
+        parts: DeviceParts,
+        decode_graphs: DecodeGraphs | None = None,
+        question_graphs: QuestionGraphs | None = None,
+        staging: StagingRing | None = None,
+        extensions: Sequence[WorkerExtension] = (),
+    ) -> None:
+        self.parts, self.model, self.cache = parts, parts.model, parts.cache
+        self.extensions = extensions
+        self.decode_graphs, self.question_graphs = decode_graphs, question_graphs
+        self.placement = ChunkPlacement(parts.model, parts.cache, staging)
+
+    def accepts(self, item: ScheduledRequest) -> bool:
+        """Return True: what no other pass accepts is in blocks."""
+        return True
+
+    def run(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
+        """Compute the items, and add what blends and prompts give to `result`."""
+        if self.decode_graphs is not None and all(item.is_decode or item.drafts for item in items):
+            logits = self._replay(self.decode_graphs, items, drawn)
+            if logits is not None:
+                return PassOutput(logits, items)
+        return self._forward(items, drawn, result)
+
+    def _replay(
+        self, decode_graphs: DecodeGraphs, items: Sequence[ScheduledRequest], drawn: Drawn
+    ) -> torch.Tensor | None:
+        if any(extension.needs_eager(items) for extension in self.extensions):
+            return None
+        spans = [Span(item.request, item.start, item.stop, None, item.drafts) for item in items]
+        for extension in self.extensions:
+            logits = extension.replay(spans, drawn)
+            if logits is not None:
+                return logits
+        return decode_graphs.run(spans, drawn)
+
+    def _forward(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
+        arriving = self.placement.start([item.request for item in items if item.is_blend])
+        spans, masses = self._spans(items, arriving, result)
+        batch = build_batch(spans, self.cache.block_size, self.parts.device, drawn)
+        capture = _capture_hook(items, self.cache.key.shape[0])
+        narrowing = _narrowing_hook(spans, masses, self.parts.device)
+        own = (capture, narrowing, mean_shift_hook(spans, self.placement.rotaries))
+        added = (extension.hook(items) for extension in self.extensions)
+        hooks = [*arriving, *(hook for hook in (*own, *added) if hook is not None)]
+        backend = self.parts.backend
+        for extension in self.extensions:
+            backend = extension.wrap_backend(backend, spans, batch.metadata)
+        context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
+        with forward_context(context):
+            hidden = self.model(batch.input_ids)
+        output = self._read_out(items, hidden, context.metadata, result)
+        for index, item in enumerate(items):
+            request = item.request
+            if capture is not None and index in capture.first_rows:
+                request.collected[_first_row_position(item)] = capture.captured(index)
+            if item.is_blend:
+                result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
+        if narrowing is not None:
+            result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
+        return output
+
+    def _spans(
+        self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
+    ) -> tuple[list[Span], dict[Request, torch.Tensor]]:
+        """Return the spans of a step, and the attention mass of each blended request whose question has looked."""
+        blended = [item.request for item in items if item.is_blend]
+        starts, masses, errors = first_positions(blended, self.parts, arriving, self.question_graphs)
+        result.errors |= {blended[index]: text for index, text in errors.items()}
+        positions = dict(zip(blended, starts, strict=True))
+        where = [positions[item.request] if item.is_blend else None for item in items]
+        spans = [Span(i.request, i.start, i.stop, at, i.drafts) for i, at in zip(items, where, strict=True)]
+        return spans, {blended[index]: mass for index, mass in masses.items()}
+
+    def _read_out(
+        self,
+        items: Sequence[ScheduledRequest],
+        hidden: torch.Tensor,
+        final: AttentionMetadata,
+        result: RunnerOutput,
+    ) -> PassOutput | None:
+        """Return the logits of the items that draw, and add the log-probabilities of prompts to `result`."""
+        rows: list[int] = []
+        sampling: list[ScheduledRequest] = []
+        for index, item in enumerate(items):
+            params = item.request.params
+            if params is not None and _wants_prompt_logprobs(item):
+                assert params.prompt_logprobs is not None
+                wanted = item.request.token_slice(item.start + 1, item.stop + 1)  # row i predicts token i + 1
+                before = hidden[final.rows(index)]
+                result.prompt_logprobs[item.request] = self._prompt_logprobs(before, wanted, params.prompt_logprobs)
+            if item.samples:
+                end = final.query_start_loc[index + 1]
+                rows += range(end - 1 - len(item.drafts), end)
+                sampling.append(item)
+        if not rows:
+            return None
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
+        return PassOutput(self.model.compute_logits(hidden), sampling)
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, token_ids: Sequence[int], num_logprobs: int
+    ) -> list[dict[int, Logprob]]:
+        """Return entries for `token_ids`, each predicted by its row of hidden [at least as many, hidden_size]. Few rows
+        are done at a time: the logits of a long prompt would take gigabytes that no profiling run has seen."""
+        vocab_size: int = self.model.config.vocab_size
+        step = max(1, MAX_ELEMENTS_AT_ONCE // vocab_size)
+        entries: list[dict[int, Logprob]] = []
+        for start in range(0, len(token_ids), step):
+            wanted = token_ids[start : start + step]
+            logits = self.model.compute_logits(hidden[start : start + len(wanted)])
+            entries += prompt_logprobs(logits, wanted, num_logprobs)
+        return entries
+
+
+def _wants_prompt_logprobs(item: ScheduledRequest) -> bool:
+    request = item.request
+    wanted = request.params is not None and request.params.prompt_logprobs is not None
+    return wanted and item.start < request.num_prompt_tokens and not request.output_token_ids
+
+
+def _num_outputs(items: Sequence[ScheduledRequest]) -> list[int]:
+    """Return of how many of each request's rows the hidden states are needed: the last so many."""
+    return [
+        item.num_tokens if _wants_prompt_logprobs(item) else (1 + len(item.drafts) if item.samples else 0)
+        for item in items
+    ]
+
+
+def _capture_hook(items: Sequence[ScheduledRequest], num_layers: int) -> CaptureHook | None:
+    """Return the hook that keeps rows of the requests whose KV is collected. There, a blend computes its suffix alone:
+    no holes."""
+    first = {
+        index: max(0, item.request.collect_from - _first_row_position(item))
+        for index, item in enumerate(items)
+        if item.request.collect_from is not None and item.start < item.request.num_prompt_tokens
+    }
+    return CaptureHook(first, num_layers) if first else None
+
+
+def _first_row_position(item: ScheduledRequest) -> int:
+    return item.request.blend.suffix_start if item.is_blend and item.request.blend else item.start
+
+
+def _narrowing_hook(
+    spans: Sequence[Span], masses: dict[Request, torch.Tensor], device: torch.device
+) -> NarrowingHook | None:
+    plans = {
+        index: (span.request.blend, span.positions, masses.get(span.request))
+        for index, span in enumerate(spans)
+        if span.positions is not None and span.request.blend is not None and span.request.blend.looks_at.checks
+    }
+    return NarrowingHook(plans, device) if plans else None
+
+
+def _blend_result(request: Request, whole: AttentionMetadata, final: AttentionMetadata, index: int) -> BlendResult:
+    plan = request.blend
+    assert plan is not None
+    rows = final.rows(index)
+    after_context = request.num_tokens - plan.suffix_start  # rows are in order of position: these come last
+    chosen = final.positions[rows][: rows.stop - rows.start - after_context]
+    return BlendResult(plan, chosen, whole.slot_mapping[whole.rows(index)], final.slot_mapping[rows])
