@@ -71,7 +71,14 @@ def metrics(llm: LLM) -> dict[str, float]:
 
 
 def cold(llm: LLM) -> None:
-    """Everything that was stored is on the disk, and nothing in memory."""
+    """Everything that was stored is on the disk, and nothing in memory. A prompt that ran while its chunks arrived may
+    have ended before the threads that load them have: what these bring must not come into memory afterwards."""
+    composer = llm.llm_engine.composer
+    deadline = time.monotonic() + PATIENCE
+    while composer._loading and time.monotonic() < deadline:
+        assert not composer.poll()
+        composer.wait(0.01)
+    assert not composer._loading
     assert store_of(llm).flush(SECONDS)
     llm.llm_engine.chunk_store.clear()
 
