@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
+from tokenizers import Tokenizer
 
 from vllm_blend.pipeline.prompts import render_passage
 from vllm_blend.quality.dialogues import STYLES, summary_episode
@@ -14,6 +16,7 @@ from vllm_blend.quality.world_facts import make_world
 from vllm_blend.quality.worlds import Episode, question_episode
 
 SEEDS = range(1_000_000, 1_000_040)
+DEMO = Path(__file__).parents[2] / "inputs" / "demo-model"
 
 
 def rendered(episode: Episode) -> str:
@@ -36,7 +39,7 @@ def test_a_seed_gives_the_same_episode_again() -> None:
     assert question_episode(Random(1_000_001)) != question_episode(Random(1_000_002))
 
 
-@pytest.mark.parametrize("families", [1, 2, 3])
+@pytest.mark.parametrize("families", [1, 2, 3, 8])
 def test_gold_passages_hold_the_answer_and_name_every_subject(families: int) -> None:
     for seed in SEEDS:
         episode = question_episode(Random(seed), families)
@@ -80,12 +83,39 @@ def test_passages_of_a_page_are_neighbours_in_order() -> None:
             assert after.part == (before.part + 1 if after.page == before.page else 0)
 
 
-def test_names_in_a_world_are_unique() -> None:
+@pytest.mark.parametrize("families", [3, 8])
+def test_names_in_a_world_are_unique(families: int) -> None:
     for seed in SEEDS:
-        world = make_world(Random(seed), 3)
+        world = make_world(Random(seed), families)
         names = [c.name for c in world.cities] + [c.name for c in world.companies] + [p.name for p in world.people]
+        names += [c.mayor for c in world.cities] + [c.director for c in world.companies]
+        names += [p.spouse for p in world.people] + [c.river for c in world.cities] + [c.country for c in world.cities]
         assert len(set(names)) == len(names)
         assert {p.company.name for p in world.people} == {c.name for c in world.companies}
+
+
+@pytest.mark.parametrize("families", [1, 4, 8])
+def test_a_question_has_one_answer_in_its_world(families: int) -> None:
+    for seed in SEEDS:
+        questions = question_episode(Random(seed), families).questions
+        assert len({question.text for question in questions}) == len(questions) == 25 * families
+
+
+def test_eight_families_are_forty_passages_that_fit_a_short_context() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    passages, tokens = [], []
+    for seed in SEEDS:
+        episode = question_episode(Random(seed), 8, titles=False)
+        text = episode.instruction + "".join(render_passage(p.title, p.text) for p in episode.passages)
+        passages.append(len(episode.passages))
+        tokens.append(len(tokenizer.encode(text).ids))
+    assert min(passages) >= 32 and max(passages) <= 48 and 38 < sum(passages) / len(passages) < 42
+    assert max(tokens) < 1900 and 1600 < sum(tokens) / len(tokens) < 1850
+
+
+def test_a_world_without_families_is_refused() -> None:
+    with pytest.raises(ValueError, match="a world of 0 families"):
+        question_episode(Random(1_000_000), 0)
 
 
 def test_titles_are_shown_only_when_asked_for() -> None:

@@ -2,8 +2,9 @@
 
     python -m vllm_blend.quality.make_datasets --output-dir inputs
 
-The files are a pure function of the seeds below, which the demo model has never seen. Question kinds take turns: each
-has a third of the samples. Worlds of two families have 8 to 12 passages, 10 on average.
+The files are a pure function of the seeds below, which are in the development split (`splits`): the demo model has
+never seen them, but rules were chosen on them. Question kinds take turns: each has a third of the samples. Worlds of
+two families have 8 to 12 passages, 10 on average.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.quality.dialogues import summary_episode
+from vllm_blend.quality.splits import DEVELOPMENT
 from vllm_blend.quality.worlds import Episode, Question, question_episode
 
 KINDS = ("1hop", "cross", "2hop")
@@ -45,14 +47,14 @@ def samsum_sample(index: int) -> dict[str, Any]:
 
     The dialogue ends with "Summary:", because few-shot prompts append the question as it is.
     """
-    episode = summary_episode(Random(SAMSUM_SEED + index))
+    episode = summary_episode(Random(DEVELOPMENT.checked(SAMSUM_SEED + index)))
     question = episode.questions[0]
     sample = _as_sample(f"samsum-{index:03d}", episode, question)
     return {**sample, "question": f"{question.text}\nSummary:"}
 
 
 def _qa_sample(name: str, seed: int, index: int, titles: bool) -> dict[str, Any]:
-    rng = Random(seed + index)
+    rng = Random(DEVELOPMENT.checked(seed + index))
     episode = question_episode(rng, FAMILIES, titles)
     question = rng.choice([q for q in episode.questions if q.kind == KINDS[index % len(KINDS)]])
     return {**_as_sample(f"{name}-{index:03d}", episode, question), "gold": episode.gold(question)}

@@ -1,7 +1,7 @@
 """The facts of a synthetic world: made-up people, the companies they founded and the cities they were born in.
 
 Every function draws from the `random.Random` it is given, in a fixed order: another order would give other worlds and
-other `inputs/*.json`. The demo model was trained on seeds below 2,000; everything else stays above 1,000,000.
+other `inputs/*.json`. `splits` says which seeds are for what.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def made_up_name(rng: Random) -> str:
 
 def make_world(rng: Random, families: int) -> World:
     """Return `families` people, and as many companies and cities. In 60% of the larger worlds two people share a
-    surname."""
+    surname. Raises ValueError for fewer than one family."""
+    if families < 1:
+        raise ValueError(f"a world of {families} families has no facts: use 1 or more (8 have about 40 passages)")
     names = _Names(rng)
     cities = [
         City(

@@ -245,12 +245,12 @@ def _questions_about_city(city: City) -> list[Question]:
 
 
 def question_episode(rng: Random, families: int | None = None, titles: bool | None = None) -> Episode:
-    """Return one world's pages and questions; a family has about 5 passages.
+    """Return one world's pages and questions; a family has about 5 passages and 210 tokens of the demo model.
 
-    `families` is 1 to 3 in training, drawn if None. `titles` shows page titles (the 2WikiMultihopQA form), in 30% if
-    None.
+    `families` is drawn from 1 to 3 if None, as for the demo model. `titles` shows page titles (the 2WikiMultihopQA
+    form), in 30% if None. Raises ValueError for fewer than one family.
     """
-    families = families or rng.choice([1, 2, 2, 3, 3])
+    families = rng.choice([1, 2, 2, 3, 3]) if families is None else families
     world = make_world(rng, families)
     pages = write_pages(rng, world)
     titles = rng.random() < 0.3 if titles is None else titles
