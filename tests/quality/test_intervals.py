@@ -114,3 +114,54 @@ def test_shares_are_covered_as_often_as_they_say(count: int, right_in_full: floa
             covered[kind] += estimate.low - 1e-9 <= true <= estimate.high + 1e-9
     assert covered[SmallSampleIntervals] >= 94
     assert covered[Bootstrap] < covered[SmallSampleIntervals]
+
+
+def drawn(
+    random: np.random.Generator, worlds: np.ndarray, lost: float, right_in_full: float = 0.85
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of a setting and of full prefill. Questions about one world are lost, or answered, together
+    more often than those of two."""
+    count = worlds.max() + 1
+    full = random.random(len(worlds)) < random.beta(2 * right_in_full, 2 * (1 - right_in_full), count)[worlds]
+    ours = full & (random.random(len(worlds)) >= random.beta(2 * lost, 2 * (1 - lost), count)[worlds])
+    return ours.astype(float), full.astype(float)
+
+
+def test_intervals_over_worlds_cover_as_often_as_they_say() -> None:
+    """Those over questions do not: three questions about each of 60 worlds are less than 180 questions."""
+    random, worlds = np.random.default_rng(0), np.repeat(np.arange(60), 3)
+    covered = {"worlds": 0, "questions": 0}
+    for trial in range(100):
+        ours, full = drawn(random, worlds, lost=0.3)
+        for name, intervals in (
+            ("worlds", Bootstrap(180, trial, worlds.tolist())),
+            ("questions", Bootstrap(180, trial)),
+        ):
+            found = (
+                (intervals.score(ours), 0.85 * 0.7),
+                (intervals.difference(ours, full), -0.85 * 0.3),
+                (known(intervals.ratio(ours, full)), 0.7),
+            )
+            covered[name] += sum(e.low <= true <= e.high for e, true in found if e.low is not None and e.high)
+    assert covered["worlds"] >= 0.92 * 300 and covered["questions"] <= 0.89 * 300
+
+
+def test_what_is_rarely_lost_takes_the_wider_intervals() -> None:
+    """A rule that keeps 98% loses a question in few of the worlds, perhaps in none that was seen."""
+    random, worlds = np.random.default_rng(0), np.repeat(np.arange(60), 3)
+    covered = {SmallSampleIntervals: 0, Bootstrap: 0}
+    for trial in range(60):
+        ours, full = drawn(random, worlds, lost=0.02)
+        for kind in covered:
+            estimate = known(kind(180, trial, worlds.tolist()).ratio(ours, full))
+            assert estimate.low is not None and estimate.high is not None
+            covered[kind] += estimate.low <= 0.98 <= estimate.high + 1e-9
+    assert covered[SmallSampleIntervals] >= 58 and covered[Bootstrap] <= 52
+
+
+def test_a_world_of_its_own_for_each_question_changes_nothing() -> None:
+    values = np.random.default_rng(5).random(40)
+    for kind in (Bootstrap, SmallSampleIntervals):
+        assert kind(40, 3).score(values) == kind(40, 3, range(40)).score(values)
+    with pytest.raises(ValueError, match="39 worlds for 40 questions"):
+        Bootstrap(40, 3, range(39))

@@ -15,10 +15,19 @@ from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
 from vllm_blend.blend.selectors import BEST, SELECTORS
 from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
 from vllm_blend.quality.arrangements import nearest_passage, relevant_first, with_pages
+from vllm_blend.quality.oracles import (
+    gold_relevance,
+    rank_answer_passages,
+    rank_attended_passages,
+    rank_gold_names,
+    rank_gold_passages,
+    rank_true_attention,
+)
 from vllm_blend.quality.settings import Arrange, Setting
 
 RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
 QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
+RELEVANT_PASSAGES = "relevant_passages"  # the selector of whole passages
 GOALS = (0.02, 0.08, 0.15)  # levers are compared at these: about 8, 14 and 21% of the token-layers, in all
 
 
@@ -117,3 +126,23 @@ LEVERS += [
     if name != "prefix" and not _is_listed(name)
 ]
 SETTINGS = RULES + LEVERS
+
+# The ceilings of all rules: measured by `held_out` beside them, and no part of `SETTINGS`.
+ORACLES = [
+    Setting(
+        "oracle: answer's passages", paper="whole, with those that their page continues from", rank=rank_answer_passages
+    ),
+    Setting("oracle: gold passages", paper="also those that lead to the answer's", rank=rank_gold_passages),
+    Setting("oracle: names in gold passages", paper="names, numbers and the answer", rank=rank_gold_names),
+    Setting("oracle: true attention", paper="question attention in full prefill", rank=rank_true_attention),
+    Setting("oracle: attended passages", paper="the same, summed per passage", rank=rank_attended_passages),
+]
+if RELEVANT_PASSAGES in SELECTORS:
+    ORACLES.append(
+        Setting(
+            f"{RELEVANT_PASSAGES}, gold given",
+            {"blend_selector": RELEVANT_PASSAGES},
+            arrange=gold_relevance,
+            paper="the rule itself, with relevance 1 for the gold passages and 0 for others",
+        )
+    )

@@ -160,11 +160,11 @@ def _merge(questions: Questions, shares: Sequence[Sequence[int]], parts: Sequenc
         raise nothing_fits(questions, "context")
     names = tuple(s.sample_id for s in questions.samples if s.sample_id in left_out)
     all_of_them = replace(questions, samples=kept, left_out=names)
-    outcomes = {key: _join([part.runs[key] for part in parts], order) for key in parts[0].runs}
-    return Measured(all_of_them, _join([part.full for part in parts], order), outcomes)
+    outcomes = {key: join_outcomes([part.runs[key] for part in parts], order) for key in parts[0].runs}
+    return Measured(all_of_them, join_outcomes([part.full for part in parts], order), outcomes)
 
 
-def _join(parts: Sequence[Outcome], order: Sequence[int]) -> Outcome:
+def join_outcomes(parts: Sequence[Outcome], order: Sequence[int]) -> Outcome:
     """Return one outcome for several: lists with a number per question in `order`, and the sums of costs."""
     joined = Outcome()
     for name in (field.name for field in fields(Outcome)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_blend.quality.rows import ALL, FULL
@@ -22,9 +22,7 @@ above are left out."""
 def render(about: dict[str, Any], rows: Sequence[dict[str, Any]], settings: Sequence[Setting]) -> str:
     """Return the document. `about` says how the rows were measured; its entries are listed as they are."""
     lines = ["# Quality of blended answers", "", f"    {about['command']}", ""]
-    lines += [
-        f"- {name.replace('_', ' ')}: {_format_value(value)}" for name, value in about.items() if name != "command"
-    ]
+    lines += format_about({name: value for name, value in about.items() if name != "command"})
     lines += ["", LEGEND]
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == dataset]
@@ -34,6 +32,11 @@ def render(about: dict[str, Any], rows: Sequence[dict[str, Any]], settings: Sequ
         cells = (setting.name, setting.paper, _options(setting.prompt), _options(setting.engine))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def format_about(about: Mapping[str, Any]) -> list[str]:
+    """Return a line for each entry."""
+    return [f"- {name.replace('_', ' ')}: {_format_value(value)}" for name, value in about.items()]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -49,23 +52,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if row["kind"] != ALL or row["same_as"] is not None:
             continue
         ratio = "" if row["setting"] == FULL else f"{100 * row['ratio']:g}%"
-        cells = [row["setting"], ratio, f"{100 * row['token_layers']:.1f}", _with_interval(row, metric)]
-        cells += [_percent(by_kind[kind, row["setting"], row["ratio"]][metric]) for kind in kinds]
-        cells += [_percent(row["exact_match"]), _percent(row["kept"]), _with_interval(row, "recovered", 0)]
-        cells += [_with_interval(row, "over_cacheblend")] if compared else []
-        lines.append(f"| {' | '.join([*cells, _percent(row['same_answer']), _format_number(row['kl'])])} |")
+        cells = [row["setting"], ratio, f"{100 * row['token_layers']:.1f}", interval_cell(row, metric)]
+        cells += [percent(by_kind[kind, row["setting"], row["ratio"]][metric]) for kind in kinds]
+        cells += [percent(row["exact_match"]), percent(row["kept"]), interval_cell(row, "recovered", 0)]
+        cells += [interval_cell(row, "over_cacheblend")] if compared else []
+        lines.append(f"| {' | '.join([*cells, percent(row['same_answer']), _format_number(row['kl'])])} |")
     return "\n".join(lines)
 
 
-def _with_interval(row: dict[str, Any], name: str, digits: int = 1) -> str:
+def interval_cell(row: Mapping[str, Any], name: str, digits: int = 1) -> str:
+    """Return a share of a row in percent, with its interval; empty if there is none."""
     value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
     if value is None:
         return ""
-    text = _percent(value, digits)
-    return text if low is None else f"{text} ({_percent(low, digits)} to {_percent(high, digits)})"
+    text = percent(value, digits)
+    return text if low is None else f"{text} ({percent(low, digits)} to {percent(high, digits)})"
 
 
-def _percent(value: float | None, digits: int = 1) -> str:
+def percent(value: float | None, digits: int = 1) -> str:
+    """Return a share in percent; empty for None."""
     return "" if value is None else f"{100 * value + 0.0:.{digits}f}"
 
 

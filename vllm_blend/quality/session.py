@@ -54,6 +54,7 @@ class Session:
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **arguments))
         self.batch = batch
         self.dtype: torch.dtype = self.engine.model_executor.driver_worker.model_runner.cache.key.dtype
+        self.true_attention: dict[tuple[int, ...], torch.Tensor] = {}  # of prompts, see true_attention.py
         self._probe = Probe(self.engine.model_executor.driver_worker.model_runner.model)
 
     def __enter__(self) -> Session:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample
+from vllm_blend.quality.session import Session
 
 Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
-RunKey = tuple[str, str, Arrange | None]
+# Returns positions of the prompt as the arrangement left it ([n] int64), those first that are to be computed first.
+Rank = Callable[[Session, Sample, ChunkedPrompt], torch.Tensor]
+RunKey = tuple[str, str, Arrange | None, Rank | None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Setting:
     arrange: Arrange | None = None
     paper: str = ""
     ratios: tuple[float, ...] | None = None
+    rank: Rank | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,12 @@ class Run:
     @property
     def key(self) -> RunKey:
         """Return a key that is equal for runs that compute the same: they are measured once."""
-        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange
+        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange, self.rank
+
+    @property
+    def rank(self) -> Rank | None:
+        """Return the setting's rank, if there is anything to choose."""
+        return self.setting.rank if 0 < self.ratio < 1 else None
 
 
 PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))
@@ -77,6 +88,38 @@ def find_settings(names: Sequence[str] | None, settings: Sequence[Setting]) -> l
             what = "is unknown" if name not in known else "is the name of several settings"
             raise ValueError(f"the setting {name!r} {what}: there are {', '.join(known)}")
     return [setting for setting in settings if names is None or setting.name in names]
+
+
+def resolve_settings(names: Sequence[str], settings: Sequence[Setting]) -> list[Setting]:
+    """Return a setting for each name, at any ratio: the one of `settings`, or else a `blend_selector` of that text.
+    "NAME@RATIO,RATIO" is run at these ratios alone. Raises ValueError that says what is wrong."""
+    found: list[Setting] = []
+    for text in names:
+        name, at, ratios = text.partition("@")
+        listed = name in [setting.name for setting in settings]
+        if not listed:
+            try:
+                make_selector(name)
+            except ValueError as error:
+                known = ", ".join(setting.name for setting in settings)
+                raise ValueError(
+                    f"the setting {name!r} is unknown: there are {known}; nor is it a rule: {error}"
+                ) from error
+        setting = find_settings([name], settings)[0] if listed else Setting(name, {"blend_selector": name})
+        if name in [other.name for other in found]:
+            raise ValueError(f"the setting {name!r} is given twice: give all of its ratios at once, NAME@RATIO,RATIO")
+        found.append(replace(setting, ratios=_parse_ratios(text, ratios) if at else None))
+    return found
+
+
+def _parse_ratios(text: str, ratios: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(ratio) for ratio in ratios.split(","))
+    except ValueError:
+        raise ValueError(f"the setting {text!r} must end with shares from 0 to 1, such as @0.08,0.15") from None
+    for ratio in found:
+        check_ratio(f"the setting {text!r}: a ratio", ratio)
+    return found
 
 
 def make_runs(settings: Sequence[Setting], ratios: Sequence[float]) -> list[Run]:

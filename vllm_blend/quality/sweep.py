@@ -12,6 +12,7 @@ import torch
 from vllm_blend.inputs import ChunkedPrompt, PromptType
 from vllm_blend.pipeline.datasets import Sample
 from vllm_blend.pipeline.evaluate import score_prediction
+from vllm_blend.quality.given_tokens import given_tokens
 from vllm_blend.quality.questions import Questions, joined_ids, select_fitting
 from vllm_blend.quality.session import Answers, Session
 from vllm_blend.quality.settings import Run, RunKey
@@ -29,6 +30,7 @@ class Outcome:
     rouge_l: list[float] = field(default_factory=list)
     same_answer: list[float] = field(default_factory=list)  # 1 if it is full prefill's, word for word
     kl: list[float] = field(default_factory=list)  # nats, of the first token, from full prefill
+    texts: list[str] = field(default_factory=list)
     token_layers: float = 0.0  # by all prefills
     encoding: float = 0.0  # token-layers that computed this run's chunks
 
@@ -52,12 +54,14 @@ def sweep(
     batch: int = 16,
     progress: Progress = lambda text: None,
     whole: bool = True,
+    check: Callable[[Session, list[Questions]], None] = lambda session, data: None,
     **engine_args: Any,
 ) -> Iterator[list[Measured]]:
     """Measure `runs`; after each engine, yield the same list with more in it. Equal runs are measured once.
 
-    The first engine answers everything in full too. Samples that it cannot hold are left out of every run. Raises
-    ValueError if none is left of a `whole` data set; a part of one may be empty.
+    The first engine answers everything in full too. Samples that it cannot hold are left out of every run; `check` may
+    look at the engine and at the other samples, and raise, before anything is measured. Raises ValueError if no sample
+    is left of a `whole` data set; a part of one may be empty.
     """
     groups: dict[str, dict[RunKey, Run]] = {}
     for run in runs:
@@ -71,6 +75,7 @@ def sweep(
                 measured = [
                     Measured(select_fitting(questions, session.engine, whole), Outcome(), {}) for questions in data
                 ]
+                check(session, [one.questions for one in measured])
             for index, one in enumerate(measured):
                 progress(f"engine {number + 1} of {len(groups)}, {one.questions.name}: {len(group)} runs")
                 if number == 0:
@@ -95,8 +100,13 @@ def full_answers(session: Session, questions: Questions, samples: Sequence[Sampl
 
 
 def blended_answers(session: Session, questions: Questions, samples: Sequence[Sample], run: Run) -> Answers:
-    prompts: list[PromptType] = [_arrange(questions, sample, run) for sample in samples]
-    return session.answer(prompts, questions.style.max_tokens)
+    prompts = [_arrange(questions, sample, run) for sample in samples]
+    if run.rank is None:
+        return session.answer(prompts, questions.style.max_tokens)
+    rankings = [run.rank(session, sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)]
+    with given_tokens(rankings) as selectors:
+        ranked = [p | {"blend_selector": selector} for p, selector in zip(prompts, selectors, strict=True)]
+        return session.answer(ranked, questions.style.max_tokens)
 
 
 def answer_in_full(session: Session, one: Measured) -> Answers:
@@ -134,6 +144,7 @@ def _outcome(questions: Questions, found: Answers, reference: Answers) -> Outcom
         scores = score_prediction(answer.text, list(sample.answers))
         for name in METRICS:
             getattr(outcome, name).append(getattr(scores, name))
+        outcome.texts.append(answer.text)
         outcome.same_answer.append(float(answer.text == full.text))
         outcome.kl.append(kl_divergence(full.first, answer.first))
     return outcome

@@ -1,0 +1,169 @@
+"""Held-out measurements: what they ask, what they keep, what they refuse, and what their tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.engines import tiny_model
+from vllm_blend.quality import held_out
+from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
+from vllm_blend.quality.held_out_report import render
+from vllm_blend.quality.held_out_worlds import held_out_questions, world_of
+from vllm_blend.quality.splits import DEVELOPMENT, TEST
+
+ABOUT = {"command": "python -m x", "model": "m", "weights": "w", "dtype": "float32", "split": "test"}
+
+
+def answered(setting: str, ratio: float | None, correct: str, token_layers: float = 0.25) -> Answered:
+    right = np.array([one == "1" for one in correct])
+    return Answered(setting, ratio, token_layers, right, tuple(f"no {setting}" for one in right if not one))
+
+
+def measured(*runs: Answered, first: int = 5_000_000) -> HeldOut:
+    """Four questions about two worlds."""
+    questions = tuple(f"{first + number // 2}.{number}" for number in range(4))
+    full = answered("full prefill", None, "1110", 1.0)
+    reuse = answered("plain reuse", 0.0, "1000")
+    cell = Cell("2 families", questions, ("1hop", "2hop", "1hop", "2hop"), (8, 12), ("a",), (full, reuse, *runs))
+    named = [[run.setting, run.ratio] for run in runs]
+    return HeldOut(ABOUT | {"runs": named}, (cell,))
+
+
+def test_questions_are_of_the_split_and_of_all_kinds() -> None:
+    questions = held_out_questions(TEST, 2, range(2, 4), per_world=3)
+    assert [world_of(sample.sample_id) for sample in questions.samples] == ["5000002"] * 3 + ["5000003"] * 3
+    assert [sample.kind for sample in questions.samples] == ["1hop", "cross", "2hop"] * 2
+    assert len({sample.sample_id for sample in questions.samples}) == 6 and questions.name == "2 families"
+    assert all(sample.gold and sample.answers[0] for sample in questions.samples)
+    assert held_out_questions(TEST, 2, range(2, 3), per_world=3).samples == questions.samples[:3]
+    with pytest.raises(ValueError, match="is not in the development split"):
+        held_out_questions(DEVELOPMENT, 2, range(10**6, 10**6 + 1), per_world=1)
+    with pytest.raises(ValueError, match="too few questions for 90"):
+        held_out_questions(TEST, 1, range(1), per_world=90)
+
+
+def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
+    known = measured(answered("rule", 0.15, "1101"))
+    write_held_out(tmp_path / "a.json", known)
+    found = read_held_out(tmp_path / "a.json")
+    assert found.about == known.about and render([found]) == render([known])
+    [cell], [expected] = found.cells, known.cells
+    assert (cell.questions, cell.kinds, cell.passages, cell.left_out) == (
+        expected.questions,
+        expected.kinds,
+        expected.passages,
+        expected.left_out,
+    )
+    assert [run.wrong for run in cell.runs] == [run.wrong for run in expected.runs]
+    for text in (
+        '{"about": {}}',
+        "[]",
+        (tmp_path / "a.json").read_text().replace('"correct":"1101"', '"correct":"1111"'),
+    ):
+        (tmp_path / "b.json").write_text(text)
+        with pytest.raises(ValueError, match="does not hold answers of held-out questions"):
+            read_held_out(tmp_path / "b.json")
+
+
+def test_the_table_compares_over_the_same_questions() -> None:
+    one, other = measured(answered("rule", 0.15, "1100")), measured(answered("better", 0.15, "1111", 0.5))
+    text = render([one, other], over="rule@0.15")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert [line[:3] for line in lines[2:]] == [
+        ["full prefill", "", "100.0"],
+        ["plain reuse", "0%", "25.0"],
+        ["rule", "15%", "25.0"],
+        ["better", "15%", "50.0"],
+    ]
+    heads = ["setting", "ratio", "token-layers", "exact match", "1hop", "2hop", "kept", "over rule@0.15"]
+    assert lines[0] == heads
+    better = dict(zip(heads, lines[-1], strict=True))
+    assert better["exact match"].startswith("100.0") and better["kept"].startswith("133.3 (")
+    assert better["over rule@0.15"] == "50.0 (0.0 to 100.0)"  # all in one world of two
+    assert lines[4][4:6] == ["50.0", "50.0"] and lines[4][-1] == ""
+    assert "4 questions about 2 worlds, 8 to 12 passages" in text and "- left out as too long: a\n" in text
+    with pytest.raises(
+        ValueError, match="--over 'rul' is not in the files: use one of full prefill, plain reuse@0, ru"
+    ):
+        render([one], over="rul")
+    with pytest.raises(ValueError, match="no answers: the measurement was interrupted"):
+        render([HeldOut(ABOUT | {"runs": []}, (Cell("c", ("1.1",), ("1hop",), (1, 1)),))])
+
+
+def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Path) -> None:
+    write_held_out(tmp_path / "a.json", measured(answered("rule", 0.15, "1111")))
+    [line] = find_read(
+        tmp_path, measured(answered("rule", 0.15, "0000"), answered("new", 0.1, "0000"), first=5_000_001)
+    )
+    assert line == f"{tmp_path / 'a.json'} (2 families): rule at 15%"
+    for other in (
+        measured(answered("rule", 0.1, "1111")),
+        measured(answered("rule", 0.15, "1111"), first=5_000_002),
+        HeldOut(dict(measured().about) | {"runs": [["rule", 0.15]], "weights": "v"}, measured().cells),
+    ):
+        assert find_read(tmp_path, other) == []
+    assert find_read(tmp_path / "none", measured(answered("rule", 0.15, "1111"))) == []
+
+
+def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama", max_position_embeddings=1536)
+    flags = ["--split", "test", "--families", "1", "--samples", "2", "--per-world", "1", "--dtype", "float32"]
+    flags += ["--settings", "first_tokens@0.1", "oracle: gold passages", "--ratios", "0.5", "--batch", "2"]
+    held_out.main([model, *flags, "--output", str(tmp_path / "a.json")])
+    said = capsys.readouterr().out
+    found = read_held_out(tmp_path / "a.json")
+    runs = {(run.setting, run.ratio): run for run in found.cells[0].runs}
+    assert list(runs) == [
+        ("full prefill", None),
+        ("plain reuse", 0.0),
+        ("first_tokens", 0.1),
+        ("oracle: gold passages", 0.5),
+    ]
+    costs = [run.token_layers for run in runs.values()]
+    assert costs[0] == 1 and costs[1] < costs[2] < costs[3] < 1
+    assert all(len(run.wrong) == 2 - run.correct.sum() for run in runs.values())
+    about: dict[str, Any] = dict(found.about)
+    assert about["seeds"] == "5000000 to 5000001" and about["runs"] == [
+        ["first_tokens", 0.1],
+        ["oracle: gold passages", 0.5],
+    ]
+    assert "| first_tokens | 10% |" in said and "2 questions about 2 worlds, " in said
+    for more, message in (
+        (["--output", str(tmp_path / "a.json")], "exists, and records what was read"),
+        (
+            ["--output", str(tmp_path / "b.json")],
+            r"a.json (1 family): first_tokens at 10%, oracle: gold passages at 50%",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            held_out.main([model, *flags, *more])
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "b.json").exists()
+    held_out.main([model, *flags, "--output", str(tmp_path / "b.json"), "--again"])
+    held_out.main(["--report", str(tmp_path / "a.json"), "--over", "first_tokens"])
+    assert "| over first_tokens |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--samples", "0"], "--samples 0: use 1 or more"),
+        (["--families", "2", "2"], "--families [2, 2] must be positive, each given once"),
+        (["--settings", "randm"], "the setting 'randm' is unknown: there are value_deviation"),
+        (["--settings", "random@x"], "'random@x' must end with shares from 0 to 1"),
+        (["--settings", "random@2"], "'random@2': a ratio=2.0 is a share"),
+        (["--settings", "random", "random@0.1"], "'random' is given twice"),
+        (["--first-world", "-1"], "--first-world -1"),
+        (["--report", "a.json"], "give a MODEL and --output FILE to measure, or --report FILE... alone"),
+    ],
+)
+def test_bad_input_ends_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        held_out.main(["no-model", "--output", str(tmp_path / "a.json"), *flags])
+    assert message in capsys.readouterr().err
