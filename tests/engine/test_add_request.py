@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.engines import assert_empty, engine, greedy, run, tiny_model
+from tests.engine.threads import wait_until_wanted
 from vllm_blend import SamplingParams
 from vllm_blend.blend.selectors import make_selector, spec
 from vllm_blend.engine import llm_engine
@@ -170,8 +171,7 @@ def test_a_request_arrives_before_it_waits_for_a_step_to_end() -> None:
         thread = threading.Thread(target=inner.add_request, args=("x", [5, 6], greedy(2)), daemon=True)
         with inner.lock:  # as during a step
             thread.start()
-            while thread.is_alive() and not inner.lock._queue.locked():
-                time.sleep(0)
+            wait_until_wanted(inner.lock)
             end_of_step = time.time()
         thread.join()
         assert inner.requests.by_id["x"].metrics.arrival_time <= end_of_step

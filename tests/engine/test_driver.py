@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.engine.engines import assert_empty, engine, greedy, new_llm, run, sampled, tiny_model, tokens_of
-from tests.engine.threads import PATIENCE, Job, at_once
+from tests.engine.threads import PATIENCE, Job, at_once, wait_until_wanted
 from tests.engine.tiny_tokenizers import byte_level
 from vllm_blend import LLM, ChunkedLLM, SamplingParams
 from vllm_blend.engine.interrupts import interrupts_held_back
@@ -236,6 +236,7 @@ def test_a_request_that_another_thread_aborts_ends_with_what_there_is(monkeypatc
                 for item in scheduled.scheduled:
                     if item.request.max_num_tokens == 9 + 50:
                         target.append(item.request.request_id)
+                wait_until_wanted(inner.lock)  # otherwise the request might end before it is aborted
             return execute(scheduled)
 
         target: list[str] = []
@@ -390,8 +391,7 @@ def test_a_thread_that_comes_back_queues_behind_those_that_wait() -> None:
     thread = threading.Thread(target=once)
     with lock, lock:
         thread.start()
-        while not lock._queue.locked():
-            time.sleep(0)
+        wait_until_wanted(lock)
     for _ in range(3):
         with lock:
             order.append("again")
@@ -432,19 +432,21 @@ def test_a_stream_has_one_reader_and_may_end_in_any_thread(monkeypatch: pytest.M
 
 
 @pytest.mark.cpu_only
-def test_shutdown_frees_and_closes_everything(tmp_path: Path) -> None:
+def test_shutdown_frees_and_closes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: dict[str, Any] = {"enable_blending": True, "chunk_store_path": str(tmp_path)}
     before = {thread.name for thread in threading.enumerate()}
     with new_llm(TINY, **arguments) as llm:
         chunks = llm.encode_chunks([3], [[5] * 20])
         cache = weakref.ref(llm.llm_engine.model_executor.driver_worker.model_runner.cache.key)
         model = llm.apply_model(weakref.ref)[0]
-        waiting = run_in_thread(lambda: run(llm, {"prompt_token_ids": [5] * 4}, greedy(80, ignore_eos=True)))
         inner = llm.llm_engine
         store: Any = inner.chunk_store
         [disk] = [tier.storage for tier in store.below]
-        while not inner.has_unfinished_requests():
-            time.sleep(0)
+        running = hold_steps(llm, monkeypatch)
+        waiting = run_in_thread(lambda: run(llm, {"prompt_token_ids": [5] * 4}, greedy(80, ignore_eos=True)))
+        # The request must not end before the shutdown, whichever thread is slow.
+        assert running.wait(PATIENCE)
+    monkeypatch.undo()
     assert store.below == () and disk._pool is None and len(store) == 0
     [result] = waiting()
     assert isinstance(result, RuntimeError) and "has been shut down" in str(result)
@@ -477,6 +479,20 @@ def test_shutdown_frees_and_closes_everything(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(RuntimeError, match="shut down"):
             call()
+
+
+def hold_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have each step wait until another thread wants the engine. The event is set once a step runs."""
+    inner, running = llm.llm_engine, threading.Event()
+    execute = inner.model_executor.execute_model
+
+    def held(scheduled: Any) -> Any:
+        running.set()
+        wait_until_wanted(inner.lock)
+        return execute(scheduled)
+
+    monkeypatch.setattr(inner.model_executor, "execute_model", held)
+    return running
 
 
 def run_in_thread(job: Job) -> Callable[[], list[Any]]:

@@ -70,15 +70,21 @@ def metrics(llm: LLM) -> dict[str, float]:
     return {metric.name.removeprefix("vllm_blend:"): metric.value for metric in llm.get_metrics()}
 
 
-def cold(llm: LLM) -> None:
-    """Everything that was stored is on the disk, and nothing in memory. A prompt that ran while its chunks arrived may
-    have ended before the threads that load them have: what these bring must not come into memory afterwards."""
-    composer = llm.llm_engine.composer
-    deadline = time.monotonic() + PATIENCE
-    while composer._loading and time.monotonic() < deadline:
+def end_loads(llm: LLM) -> None:
+    """Wait for the threads that load chunks. A prompt that runs while its chunks arrive may end before these threads
+    do: what they bring comes into memory, and is counted, afterwards."""
+    composer, deadline = llm.llm_engine.composer, time.monotonic() + PATIENCE
+    loader = composer.loader
+    assert loader is not None
+    while (composer._loading or loader._late or loader._unwanted) and time.monotonic() < deadline:
         assert not composer.poll()
-        composer.wait(0.01)
-    assert not composer._loading
+        time.sleep(0.001)
+    assert not (composer._loading or loader._late or loader._unwanted)
+
+
+def cold(llm: LLM) -> None:
+    """Leave everything that was stored on the disk, and nothing in memory."""
+    end_loads(llm)
     assert store_of(llm).flush(SECONDS)
     llm.llm_engine.chunk_store.clear()
 
@@ -155,6 +161,7 @@ def test_another_engine_reuses_what_one_has_stored(tmp_path: Path, stored: str) 
     cold(writing)
     reading = persistent(tmp_path, chunk_store_format=stored)
     [output] = run(reading, tiny_prompt(), PARAMS)
+    end_loads(reading)
     found = metrics(reading)
     assert found["chunks_encoded"] == 0 and found["chunk_store_disk_hits"] == PIECES
     assert found["chunk_store_disk_chunks"] == PIECES and found["chunk_store_disk_bytes"] > 0
@@ -225,6 +232,7 @@ def test_recomputing_everything_recomputes_what_was_rounded(tmp_path: Path, stor
     cold(writing)
     reading = persistent(tmp_path, **everything)
     [output] = run(reading, tiny_prompt(), PARAMS)
+    end_loads(reading)
     assert metrics(reading)["chunk_store_disk_hits"] == PIECES
     assert output.blend is not None and output.blend.num_exact_tokens == 0
     with engine(TINY) as llm:
@@ -432,6 +440,7 @@ def test_a_remote_store_fills_the_disk_of_another_machine(tmp_path: Path) -> Non
     other = persistent(tmp_path / "disk", chunk_store_url=url)
     for hits in (PIECES, 0):
         assert_same_logprobs(run(other, tiny_prompt(), PARAMS)[0], expected(tiny_prompt()))
+        end_loads(other)
         found = metrics(other)
         assert found["chunks_encoded"] == 0
         assert found["chunk_store_remote_hits"] == PIECES

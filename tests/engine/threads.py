@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from vllm_blend.engine.lock import FairLock
 
 PATIENCE = 120.0
 Job = Callable[[], Any]
@@ -43,3 +46,11 @@ def at_once(*jobs: Job) -> list[Any]:
             thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     return results
+
+
+def wait_until_wanted(lock: FairLock) -> None:
+    """Wait until another thread waits for a lock that the calling thread holds: it gets the lock next."""
+    deadline = time.monotonic() + PATIENCE
+    while not lock._queue.locked():
+        assert time.monotonic() < deadline, "no other thread wants the lock"
+        time.sleep(0)
