@@ -1,7 +1,7 @@
 """Synthetic dialogues with summaries in one of four styles, in the format of SAMSum with few-shot examples.
 
 The summary of the last dialogue follows the style of the examples, so the answer depends on passages about other
-people. As in `worlds`, the order of the draws is part of the distribution that the demo model was trained on.
+people. As in `world_facts`, the order of the draws is part of the distribution that the demo model was trained on.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from random import Random
 
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
+from vllm_blend.quality.episodes import Episode, Passage, Question
 from vllm_blend.quality.world_facts import made_up_name
-from vllm_blend.quality.worlds import Episode, Passage, Question
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 ITEMS = [

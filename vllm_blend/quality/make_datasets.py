@@ -2,14 +2,19 @@
 
     python -m vllm_blend.quality.make_datasets --output-dir inputs
 
-The files are a pure function of the seeds below, which are in the development split (`splits`): the demo model has
-never seen them, but rules were chosen on them. Question kinds take turns: each has a third of the samples. Worlds of
-two families have 8 to 12 passages, 10 on average.
+or, for measuring, questions about worlds of any size and style that nothing else has used:
+
+    python -m vllm_blend.quality.make_datasets --split development --families 4 --style wild --output-dir my-data
+
+The three files are a pure function of the seeds below. These are in the development split (`splits`): the demo model
+has never seen them, but rules were chosen on them. Question kinds take turns: each has a third of the samples. Worlds
+of two families have 8 to 12 passages, 10 on average.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -19,14 +24,16 @@ from tqdm import tqdm
 
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.quality.dialogues import summary_episode
-from vllm_blend.quality.splits import DEVELOPMENT
-from vllm_blend.quality.worlds import Episode, Question, question_episode
+from vllm_blend.quality.splits import DEVELOPMENT, SPLITS, TEST, TRAINING, Split
+from vllm_blend.quality.worlds import STYLES, Episode, Question, question_episode
 
 KINDS = ("1hop", "cross", "2hop")
 FAMILIES = 2
 MUSIQUE_SEED, MUSIQUE_SAMPLES = 1_100_000, 150
 WIKIMQA_SEED, WIKIMQA_SAMPLES = 1_200_000, 200
 SAMSUM_SEED, SAMSUM_SAMPLES = 1_300_000, 200
+MOST_FAMILIES, MOST_PER_WORLD = 8, 15
+WORLDS_PER_CELL = 50_000  # of each style and number of families; a split's first 50,000 worlds are for other uses
 
 
 def musique_sample(index: int) -> dict[str, Any]:
@@ -79,14 +86,73 @@ def make_datasets() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write the synthetic data sets that come with the project.")
-    parser.add_argument(
-        "--output-dir", type=Path, default=Path("inputs"), help="folder to write to (default: %(default)s)"
+def make_samples(
+    split: Split, families: int, style: str, samples: int, per_world: int = 1, titles: bool = False
+) -> list[dict[str, Any]]:
+    """Return questions about new worlds of a split, `per_world` about each, whose kinds take turns.
+
+    A sample's `world` is the seed of its world: questions about one world are not independent, so intervals are taken
+    over worlds. Each number of families and each style has worlds of its own. Raises ValueError for a number out of
+    range, an unknown style, or the training split, whose worlds come in streams.
+    """
+    if split is TRAINING:
+        raise ValueError("models are trained on the training split: measure on development or test")
+    if not 1 <= families <= MOST_FAMILIES:
+        raise ValueError(f"the number of families is {families}: use 1 to {MOST_FAMILIES} (about 5 to 40 passages)")
+    if style not in STYLES:
+        raise ValueError(f"worlds of style {style!r} are unknown: use one of {', '.join(STYLES)}")
+    if not 1 <= per_world <= MOST_PER_WORLD:
+        raise ValueError(f"the number of questions per world is {per_world}: use 1 to {MOST_PER_WORLD}")
+    if not 1 <= samples <= WORLDS_PER_CELL * per_world:
+        raise ValueError(f"the number of samples is {samples}: use 1 to {WORLDS_PER_CELL * per_world}")
+    first = WORLDS_PER_CELL * (STYLES.index(style) * MOST_FAMILIES + families)
+    made: list[dict[str, Any]] = []
+    for index in range(first, first + -(-samples // per_world)):
+        rng, seed = split.random(index), split.seed(index)
+        episode = question_episode(rng, families, titles, style)
+        left = list(episode.questions)
+        for number in range(min(per_world, samples - len(made))):
+            question = rng.choice(_of_kind(left, KINDS[len(made) % len(KINDS)]))
+            left.remove(question)
+            sample = _as_sample(f"{split.name}-{seed}-{number}", episode, question)
+            made.append({**sample, "gold": episode.gold(question), "world": str(seed)})
+    return made
+
+
+def _of_kind(questions: list[Question], kind: str) -> list[Question]:
+    """Return the questions of a kind; all of them if there is none, as a small wild world may have none of one hop."""
+    return [question for question in questions if question.kind == kind] or questions
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Write the synthetic data sets that come with the project or, with --split, questions about new "
+        "worlds."
     )
-    args = parser.parse_args(argv)
-    for name, samples in tqdm(make_datasets().items(), desc="data sets", unit="file"):
-        write_json(args.output_dir / name, samples)
+    add = parser.add_argument
+    add("--output-dir", type=Path, default=Path("inputs"), help="folder to write to (default: %(default)s)")
+    add("--split", choices=[DEVELOPMENT.name, TEST.name], help="write questions about new worlds of this split")
+    add("--families", type=int, default=4, help="with --split: 1 to 8, 5 passages each (default: %(default)s)")
+    add("--style", choices=STYLES, default=STYLES[0], help="with --split: style of the worlds (default: %(default)s)")
+    add("--samples", type=int, default=500, help="with --split: number of questions (default: %(default)s)")
+    add("--per-world", type=int, default=1, help="with --split: questions about each world (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.split is None:
+        for name, samples in tqdm(make_datasets().items(), desc="data sets", unit="file"):
+            write_json(args.output_dir / name, samples)
+        return
+    try:
+        made = make_samples(SPLITS[args.split], args.families, args.style, args.samples, args.per_world)
+        path = args.output_dir / f"musique_{args.split}_{args.style}_{args.families}.json"
+        write_json(path, made)
+    except (OSError, ValueError) as error:
+        print(f"make_datasets: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{len(made)} questions about {len({sample['world'] for sample in made})} worlds: {path}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ PRODUCTS = _words(
     "clocks engines carpets lenses bicycles paper glass radios boats pianos shoes cameras tractors tiles lamps"
 )
 COMPANY_SUFFIXES = (" Works", " Company", " Brothers", " Union")
+SHARED_NAMES = 0.5  # the share of a wild world's names that are drawn from a few
 BOOK_SUBJECTS = [
     "the history of salt",
     "the habits of owls",
@@ -58,6 +59,10 @@ class Company:
     year: int
     director: str
     staff: int
+
+    @property
+    def short_name(self) -> str:
+        return self.name.split()[0]
 
 
 @dataclass(frozen=True)
@@ -95,16 +100,60 @@ class _Names:
         self.rng, self.used = rng, set[str]()
 
     def word(self, suffix: str = "") -> str:
-        return self._unused(lambda: made_up_name(self.rng) + suffix)
+        return self.unused(lambda: made_up_name(self.rng) + suffix)
+
+    def surname(self) -> str:
+        return self.word()
+
+    def first_name(self, surname: str) -> str:
+        return self.word()
 
     def full_name(self) -> str:
-        return self._unused(lambda: f"{made_up_name(self.rng)} {made_up_name(self.rng)}")
+        return self.unused(lambda: f"{made_up_name(self.rng)} {made_up_name(self.rng)}")
 
-    def _unused(self, draw: Callable[[], str]) -> str:
+    def city(self) -> str:
+        return self.word()
+
+    def company(self) -> str:
+        return self.word() + self.rng.choice(COMPANY_SUFFIXES)
+
+    def unused(self, draw: Callable[[], str]) -> str:
         while (candidate := draw()) in self.used:
             pass
         self.used.add(candidate)
         return candidate
+
+
+class _SharedNames(_Names):
+    """Makes up names that are alike: relatives, namesakes, and cities and companies that are called like families.
+
+    Full names of people, of companies and of cities stay unique.
+    """
+
+    def __init__(self, rng: Random, families: int) -> None:
+        super().__init__(rng)
+        self.first_names = [made_up_name(rng) for _ in range(families + 1)]
+        self.surnames = [made_up_name(rng) for _ in range(families // 2 + 1)]
+
+    def surname(self) -> str:
+        return self._shared(self.surnames)
+
+    def first_name(self, surname: str) -> str:
+        name = self.unused(lambda: f"{self._shared(self.first_names)} {surname}")
+        return name.removesuffix(f" {surname}")
+
+    def full_name(self) -> str:
+        surname = self.surname()
+        return f"{self.first_name(surname)} {surname}"
+
+    def city(self) -> str:
+        return self.unused(lambda: self._shared(self.surnames))
+
+    def company(self) -> str:
+        return self.unused(lambda: self._shared(self.surnames) + self.rng.choice(COMPANY_SUFFIXES))
+
+    def _shared(self, names: list[str]) -> str:
+        return self.rng.choice(names) if self.rng.random() < SHARED_NAMES else made_up_name(self.rng)
 
 
 def made_up_name(rng: Random) -> str:
@@ -113,15 +162,15 @@ def made_up_name(rng: Random) -> str:
     return "".join(syllables).capitalize()
 
 
-def make_world(rng: Random, families: int) -> World:
+def make_world(rng: Random, families: int, shared_names: bool = False) -> World:
     """Return `families` people, and as many companies and cities. In 60% of the larger worlds two people share a
-    surname. Raises ValueError for fewer than one family."""
+    surname; with `shared_names` many more names are alike. Raises ValueError for fewer than one family."""
     if families < 1:
         raise ValueError(f"a world of {families} families has no facts: use 1 or more (8 have about 40 passages)")
-    names = _Names(rng)
+    names = _SharedNames(rng, families) if shared_names else _Names(rng)
     cities = [
         City(
-            name=names.word(),
+            name=names.city(),
             country=names.word("ia"),
             river=names.word(),
             mayor=names.full_name(),
@@ -129,12 +178,12 @@ def make_world(rng: Random, families: int) -> World:
         )
         for _ in range(families)
     ]
-    surnames = [names.word() for _ in range(families)]
+    surnames = [names.surname() for _ in range(families)]
     if families >= 2 and rng.random() < 0.6:
         surnames[1] = surnames[0]
     drafts: list[dict[str, Any]] = [
         {
-            "first_name": names.word(),
+            "first_name": names.first_name(surname),
             "surname": surname,
             "female": rng.random() < 0.5,
             "occupation": rng.choice(OCCUPATIONS),
@@ -147,7 +196,7 @@ def make_world(rng: Random, families: int) -> World:
     ]
     companies = [
         Company(
-            name=names.word() + rng.choice(COMPANY_SUFFIXES),
+            name=names.company(),
             product=rng.choice(PRODUCTS),
             head_office=rng.choice(cities),
             year=rng.randint(1801, 1989),
