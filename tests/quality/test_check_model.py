@@ -11,15 +11,28 @@ import pytest
 
 from tests.quality.broken import StepPositions
 from tests.quality.small import MODEL, ROOT, small_samples, write_small
+from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints import cli
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.pipeline.files import read_json, write_json
 from vllm_blend.quality import check_model as module
-from vllm_blend.quality.check_model import BAD_INPUT, FOUND, NOT_TO_BLEND, decide
+from vllm_blend.quality import sweep
+from vllm_blend.quality.catalogue import RELEVANT_PASSAGES
+from vllm_blend.quality.check_model import (
+    BAD_INPUT,
+    FOUND,
+    NOT_TO_BLEND,
+    UNCERTAIN,
+    Verdict,
+    decide,
+    default_settings,
+    summarize,
+)
 from vllm_blend.quality.intervals import SmallSampleIntervals
 from vllm_blend.quality.questions import Questions
 from vllm_blend.quality.rows import estimate_columns
+from vllm_blend.quality.settings import Run
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +62,67 @@ FEW = ["--min-questions", "1"]
 def test_the_smallest_ratio_from_which_on_the_loss_is_small(scores: dict[float, float], ratio: float | None) -> None:
     verdict = decide([FULL, *(row(r, f1) for r, f1 in scores.items())], "rule", max_loss=0.05)
     assert verdict.ratio == ratio
-    assert ("do not blend this model" in verdict.text) is (ratio is None)
+    assert ("do not blend this model so" in verdict.text) is (ratio is None)
 
 
 def test_a_verdict_says_what_it_rests_on() -> None:
     rows = [FULL, row(0.1, 0.78, kept_low=0.9, kept_high=1.02), row(0.1, 0.4, kind="2hop"), row(1.0, 0.8)]
     verdict = decide(rows, "rule", 0.05)
     text = verdict.text
-    assert not verdict.certain and "do not rule out a loss of more than 5%" in text
-    assert "10% is enough: it loses 2.5% (95% interval -2.0 to 10.0%) of full prefill's F1" in text
-    assert "20.0% of its token-layers (9 questions)" in text and "of the kind '2hop' alone it loses 50.0%" in text
+    assert "d, rule: 10% may be enough, but more questions are needed to say so: it loses 2.5% (95%" in text
+    assert "2.5% (95% interval -2.0 to 10.0%)" in text
+    assert "of full prefill's F1 over 9 questions and computes 20.0% of its token-layers" in text
+    assert "a loss of more than 5% is not ruled out: ask about 100 questions" in text  # 9 * (7.5 / 2.5) ** 2 is 81
+    assert "of the kind '2hop' alone it loses 50.0%" in text
+    assert (verdict.certain, verdict.status, verdict.token_layers) == (False, UNCERTAIN, 0.2)
 
 
 def test_only_an_interval_within_the_loss_is_certain() -> None:
     for low, certain in ((0.96, True), (0.94, False), (None, False)):
         verdict = decide([FULL, row(0.1, 0.79, kept_low=low, kept_high=1.02), row(1.0, 0.8)], "rule", 0.05)
         assert verdict.ratio == 0.1 and verdict.certain is certain
-        assert ("so few questions do not rule out" in verdict.text) is not certain
+        assert ("d, rule: 10% is enough: it loses" in verdict.text) is certain
+        assert ("is not ruled out" in verdict.text) is not certain
+
+
+def test_a_larger_ratio_that_is_certain_goes_before_a_smaller_one_that_is_not() -> None:
+    """This was seen: "0% is enough", of few questions and with a wide interval."""
+    rows = [FULL, row(0.0, 0.792, kept_low=0.9, kept_high=1.1), row(0.1, 0.8, kept_low=0.97, kept_high=1.0)]
+    verdict = decide([*rows, row(1.0, 0.8)], "rule", 0.05)
+    assert (verdict.ratio, verdict.certain) == (0.1, True)
+    assert "0% may be enough too: it loses 1.0% (95% interval -10.0 to 10.0%); ask about 50 questions" in verdict.text
+
+
+def test_a_loss_that_may_be_within_is_no_certain_refusal() -> None:
+    for high, certain in ((0.9, True), (0.97, False)):
+        text = decide([FULL, row(0.1, 0.7, kept_low=0.7, kept_high=high)], "rule", 0.05).text
+        assert "do not blend this model so: at 10% recomputed it still loses 12.5% (95% interval" in text
+        assert ("do not rule out that it is within" in text) is not certain
+
+
+def test_the_cheapest_of_the_rules_that_are_enough_is_named() -> None:
+    verdicts = [
+        Verdict("a", "dear", 0.1, "", True, 0.3),
+        Verdict("b", "dear", 0.2, "", True, 0.4),
+        Verdict("a", "cheap", 0.2, "", True, 0.25),
+        Verdict("b", "cheap", 0.3, "", True, 0.35),
+        Verdict("a", "unsure", 0.0, "", False, 0.1),
+        Verdict("b", "unsure", 0.0, "", True, 0.1),
+    ]
+    assert summarize(verdicts) == [
+        "for all of them, dear: blend_recompute_ratio=0.2",
+        "for all of them, cheap: blend_recompute_ratio=0.3",
+        "for all of them, unsure: blend_recompute_ratio=0",
+        "of those that are enough, cheap costs least: 30.0% of the token-layers",
+    ]
+    assert summarize(verdicts[:1]) == []
+
+
+def test_the_rule_of_whole_passages_is_offered_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SELECTORS, RELEVANT_PASSAGES, raising=False)
+    assert [setting.name for setting in default_settings()] == ["the default rule"]
+    monkeypatch.setitem(SELECTORS, RELEVANT_PASSAGES, SELECTORS["first_tokens"])
+    assert [setting.name for setting in default_settings()] == ["the default rule", RELEVANT_PASSAGES]
 
 
 def test_equal_scores_are_no_certainty() -> None:
@@ -92,10 +149,10 @@ def test_fewer_questions_than_a_verdict_takes_are_refused(
 def test_questions_that_the_model_cannot_hold_do_not_count(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def without_the_last(questions: Questions, engine: LLMEngine) -> Questions:
+    def without_the_last(questions: Questions, engine: LLMEngine, whole: bool) -> Questions:
         return replace(questions, samples=questions.samples[:-1], left_out=("the last",))
 
-    monkeypatch.setattr(module, "select_fitting", without_the_last)
+    monkeypatch.setattr(sweep, "select_fitting", without_the_last)
     with pytest.raises(SystemExit) as ended:
         module.main([MODEL, "--dataset", str(data), "--min-questions", "3"])
     said = capsys.readouterr().err
@@ -111,19 +168,21 @@ def test_the_command_prints_the_ratio_and_writes_the_rows(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [MODEL, "--dataset", str(data), *FEW, "--ratios", "0", "0.9", "1", "--batch", "4", "--max-loss", "0.01"]
-    assert cli.main(["check-model", *flags, "--output", str(tmp_path / "c.json")]) == FOUND
+    flags += ["--selector", "question_attention", "random"]
+    assert cli.main(["check-model", *flags, "--output", str(tmp_path / "c.json")]) == UNCERTAIN  # of three questions
     out = capsys.readouterr().out
     written = read_json(tmp_path / "c.json", "rows")
-    assert [verdict["text"] in out for verdict in written["verdicts"]] == [True]
+    assert [verdict["text"] in out for verdict in written["verdicts"]] == [True, True]
+    assert [verdict["setting"] for verdict in written["verdicts"]] == ["question_attention", "random"]
     assert written["verdicts"][0]["ratio"] in (0.0, 0.9)
-    assert "| the default rule | 90% |" in out and "everything recomputed, against full prefill: KL" in out
+    assert "| random | 90% |" in out and "everything recomputed, against full prefill: KL" in out
 
 
 def test_a_rule_that_keeps_too_little_is_no_way_to_blend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [MODEL, "--dataset", str(write_small(tmp_path, 6)), *FEW, "--ratios", "0", "0.02", "--setting", "random"]
     assert module.main([*flags, "--batch", "6", "--max-loss", "0"]) == NOT_TO_BLEND
     out = capsys.readouterr().out
-    assert "do not blend this model: at 2% recomputed it still loses 16.7%" in out and "| random | 2% |" in out
+    assert "do not blend this model so: at 2% recomputed it still loses 16.7%" in out and "| random | 2% |" in out
 
 
 def test_a_broken_model_is_refused_with_a_reason(
@@ -141,11 +200,14 @@ def test_a_broken_model_is_refused_with_a_reason(
 
 def test_a_lever_is_tried_at_the_ratios_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep's own ratios for it are others."""
-    runs = []
-    monkeypatch.setattr(module, "check_exactness", lambda *args: ([], [], None))
-    monkeypatch.setattr(module, "_measure", lambda session, questions, wanted, say: runs.extend(wanted))
-    monkeypatch.setattr(module, "make_rows", lambda *args: [])
-    monkeypatch.setattr(module, "_report", lambda *args: [])
+    runs: list[Run] = []
+
+    def measured_nothing(model: str, data: Any, wanted: list[Run], *args: Any, **more: Any) -> Any:
+        runs.extend(wanted)
+        return [[]]
+
+    monkeypatch.setattr(module, "sweep", measured_nothing)
+    monkeypatch.setattr(module, "_report", lambda *args: [Verdict("d", "question_attention+mean_shift", 0.4, "", True)])
     flags = [MODEL, "--dataset", str(data), *FEW, "--setting", "question_attention+mean_shift"]
     assert module.main([*flags, "--ratios", "0", "0.4", "0.6"]) == FOUND
     assert [run.ratio for run in runs if "mean_shift" in run.setting.name] == [0, 0.4, 0.6]

@@ -3,52 +3,71 @@
     vllm-blend check-model inputs/demo-model --dataset inputs/musique_s.json --max-loss 0.05
 
 answers a data set in full and blended at rising ratios, and names the smallest ratio from which on the score stays
-within the loss. The interval of a loss is one for few questions (intervals.py); if it reaches beyond the allowed loss,
-the verdict says so, and fewer than --min-questions give no verdict. The exit status is 0 if there is such a ratio, 1 if
-the model should not be blended (or cannot be judged), and 2 for bad input or too little memory. A model for which
-recomputing everything is not full prefill is refused, with the likely reason.
+within the loss; with several rules (--selector A B), for each of them, and which of them costs least. A ratio is only
+"enough" if the whole interval of its loss is within the allowed one. The interval is one for few questions
+(intervals.py); where it reaches further, the verdict is that more questions are needed, and about how many. Fewer than
+--min-questions give no verdict at all.
+
+The exit status is 0 if a rule is enough on every data set, 3 if more questions are needed to say so, 1 if the model
+should not be blended (or cannot be judged), and 2 for bad input or too little memory. A model for which recomputing
+everything is not full prefill is refused, with the likely reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.config import BlendConfig
 from vllm_blend.pipeline.files import check_place, write_json
-from vllm_blend.quality.catalogue import RATIOS, SETTINGS
-from vllm_blend.quality.exactness import Difference, check_exactness, explain
+from vllm_blend.quality.catalogue import RATIOS, RELEVANT_PASSAGES, SETTINGS
+from vllm_blend.quality.exactness import Difference, Limit, check_exactness, explain
 from vllm_blend.quality.intervals import SmallSampleIntervals, check_seed
-from vllm_blend.quality.questions import Questions, read_all, select_fitting
+from vllm_blend.quality.questions import Questions, read_all
 from vllm_blend.quality.report import NAMES, table
 from vllm_blend.quality.rows import ALL, FULL, make_rows
-from vllm_blend.quality.session import Session
-from vllm_blend.quality.settings import Run, Setting, find_settings, make_runs
-from vllm_blend.quality.sweep import Measured, Outcome, answer_in_full, answer_run
+from vllm_blend.quality.session import Answers, Session
+from vllm_blend.quality.settings import Setting, make_runs, resolve_settings
+from vllm_blend.quality.sweep import sweep
 
 DEFAULT = Setting("the default rule")  # the engine's
 MIN_QUESTIONS = 50  # of a data set: after 50 equal answers, up to 7% may still differ
 LEAST_SCORE = 0.1  # of full prefill: a model that can hardly answer has hardly anything to lose
-FOUND, NOT_TO_BLEND, BAD_INPUT = 0, 1, 2
+FOUND, NOT_TO_BLEND, BAD_INPUT, UNCERTAIN = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for a data set. `ratio` is None if the model should not be blended, or cannot be judged. `certain`
-    says that even the interval of the loss stays within the allowed loss."""
+    """The answer for a rule on a data set. `ratio` is None if the model should not be blended so, or cannot be judged.
+    `certain` says that even the interval of the loss stays within the allowed loss. `token_layers` is the cost, as a
+    share of full prefill's."""
 
     dataset: str
+    setting: str
     ratio: float | None
     text: str
     certain: bool = False
+    token_layers: float | None = None
+
+    @property
+    def status(self) -> int:
+        """Return the exit status that this verdict alone would give."""
+        if self.ratio is None:
+            return NOT_TO_BLEND
+        return FOUND if self.certain else UNCERTAIN
 
 
 def decide(rows: Sequence[dict[str, Any]], setting: str, max_loss: float) -> Verdict:
     """Return the verdict from the rows of one data set: the smallest ratio below 1 from which on, at every larger one
-    too, at most `max_loss` of full prefill's score is lost."""
+    too, at most `max_loss` of full prefill's score is lost. It is the smallest one whose interval says so, if there is
+    any; else the smallest one, uncertain."""
     overall = [row for row in rows if row["kind"] == ALL]
     full = next(row for row in overall if row["setting"] == FULL)
     name, metric = full["dataset"], full["metric"]
@@ -57,32 +76,59 @@ def decide(rows: Sequence[dict[str, Any]], setting: str, max_loss: float) -> Ver
             f"{name}: cannot tell: full prefill itself has {NAMES[metric]} {100 * full[metric]:.1f}, so there is "
             "little to lose. Use a data set that the model can answer, in the form it knows (see --style)"
         )
-        return Verdict(name, None, text)
+        return Verdict(name, setting, None, text)
     ours = sorted((r for r in overall if r["setting"] == setting and r["ratio"] < 1), key=lambda r: r["ratio"])
-    good: dict[str, Any] | None = None
-    for row in reversed(ours):
-        if 1 - row["kept"] > max_loss:
-            break
-        good = row
-    if good is None:
+    within = [row for row in ours if all(1 - r["kept"] <= max_loss for r in ours if r["ratio"] >= row["ratio"])]
+    label = f"{name}, {setting}"
+    lost = f"of full prefill's {NAMES[metric]} over {full['samples']} questions"
+    if not within:
         last = ours[-1]
         text = (
-            f"{name}: do not blend this model: at {100 * last['ratio']:g}% recomputed it still loses {_loss(last)} of "
-            f"full prefill's {NAMES[metric]}, and {100 * max_loss:g}% may be lost"
+            f"{label}: do not blend this model so: at {100 * last['ratio']:g}% recomputed it still loses {_loss(last)} "
+            f"{lost}, and {100 * max_loss:g}% may be lost"
         )
-        return Verdict(name, None, text)
+        if last["kept_high"] is None or 1 - last["kept_high"] <= max_loss:
+            text += "\n  so few questions do not rule out that it is within: ask more to be sure"
+        return Verdict(name, setting, None, text)
+    shown = [row for row in within if row["kept_low"] is not None and 1 - row["kept_low"] <= max_loss]
+    row = (shown or within)[0]
+    verdict = "is enough" if shown else "may be enough, but more questions are needed to say so"
     text = (
-        f"{name}: {100 * good['ratio']:g}% is enough: it loses {_loss(good)} of full prefill's {NAMES[metric]} and "
-        f"computes {100 * good['token_layers']:.1f}% of its token-layers ({good['samples']} questions)"
+        f"{label}: {100 * row['ratio']:g}% {verdict}: it loses {_loss(row)} {lost} and computes "
+        f"{100 * row['token_layers']:.1f}% of its token-layers"
     )
-    certain = good["kept_low"] is not None and 1 - good["kept_low"] <= max_loss
-    if not certain:
-        text += f"\n  so few questions do not rule out a loss of more than {100 * max_loss:g}%: ask more to be sure"
-    kinds = [r for r in rows if (r["kind"] != ALL, r["setting"], r["ratio"]) == (True, setting, good["ratio"])]
+    if not shown:
+        text += f"\n  a loss of more than {100 * max_loss:g}% is not ruled out: {_more_questions(row, max_loss)}"
+    elif row is not within[0]:
+        text += (
+            f"\n  {100 * within[0]['ratio']:g}% may be enough too: it loses {_loss(within[0])}; "
+            f"{_more_questions(within[0], max_loss)}"
+        )
+    kinds = [r for r in rows if (r["kind"] != ALL, r["setting"], r["ratio"]) == (True, setting, row["ratio"])]
     worst = min((r for r in kinds if r["kept"] is not None), key=lambda r: r["kept"], default=None)
     if worst is not None and 1 - worst["kept"] > max_loss:
         text += f"\n  of the kind {worst['kind']!r} alone it loses {_loss(worst)}"
-    return Verdict(name, good["ratio"], text, certain)
+    return Verdict(name, setting, row["ratio"], text, bool(shown), row["token_layers"])
+
+
+def _more_questions(row: dict[str, Any], max_loss: float) -> str:
+    """Return how many questions would show that a row's loss is within, if it stayed what it is: an interval's width
+    falls with the square root of their number."""
+    spare = max_loss - (1 - row["kept"])
+    if row["kept_low"] is None or spare <= 0:
+        return "ask many more questions, or allow a larger loss"
+    needed = row["samples"] * ((row["kept"] - row["kept_low"]) / spare) ** 2
+    if needed > 100 * row["samples"]:
+        return "ask many more questions, or allow a larger loss"
+    return f"ask about {math.ceil(needed / 50) * 50} questions"
+
+
+class Inexact(Exception):
+    """Recomputing everything is not full prefill: what was compared, and why the model is refused."""
+
+    def __init__(self, full: Answers, found: Sequence[Difference], limit: Limit) -> None:
+        super().__init__("recomputing everything does not give what full prefill gives")
+        self.full, self.found, self.limit = full, found, limit
 
 
 def check_model(args: argparse.Namespace, say: Any) -> int:
@@ -90,10 +136,8 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"--max-loss {args.max_loss} is a share of full prefill's score: use a number in [0, 1)")
     check_seed(args.seed)
-    setting = DEFAULT if args.setting is None else find_settings([args.setting], SETTINGS)[0]
-    if setting.ratios is not None:  # a sweep's ratios; here the ratios that were asked for count
-        setting = replace(setting, ratios=None)
-    runs = make_runs([setting], args.ratios)
+    settings = default_settings() if args.selectors is None else resolve_settings(args.selectors, SETTINGS)
+    runs = make_runs(settings, args.ratios)
     if not any(0 < run.ratio < 1 for run in runs):
         raise ValueError("--ratios must include one between 0 and 1: the shares that a blend would recompute")
     if args.min_questions < 1:
@@ -103,30 +147,48 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     if args.output is not None:
         check_place(args.output, "--output")
     engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
-    engine_args |= setting.engine
-    with Session(args.model, args.batch, **engine_args) as session:
-        data = [select_fitting(questions, session.engine) for questions in data]
-        for questions in data:
+    found: list[Difference] = []
+
+    def check(session: Session, fitting: list[Questions]) -> None:
+        for questions in fitting:
             if questions.left_out:
                 say(f"{questions.name}: {len(questions.left_out)} samples are left out as too long")
-        check_counts(data, args.min_questions)
-        full, found, limit = check_exactness(session, data[0])
-        if exact := all(difference.within(limit) for difference in found):
-            measured = [_measure(session, questions, runs, say) for questions in data]
-    if not exact:
-        reason = explain(args.model, data[0], full, found, limit, **engine_args)
+        check_counts(fitting, args.min_questions)
+        full, differences, limit = check_exactness(session, fitting[0])
+        found.extend(differences)
+        if not all(difference.within(limit) for difference in differences):
+            raise Inexact(full, differences, limit)
+
+    try:
+        measured = list(sweep(args.model, data, runs, args.batch, say, check=check, **engine_args))[-1]
+    except Inexact as error:
+        reason = explain(args.model, data[0], error.full, error.found, error.limit, **engine_args)
         print("Refused: do not blend this model. Recomputing everything does not give what full prefill gives.")
         print(reason)
-        refused = f"refused: recomputing everything does not give what full prefill gives. {reason}"
-        verdicts, rows = [Verdict(questions.name, None, refused) for questions in data], []
+        refused = f"refused: {error}. {reason}"
+        verdicts = [Verdict(questions.name, setting.name, None, refused) for questions in data for setting in settings]
+        rows = []
     else:
         rows = make_rows(measured, runs, args.seed, SmallSampleIntervals)
-        verdicts = _report(data, rows, setting, args.max_loss, found)
+        verdicts = _report(rows, settings, args.max_loss, found)
     if args.output is not None:
-        about = {"model": args.model, "max_loss": args.max_loss, "setting": setting.name, "seed": args.seed}
+        about = {"model": args.model, "max_loss": args.max_loss, "seed": args.seed}
         results = [asdict(verdict) for verdict in verdicts]
         write_json(args.output, {"about": about, "verdicts": results, "rows": rows})
-    return FOUND if all(verdict.ratio is not None for verdict in verdicts) else NOT_TO_BLEND
+    return min((_worst(verdicts, setting.name) for setting in settings), key=(FOUND, UNCERTAIN, NOT_TO_BLEND).index)
+
+
+def default_settings() -> list[Setting]:
+    """Return the engine's rule, and the rule of whole passages where there is one and it is another."""
+    if RELEVANT_PASSAGES not in SELECTORS or BlendConfig().selector == RELEVANT_PASSAGES:
+        return [DEFAULT]
+    return [DEFAULT, *resolve_settings([RELEVANT_PASSAGES], SETTINGS)]
+
+
+def _worst(verdicts: Sequence[Verdict], setting: str) -> int:
+    """Return the exit status of a rule on all data sets."""
+    own = (verdict.status for verdict in verdicts if verdict.setting == setting)
+    return max(own, key=(FOUND, UNCERTAIN, NOT_TO_BLEND).index)
 
 
 def check_counts(data: Sequence[Questions], least: int) -> None:
@@ -140,36 +202,40 @@ def check_counts(data: Sequence[Questions], least: int) -> None:
             )
 
 
-def _measure(session: Session, questions: Questions, runs: Sequence[Run], say: Any) -> Measured:
-    one = Measured(questions, Outcome(), {})
-    say(f"{questions.name}: {len(questions.samples)} questions")
-    reference = answer_in_full(session, one)
-    for run in {run.key: run for run in runs}.values():
-        one.runs[run.key] = answer_run(session, questions, run, reference, say)
-    return one
-
-
 def _report(
-    data: Sequence[Questions],
-    rows: Sequence[dict[str, Any]],
-    setting: Setting,
-    max_loss: float,
-    found: Sequence[Difference],
+    rows: Sequence[dict[str, Any]], settings: Sequence[Setting], max_loss: float, found: Sequence[Difference]
 ) -> list[Verdict]:
     verdicts = []
-    for questions in data:
-        own = [row for row in rows if row["dataset"] == questions.name]
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        own = [row for row in rows if row["dataset"] == dataset]
         print(f"{table(own)}\n")
-        verdicts.append(decide(own, setting.name, max_loss))
+        verdicts += [decide(own, setting.name, max_loss) for setting in settings]
     for difference in found:
         print(difference)
     for verdict in verdicts:
         print(verdict.text)
-    ratios = [verdict.ratio for verdict in verdicts]
-    known = [ratio for ratio in ratios if ratio is not None]
-    if len(ratios) > 1 and len(known) == len(ratios):
-        print(f"for all of them: blend_recompute_ratio={max(known):g}")
+    for line in summarize(verdicts):
+        print(line)
     return verdicts
+
+
+def summarize(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return what holds for all data sets, and which rule costs least of those that are enough on all of them."""
+    lines, costs = [], {}
+    datasets = {verdict.dataset for verdict in verdicts}
+    for setting in dict.fromkeys(verdict.setting for verdict in verdicts):
+        own = [verdict for verdict in verdicts if verdict.setting == setting]
+        ratios = [verdict.ratio for verdict in own if verdict.ratio is not None]
+        if len(ratios) == len(own) and len(datasets) > 1:
+            lines.append(f"for all of them, {setting}: blend_recompute_ratio={max(ratios):g}")
+        if _worst(own, setting) == FOUND:
+            costs[setting] = statistics.fmean(verdict.token_layers or 0.0 for verdict in own)
+    if len(costs) > 1:
+        cheapest = min(costs, key=costs.__getitem__)
+        lines.append(
+            f"of those that are enough, {cheapest} costs least: {100 * costs[cheapest]:.1f}% of the token-layers"
+        )
+    return lines
 
 
 def _loss(row: dict[str, Any]) -> str:
@@ -189,7 +255,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dataset", nargs="+", required=True, metavar="FILE", help="data sets; each gets a verdict")
     add("--style", help="how to ask them (musique, wikimqa, samsum), if a file's name does not say it")
     add("--max-loss", type=float, default=0.05, help="share of full prefill's score (default: %(default)s)")
-    add("--setting", metavar="NAME", help=f"of {', '.join(s.name for s in SETTINGS)} (default: the engine's rule)")
+    add(
+        "--selector",
+        "--setting",
+        nargs="+",
+        dest="selectors",
+        metavar="NAME",
+        help=f"rules to compare: any blend_selector, or one of {', '.join(s.name for s in SETTINGS)} (default: the "
+        f"engine's rule, and {RELEVANT_PASSAGES} where it is registered)",
+    )
     add("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="RATIO", help="in rising order, with 0")
     add("--samples", type=int, help="questions of each data set, equally many of each kind (default: all)")
     add(
