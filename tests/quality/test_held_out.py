@@ -12,8 +12,8 @@ from tests.engine.engines import tiny_model
 from vllm_blend.quality import held_out
 from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
 from vllm_blend.quality.held_out_report import render
-from vllm_blend.quality.held_out_worlds import held_out_questions, world_of
-from vllm_blend.quality.splits import DEVELOPMENT, TEST
+from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
+from vllm_blend.quality.splits import TEST
 
 ABOUT = {"command": "python -m x", "model": "m", "weights": "w", "dtype": "float32", "split": "test"}
 
@@ -25,25 +25,27 @@ def answered(setting: str, ratio: float | None, correct: str, token_layers: floa
 
 def measured(*runs: Answered, first: int = 5_000_000) -> HeldOut:
     """Four questions about two worlds."""
-    questions = tuple(f"{first + number // 2}.{number}" for number in range(4))
+    questions = tuple(f"test-{first + number // 2}-{number % 2}" for number in range(4))
     full = answered("full prefill", None, "1110", 1.0)
     reuse = answered("plain reuse", 0.0, "1000")
-    cell = Cell("2 families", questions, ("1hop", "2hop", "1hop", "2hop"), (8, 12), ("a",), (full, reuse, *runs))
+    cell = Cell("2 families", questions, ("1hop", "2hop", "1hop", "2hop"), (8, 12), "d", ("a",), (full, reuse, *runs))
     named = [[run.setting, run.ratio] for run in runs]
     return HeldOut(ABOUT | {"runs": named}, (cell,))
 
 
 def test_questions_are_of_the_split_and_of_all_kinds() -> None:
-    questions = held_out_questions(TEST, 2, range(2, 4), per_world=3)
-    assert [world_of(sample.sample_id) for sample in questions.samples] == ["5000002"] * 3 + ["5000003"] * 3
-    assert [sample.kind for sample in questions.samples] == ["1hop", "cross", "2hop"] * 2
-    assert len({sample.sample_id for sample in questions.samples}) == 6 and questions.name == "2 families"
-    assert all(sample.gold and sample.answers[0] for sample in questions.samples)
-    assert held_out_questions(TEST, 2, range(2, 3), per_world=3).samples == questions.samples[:3]
-    with pytest.raises(ValueError, match="is not in the development split"):
-        held_out_questions(DEVELOPMENT, 2, range(10**6, 10**6 + 1), per_world=1)
-    with pytest.raises(ValueError, match="too few questions for 90"):
-        held_out_questions(TEST, 1, range(1), per_world=90)
+    parts = held_out_questions(TEST, 2, samples=49, per_world=3)
+    samples = [sample for part in parts for sample in part.samples]
+    assert [len(part.samples) for part in parts] == [48, 1] and parts[0].name == "2 families, plain"
+    worlds = [int(world_of(sample.sample_id)) for sample in samples]
+    assert worlds == [worlds[0] + number // 3 for number in range(49)] and worlds[0] in TEST.seeds
+    assert [sample.kind for sample in samples[:6]] == ["1hop", "cross", "2hop"] * 2
+    assert len({sample.sample_id for sample in samples}) == 49 and all(s.gold and s.answers[0] for s in samples)
+    [later] = held_out_questions(TEST, 2, samples=3, per_world=3, first_world=2)
+    assert later.samples == tuple(samples[6:9])
+    assert digest_of(later.samples) == digest_of(samples[6:9]) != digest_of(samples[6:8])
+    [wild] = held_out_questions(TEST, 2, "wild", samples=3, titles=True)
+    assert wild.name == "2 families, wild, titled" and wild.style.name == "wikimqa"
 
 
 def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
@@ -52,12 +54,8 @@ def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     found = read_held_out(tmp_path / "a.json")
     assert found.about == known.about and render([found]) == render([known])
     [cell], [expected] = found.cells, known.cells
-    assert (cell.questions, cell.kinds, cell.passages, cell.left_out) == (
-        expected.questions,
-        expected.kinds,
-        expected.passages,
-        expected.left_out,
-    )
+    assert (cell.questions, cell.kinds, cell.digest) == (expected.questions, expected.kinds, "d")
+    assert (cell.passages, cell.left_out) == (expected.passages, expected.left_out)
     assert [run.wrong for run in cell.runs] == [run.wrong for run in expected.runs]
     for text in (
         '{"about": {}}',
@@ -91,7 +89,7 @@ def test_the_table_compares_over_the_same_questions() -> None:
     ):
         render([one], over="rul")
     with pytest.raises(ValueError, match="no answers: the measurement was interrupted"):
-        render([HeldOut(ABOUT | {"runs": []}, (Cell("c", ("1.1",), ("1hop",), (1, 1)),))])
+        render([HeldOut(ABOUT | {"runs": []}, (Cell("c", ("test-1-1",), ("1hop",), (1, 1), "d"),))])
 
 
 def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Path) -> None:
@@ -127,7 +125,7 @@ def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest
     assert costs[0] == 1 and costs[1] < costs[2] < costs[3] < 1
     assert all(len(run.wrong) == 2 - run.correct.sum() for run in runs.values())
     about: dict[str, Any] = dict(found.about)
-    assert about["seeds"] == "5000000 to 5000001" and about["runs"] == [
+    assert about["runs"] == [
         ["first_tokens", 0.1],
         ["oracle: gold passages", 0.5],
     ]
@@ -136,7 +134,7 @@ def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest
         (["--output", str(tmp_path / "a.json")], "exists, and records what was read"),
         (
             ["--output", str(tmp_path / "b.json")],
-            r"a.json (1 family): first_tokens at 10%, oracle: gold passages at 50%",
+            r"a.json (1 family, plain): first_tokens at 10%, oracle: gold passages at 50%",
         ),
     ):
         with pytest.raises(SystemExit):
@@ -151,13 +149,13 @@ def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--samples", "0"], "--samples 0: use 1 or more"),
-        (["--families", "2", "2"], "--families [2, 2] must be positive, each given once"),
+        (["--samples", "0"], "the number of samples is 0: use 1 to"),
+        (["--families", "2", "2"], "--families [2, 2]: give each number once"),
         (["--settings", "randm"], "the setting 'randm' is unknown: there are value_deviation"),
         (["--settings", "random@x"], "'random@x' must end with shares from 0 to 1"),
         (["--settings", "random@2"], "'random@2': a ratio=2.0 is a share"),
         (["--settings", "random", "random@0.1"], "'random' is given twice"),
-        (["--first-world", "-1"], "--first-world -1"),
+        (["--first-world", "-1"], "the first world is -1: use 0 or more"),
         (["--report", "a.json"], "give a MODEL and --output FILE to measure, or --report FILE... alone"),
     ],
 )

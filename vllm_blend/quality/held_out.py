@@ -48,7 +48,7 @@ from vllm_blend.quality.held_out_file import (
     write_held_out,
 )
 from vllm_blend.quality.held_out_report import render
-from vllm_blend.quality.held_out_worlds import held_out_questions
+from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions
 from vllm_blend.quality.intervals import check_seed
 from vllm_blend.quality.parallel import join_outcomes
 from vllm_blend.quality.questions import Questions, nothing_fits
@@ -57,8 +57,8 @@ from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import PLAIN_REUSE, RECOMPUTE_ALL, Run, RunKey, make_runs, resolve_settings
 from vllm_blend.quality.splits import DEVELOPMENT, SPLITS, TEST
 from vllm_blend.quality.sweep import Measured, Outcome, sweep
+from vllm_blend.quality.worlds import STYLES
 
-PART_WORLDS = 16  # measured together: their chunks are held in memory meanwhile
 NO_CLAIMS = (PLAIN_REUSE.name, RECOMPUTE_ALL.name)
 
 
@@ -111,22 +111,10 @@ def _make_runs(args: argparse.Namespace) -> list[Run]:
 
 def _make_parts(args: argparse.Namespace) -> list[list[Questions]]:
     """Return the questions of each cell, a few worlds at a time."""
-    for name in ("samples", "per_world", *(["first_world"] if args.first_world else [])):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: use 1 or more")
-    if min(args.families) < 1 or len(set(args.families)) < len(args.families):
-        raise ValueError(f"--families {args.families} must be positive, each given once")
-    split, stop = SPLITS[args.split], args.first_world - (-args.samples // args.per_world)
-    cells = []
-    for families in args.families:
-        left, parts = args.samples, []
-        for first in range(args.first_world, stop, PART_WORLDS):
-            worlds = range(first, min(first + PART_WORLDS, stop))
-            questions = held_out_questions(split, families, worlds, args.per_world, args.titles)
-            parts.append(replace(questions, samples=questions.samples[:left]))
-            left -= len(parts[-1].samples)
-        cells.append(parts)
-    return cells
+    if len(set(args.families)) < len(args.families):
+        raise ValueError(f"--families {args.families}: give each number once")
+    split, counts = SPLITS[args.split], (args.samples, args.per_world, args.first_world)
+    return [held_out_questions(split, number, args.worlds, *counts, args.titles) for number in args.families]
 
 
 def _cells(parts: Sequence[Sequence[Questions]], measured: Sequence[Measured], runs: Sequence[Run] = ()) -> list[Cell]:
@@ -155,6 +143,7 @@ def _cell(questions: Questions, measured: Sequence[Measured], runs: Sequence[Run
         tuple(sample.sample_id for sample in samples),
         tuple(sample.kind or "" for sample in samples),
         (min(sizes), max(sizes)),
+        digest_of(samples),
         left_out,
         tuple(_answered(name, ratio, outcome, full) for name, ratio, outcome in ways),
     )
@@ -168,8 +157,6 @@ def _answered(name: str, ratio: float | None, outcome: Outcome, full: Outcome) -
 
 def _describe(args: argparse.Namespace, command: str, runs: Sequence[Run], session: Session) -> dict[str, Any]:
     """Return how it is measured. `runs` are those that are claims, see `find_read`."""
-    split = SPLITS[args.split]
-    last = args.first_world - (-args.samples // args.per_world) - 1
     return {
         "command": command,
         "date": str(date.today()),
@@ -178,8 +165,8 @@ def _describe(args: argparse.Namespace, command: str, runs: Sequence[Run], sessi
         "weights": session.engine.fingerprint.weights,
         "dtype": str(session.dtype).removeprefix("torch."),
         "device": str(session.engine.device),
-        "split": split.name,
-        "seeds": f"{split.seed(args.first_world)} to {split.seed(last)}",
+        "split": args.split,
+        "seed of the engine": args.seed,
         "versions": [f"{module.__name__} {module.__version__}" for module in (vllm_blend, torch, transformers)],
         "python": platform.python_version(),
         AUTO: BEST,
@@ -213,10 +200,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", nargs="?", help="model directory or Hugging Face id")
     add("--split", choices=[DEVELOPMENT.name, TEST.name], default=DEVELOPMENT.name, help="(default: %(default)s)")
     add("--families", nargs="+", type=int, default=[4, 8], metavar="N", help="a table for each; one has 5 passages")
+    add("--worlds", choices=STYLES, default=STYLES[0], help="words lead to passages less surely in wild ones")
     add("--titles", action="store_true", help="passages with titles, as 2WikiMultihopQA's (default: MuSiQue's form)")
     add("--samples", type=int, default=500, help="questions in a table (default: %(default)s)")
     add("--per-world", type=int, default=3, help="questions about a world, kinds in turn (default: %(default)s)")
-    add("--first-world", type=int, default=0, metavar="N", help="number in the split (default: %(default)s)")
+    add("--first-world", type=int, default=0, metavar="N", help="leave out N worlds (default: %(default)s)")
     add("--settings", nargs="+", default=[], metavar="NAME", help="names or selectors; NAME@RATIO,RATIO")
     add("--ratios", nargs="+", type=float, default=[0.08, 0.15], metavar="RATIO", help="(default: 0.08 0.15)")
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")

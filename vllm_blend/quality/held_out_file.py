@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class Cell:
-    """The questions of one kind of world: their ids and kinds, and the fewest and most passages of a prompt."""
+    """The questions of one kind of world: their ids, "SPLIT-SEED-NUMBER", and kinds, the fewest and most passages of a
+    prompt, and a digest of all texts."""
 
     name: str
     questions: tuple[str, ...]
     kinds: tuple[str, ...]
     passages: tuple[int, int]
+    digest: str
     left_out: tuple[str, ...] = ()  # questions whose prompts are too long for the model
     runs: tuple[Answered, ...] = ()
 
@@ -99,8 +101,9 @@ def find_read(folder: Path, planned: HeldOut) -> list[str]:
 def _cell_text(cell: Cell) -> str:
     worlds: dict[str, list[list[Any]]] = {}
     for question, kind in zip(cell.questions, cell.kinds, strict=True):
-        worlds.setdefault(world_of(question), []).append([int(question.partition(".")[2]), kind])
-    head = {"name": cell.name, "passages": cell.passages, "left_out": cell.left_out}
+        world, _, number = question.rpartition("-")
+        worlds.setdefault(world, []).append([int(number), kind])
+    head = {"name": cell.name, "passages": cell.passages, "digest": cell.digest, "left_out": cell.left_out}
     runs = [
         {
             "setting": run.setting,
@@ -117,10 +120,17 @@ def _cell_text(cell: Cell) -> str:
 
 
 def _read_cell(data: Mapping[str, Any]) -> Cell:
-    asked = [(f"{world}.{number}", str(kind)) for world, numbers in data["worlds"] for number, kind in numbers]
+    asked = [(f"{world}-{number}", str(kind)) for world, numbers in data["worlds"] for number, kind in numbers]
     fewest, most = data["passages"]
-    cell = Cell(data["name"], tuple(q for q, _ in asked), tuple(k for _, k in asked), (int(fewest), int(most)))
-    return replace(cell, left_out=tuple(data["left_out"]), runs=tuple(_read_run(run) for run in data["runs"]))
+    return Cell(
+        data["name"],
+        tuple(question for question, _ in asked),
+        tuple(kind for _, kind in asked),
+        (int(fewest), int(most)),
+        str(data["digest"]),
+        tuple(data["left_out"]),
+        tuple(_read_run(run) for run in data["runs"]),
+    )
 
 
 def _read_run(data: Mapping[str, Any]) -> Answered:

@@ -63,7 +63,8 @@ def render(files: Sequence[HeldOut], over: str | None = None, seed: int = 0) -> 
     for held_out in files:
         about = {name: value for name, value in held_out.about.items() if name not in ("command", "runs")}
         left_out = [question for cell in held_out.cells for question in cell.left_out]
-        about["left out as too long"] = left_out
+        seeds = [f"{min(cell.worlds)} to {max(cell.worlds)} ({cell.name})" for cell in held_out.cells if cell.questions]
+        about |= {"seeds of the worlds": seeds, "left out as too long": left_out}
         parts.append(f"    {held_out.about['command']}\n\n" + "\n".join(format_about(about)))
     return "\n\n".join(parts) + "\n"
 
@@ -104,7 +105,7 @@ def _sections(files: Sequence[HeldOut]) -> list[_Section]:
     for held_out in files:
         about = held_out.about
         for cell in held_out.cells:
-            key = (about["weights"], about["dtype"], about["split"], cell.name, cell.questions)
+            key = (about["weights"], about["dtype"], about["split"], cell.name, cell.questions, cell.digest)
             title = f"{about['model']}, {about['dtype']}, {about['split']} split, worlds of {cell.name}"
             section = found.setdefault(key, _Section(title, cell, []))
             full = next((run for run in cell.runs if run.setting == FULL), None)

@@ -2,63 +2,52 @@
 
 from __future__ import annotations
 
-from random import Random
+import hashlib
+from collections.abc import Iterable
 
-from vllm_blend.pipeline.datasets import Sample, SamplePassage
+from vllm_blend.pipeline.datasets import Sample, normalize_sample
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
+from vllm_blend.quality.make_datasets import make_samples
 from vllm_blend.quality.questions import Questions
 from vllm_blend.quality.splits import Split
-from vllm_blend.quality.worlds import Episode, Question, question_episode
+from vllm_blend.quality.worlds import STYLES
 
-KINDS = ("1hop", "cross", "2hop")
+PART_WORLDS = 16  # measured together: their chunks are held in memory meanwhile
 
 
-def held_out_questions(split: Split, families: int, worlds: range, per_world: int, titles: bool = False) -> Questions:
-    """Return `per_world` questions about each of a split's `worlds`, by their numbers in the split, each of `families`
-    families. The kinds take turns.
+def held_out_questions(
+    split: Split,
+    families: int,
+    worlds: str = STYLES[0],
+    samples: int = 500,
+    per_world: int = 3,
+    first_world: int = 0,
+    titles: bool = False,
+) -> list[Questions]:
+    """Return questions about worlds of a split, of `families` families each and of the style `worlds` ("plain" or
+    "wild"), in parts of a few worlds. The first `first_world` of these worlds are left out.
 
-    A sample is called "SEED.NUMBER", after the world's seed and the question's number among all that the world has.
-    Raises ValueError for worlds that the split does not have.
+    Raises ValueError for what `make_samples` does not make.
     """
+    if first_world < 0:
+        raise ValueError(f"the first world is {first_world}: use 0 or more")
+    skipped = first_world * per_world
+    made = make_samples(split, families, worlds, skipped + samples, per_world, titles)[skipped:]
+    name = f"{families} {'family' if families == 1 else 'families'}, {worlds}{', titled' if titles else ''}"
     style = PROMPT_STYLES["wikimqa" if titles else "musique"]
-    samples = [sample for index in worlds for sample in _ask(split, index, families, per_world, titles)]
-    return Questions(cell_name(families, titles), style, tuple(samples))
-
-
-def cell_name(families: int, titles: bool) -> str:
-    return f"{families} {'family' if families == 1 else 'families'}{', titled' if titles else ''}"
+    size = PART_WORLDS * per_world
+    found = [normalize_sample(raw, index) for index, raw in enumerate(made)]
+    return [Questions(name, style, tuple(found[start : start + size])) for start in range(0, len(found), size)]
 
 
 def world_of(sample_id: str) -> str:
-    """Return the seed of the world that a sample of `held_out_questions` asks about."""
-    return sample_id.partition(".")[0]
+    """Return the seed of the world that a sample of `held_out_questions`, "SPLIT-SEED-NUMBER", asks about."""
+    return sample_id.split("-")[1]
 
 
-def _ask(split: Split, index: int, families: int, count: int, titles: bool) -> list[Sample]:
-    seed = split.seed(index)
-    rng = split.random(index)
-    episode = question_episode(rng, families, titles)
-    passages = tuple(SamplePassage(p.title, p.text, p.page) for p in episode.passages)
-    return [
-        Sample(
-            sample_id=f"{seed}.{number}",
-            question=question.text,
-            passages=passages,
-            answers=(question.answer,),
-            kind=question.kind,
-            gold=tuple(episode.gold(question)),
-        )
-        for number, question in _draw(rng, episode, count, first_kind=index * count)
-    ]
-
-
-def _draw(rng: Random, episode: Episode, count: int, first_kind: int) -> list[tuple[int, Question]]:
-    """Return `count` questions and their numbers, no question twice."""
-    numbered = list(enumerate(episode.questions))
-    drawn: list[tuple[int, Question]] = []
-    for turn in range(first_kind, first_kind + count):
-        of_kind = [one for one in numbered if one[1].kind == KINDS[turn % len(KINDS)] and one not in drawn]
-        if not of_kind:
-            raise ValueError(f"a world has too few questions for {count}: ask fewer of each world, and of more worlds")
-        drawn.append(rng.choice(of_kind))
-    return drawn
+def digest_of(samples: Iterable[Sample]) -> str:
+    """Return a digest of what samples ask and of their passages: a change of the worlds' text shows in it."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.question, sample.answers, sample.passages)).encode())
+    return digest.hexdigest()[:16]
