@@ -68,13 +68,15 @@ def test_a_seed_of_another_split_is_refused() -> None:
     assert DEVELOPMENT.random(7).random() == Random(3_000_007).random()
 
 
-def test_no_person_of_the_test_lives_in_another_split() -> None:
-    tested = set[str]().union(*(people_in(make_world(TEST.random(index), 8)) for index in range(100)))
-    others = set[str]()
+@pytest.mark.parametrize("shared_names", [False, True], ids=["plain", "wild"])
+def test_no_person_of_the_test_lives_in_another_split(shared_names: bool) -> None:
+    tested, others = set[str](), set[str]()
     for index in range(100):
-        others |= people_in(make_world(DEVELOPMENT.random(index), 8))
+        tested |= people_in(make_world(TEST.random(index), 8, shared_names))
+        others |= people_in(make_world(DEVELOPMENT.random(index), 8, shared_names))
     for shard in range(10):
         stream = TRAINING.random(shard)  # training draws many worlds from one seed
-        others |= set[str]().union(*(people_in(make_world(stream, 3)) for _ in range(30)))
+        for _ in range(30):
+            others |= people_in(make_world(stream, 3, shared_names))
     assert len(tested) > 3000 and len(others) > 6000
     assert not tested & others

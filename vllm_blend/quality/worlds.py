@@ -29,7 +29,7 @@ STYLES = ("plain", "wild")
 def question_episode(
     rng: Random, families: int | None = None, titles: bool | None = None, style: str = "plain"
 ) -> Episode:
-    """Return one world's pages and questions; a family has about 5 passages and 210 tokens of the demo model.
+    """Return one world's pages and questions. A family has about 5 passages, 210 tokens of the demo model (wild: 250).
 
     `families` is drawn from 1 to 3 if None, as for the demo model. `titles` shows page titles (the 2WikiMultihopQA
     form), in 30% if None. `style` is one of STYLES. Raises ValueError for fewer than one family or another style.
