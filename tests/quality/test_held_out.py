@@ -105,6 +105,9 @@ def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Pa
     ):
         assert find_read(tmp_path, other) == []
     assert find_read(tmp_path / "none", measured(answered("rule", 0.15, "1111"))) == []
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"must have no JSON files but such answers: .*b\.json does not hold"):
+        find_read(tmp_path, measured(answered("rule", 0.15, "1111")))
 
 
 def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

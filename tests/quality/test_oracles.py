@@ -63,7 +63,7 @@ def test_passages_of_the_answer_come_before_those_that_lead_to_it() -> None:
     sample = sample_of([2, 3])
     assert answer_passages(sample) == [1, 3] and gold_passages(sample) == [1, 3, 2]
     assert answer_passages(sample_of([2], answer="Zoe")) == [2]  # yes or no stand in no passage
-    assert gold_relevance(sample, prompt_of())["relevance"] == [0.0, 1.0, 1.0, 1.0]  # type: ignore[typeddict-item]
+    assert dict(gold_relevance(sample, prompt_of()))["relevance"] == [0.0, 1.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="does not say which passages are gold"):
         gold_passages(sample_of([]))
 

@@ -18,6 +18,7 @@ from vllm_blend.pipeline.files import read_json, write_text
 from vllm_blend.quality.held_out_worlds import world_of
 
 WHAT = "answers of held-out questions"
+NEEDED = ("command", "model", "weights", "dtype", "split", "runs")  # of `HeldOut.about`
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def read_held_out(path: Path) -> HeldOut:
         found = HeldOut(dict(data["about"]), tuple(_read_cell(cell) for cell in data["cells"]))
         sizes = [(len(cell.questions), len(run.correct), run) for cell in found.cells for run in cell.runs]
         whole = all(count == length == run.correct.sum() + len(run.wrong) for count, length, run in sizes)
+        whole = whole and all(name in found.about for name in NEEDED)
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
@@ -83,10 +85,15 @@ def read_held_out(path: Path) -> HeldOut:
 
 def find_read(folder: Path, planned: HeldOut) -> list[str]:
     """Return what the files of a folder have measured already of what is planned, as lines to show: the same model,
-    setting and ratio over some of the same worlds of the same split. A run counts from its beginning on."""
+    setting and ratio over some of the same worlds of the same split. A run counts from its beginning on.
+
+    Raises ValueError if the folder has JSON files of another kind, or damaged ones: then nothing is known for sure."""
     lines = []
     for path in sorted(folder.glob("*.json")):
-        known = read_held_out(path)
+        try:
+            known = read_held_out(path)
+        except ValueError as error:
+            raise ValueError(f"--output: its folder must have no JSON files but such answers: {error}") from error
         if any(known.about[key] != planned.about[key] for key in ("split", "weights", "dtype")):
             continue
         worlds = {cell.name: set(cell.worlds) for cell in known.cells}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 
@@ -71,8 +72,8 @@ def rank_attended_passages(session: Session, sample: Sample, prompt: ChunkedProm
 def gold_relevance(sample: Sample, prompt: ChunkedPrompt) -> ChunkedPrompt:
     """Return the prompt with `relevance`: 1 for the gold passages and 0 for the others."""
     gold = gold_passages(sample)
-    relevance = [float(index in gold) for index in range(len(sample.passages))]
-    return prompt | {"relevance": relevance}  # type: ignore[return-value]
+    relevance = {"relevance": [float(index in gold) for index in range(len(sample.passages))]}
+    return cast(ChunkedPrompt, {**prompt, **relevance})
 
 
 def gold_passages(sample: Sample) -> list[int]:
