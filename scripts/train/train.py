@@ -1,159 +1,194 @@
-"""Train the demo model on synthetic worlds and write it as a Hugging Face model directory.
+r"""Train a demo model on synthetic worlds: from scratch with any shape, or on from a model directory.
 
-    python scripts/train/train.py --output-dir my-model --minutes 9
+    python scripts/train/train.py --output long --from inputs/demo-model --lengths 2048 4096 --minutes 8
+    python scripts/train/train.py --output third --layers 10 --heads 7 --hidden 448 --mlp 1024 \
+        --vocabulary 3072 --lengths 1024 2048 4096 --short-share 0.4 --minutes 9
 
-Each row is one context followed by as many of its questions as fit 1,024 tokens. Every token is trained on, an answer's
-tokens about 20 times as much (shared over the answer, so that long answers do not weigh more than short ones).
+It is the loop of `vllm-blend finetune`, but every prompt is computed in full, so that the model knows nothing about
+reuse. A row is a world with as many of its questions as fit; an answer weighs as much as 40 tokens of context. Worlds
+come from the training split, and another --seed gives others; --target ends the training by the development split.
+A run that was paused (--pause-minutes) or broken off goes on with --resume. The exit status is 0, or 2 for bad input
+(before any work) and if training diverges.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
+import math
 import sys
-import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from random import Random
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer
-from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from model import DemoModel, ModelConfig, save_pretrained  # noqa: E402
+from tokenizer import train_tokenizer  # noqa: E402
 
-from vllm_blend.finetune.worlds import draw_episode  # noqa: E402
-from vllm_blend.pipeline.prompts import PROMPT_STYLES, render_passage  # noqa: E402
-from vllm_blend.quality.worlds import Episode  # noqa: E402
+from vllm_blend.devices import resolve_device  # noqa: E402
+from vllm_blend.finetune import attention  # noqa: E402
+from vllm_blend.finetune.options import add_training_options, make_plan  # noqa: E402
+from vllm_blend.finetune.plan import TrainingPlan  # noqa: E402
+from vllm_blend.finetune.run import Student, run_training  # noqa: E402
+from vllm_blend.finetune.saving import check_output  # noqa: E402
+from vllm_blend.finetune.sources import WorldOptions, leading_bos, world_source  # noqa: E402
+from vllm_blend.finetune.state import check_resumable, load_state  # noqa: E402
+from vllm_blend.finetune.worlds import TRAINING_SEEDS  # noqa: E402
 
-FIRST_SEED, SHARDS = 1000, 60
-CONTEXT_WEIGHT = 5
-WARMUP_STEPS, LEARNING_RATE, FINAL_SHARE = 300, 1.5e-3, 0.02
-
-
-def encode_episode(episode: Episode, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
-    """Return token ids (BOS first, pieces tokenized one by one) and a training weight for each, in tenths."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    ids = [0, *encode(episode.instruction)]
-    for passage in episode.passages:
-        ids += encode(render_passage(passage.title, passage.text))
-    weights = [CONTEXT_WEIGHT] * len(ids)
-    for question in episode.questions:
-        style = PROMPT_STYLES["samsum" if question.kind == "sum" else "musique"]
-        asked, answer = encode(style.suffix(question.text)), encode(f" {question.answer}\n")
-        if len(ids) + len(asked) + len(answer) > length:
-            break
-        ids += asked + answer
-        weights += [CONTEXT_WEIGHT] * len(asked) + [max(10, min(200, 200 // len(answer)))] * len(answer)
-    return ids, weights
+HEAD_DIM, ROPE_THETA = 64, 10_000.0
+HELP = {
+    "hidden": "hidden size",
+    "heads": f"query heads of {HEAD_DIM}",
+    "kv_heads": "KV heads (default: a third of the heads, or 1 if that is not whole)",
+    "mlp": "hidden size of the MLP",
+    "vocabulary": "tokens",
+}
+SHAPE = {"layers": 12, "hidden": 384, "heads": 6, "kv_heads": None, "mlp": 768, "vocabulary": 2048}
+FROM_SCRATCH = TrainingPlan(
+    batch_size=64, steps=1, learning_rate=1.5e-3, warmup_steps=300, decay_share=0.5, weight_decay=0.05
+)
+GOING_ON = {"learning_rate": 6e-4, "warmup_steps": 60, "decay_share": 0.6, "weight_decay": 0.02}
 
 
-def make_rows(seed: int, rows: int, length: int, tokenizer_file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return `rows` padded token rows and their weights (0 on padding), each [rows, length], from one random stream."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    rng, tokenizer = Random(seed), Tokenizer.from_file(tokenizer_file)
-    ids, weights = np.full((rows, length), 2, np.int16), np.zeros((rows, length), np.uint8)
-    filled = 0
-    while filled < rows:
-        row, weight = encode_episode(draw_episode(rng), tokenizer, length)
-        if len(row) <= length:
-            ids[filled, : len(row)], weights[filled, : len(row)] = row, weight
-            filled += 1
-    return ids, weights
-
-
-def train(
-    model: DemoModel, ids: torch.Tensor, weights: torch.Tensor, batch_size: int, seconds: float, max_steps: int
-) -> float:
-    """Train until the time or the steps are up; return the last loss. The learning rate falls over the second half."""
-    device = ids.device.type
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=(0.9, 0.95),
-        fused=device == "cuda",
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    forward = torch.compile(model) if device == "cuda" else model
-    start, order, used, step = time.perf_counter(), torch.randperm(len(ids)), 0, 0
-    loss = torch.tensor(float("nan"))
-    progress = tqdm(total=max_steps or None, desc="training", unit="step")
-    while (done := max((time.perf_counter() - start) / seconds, step / max_steps if max_steps else 0.0)) < 1:
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * max(FINAL_SHARE, min(1.0, (1 - done) / 0.5))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        if used + batch_size > len(order):
-            order, used = torch.randperm(len(ids)), 0
-        batch = order[used : used + batch_size].to(ids.device)
-        used += batch_size
-        tokens, weight = ids[batch].long(), weights[batch][:, 1:].float() * 0.1
-        with torch.autocast(device, torch.bfloat16):
-            logits = forward(tokens)
-        losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        loss = (losses.view_as(weight) * weight).sum() / weight.sum()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        progress.update()
-        if step % 100 == 0:
-            progress.set_postfix(loss=f"{loss.item():.4f}")
-    progress.close()
-    return loss.item()
+    add = parser.add_argument
+    defaults = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in GOING_ON.items())
+    add("--output", type=Path, required=True, metavar="DIR", help="new model directory")
+    add("--from", dest="start", metavar="MODEL", help=f"go on from this model; the defaults are then {defaults}")
+    add("--positions", type=int, help="positions of the model (default: the longest rows, or as many as --from has)")
+    add("--lengths", type=int, nargs="+", default=[1024], metavar="N", help="tokens of rows (default: 1024)")
+    add("--length-shares", type=float, nargs="+", metavar="S", help="share of batches of each length (default: equal)")
+    add(
+        "--short-share",
+        type=float,
+        default=0.0,
+        help="share of the training, at its beginning, with the shortest rows alone (default: %(default)s)",
+    )
+    shape = parser.add_argument_group("shape, from scratch")
+    for name, default in SHAPE.items():
+        text = HELP.get(name, name) + ("" if default is None else f" (default: {default})")
+        shape.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, help=text)
+    add_training_options(parser, FROM_SCRATCH, prompts=240_000)
+    return parser
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the demo model on synthetic worlds.")
-    parser.add_argument("--output-dir", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--minutes", type=float, default=9.0, help="training time (default: %(default)s)")
-    parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps, 0 for no limit")
-    parser.add_argument("--contexts", type=int, default=240_000, help="worlds to train on (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=128, help="rows in a step (default: %(default)s)")
-    parser.add_argument(
-        "--tokenizer-dir",
-        type=Path,
-        default=ROOT / "inputs/demo-model",
-        help="where the tokenizer is (default: %(default)s)",
-    )
+    """Parse and check the options. Ends with a message and status 2 for bad ones."""
+    parser = make_parser()
+    if parser.parse_args(argv).start:
+        parser.set_defaults(**GOING_ON)
     args = parser.parse_args(argv)
-    for name in ("minutes", "contexts", "batch_size"):
+    given = [name for name in SHAPE if hasattr(args, name)]
+    if args.start and given:
+        parser.error(f"--{given[0].replace('_', '-')} is for training from scratch: --from {args.start} has a shape")
+    for name, default in SHAPE.items():
+        setattr(args, name, getattr(args, name, default))
+    if args.kv_heads is None:
+        args.kv_heads = args.heads // 3 if args.heads % 3 == 0 else 1
+    for name in SHAPE:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    if args.minutes is None and args.steps is None:
+        args.minutes = 9.0
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
-    config = ModelConfig()
-    rows = max(1, -(-args.contexts // SHARDS))
-    make = partial(
-        make_rows, rows=rows, length=config.max_positions, tokenizer_file=str(args.tokenizer_dir / "tokenizer.json")
+def starting_config(args: argparse.Namespace) -> Any:
+    """Return the configuration of the model to train. Raises ValueError if it has too few positions for the rows."""
+    longest = max(args.lengths)
+    if args.start:
+        config = AutoConfig.from_pretrained(args.start)
+        attention.check_supported(config, args.start, longest)
+        config.max_position_embeddings = args.positions or max(longest, config.max_position_embeddings)
+    else:
+        config = LlamaConfig(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=args.mlp,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=args.positions or longest,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            tie_word_embeddings=True,
+            dtype=torch.bfloat16,
+        )
+    if config.max_position_embeddings < longest:
+        raise ValueError(f"--positions {config.max_position_embeddings} is less than the longest rows, {longest}")
+    return config
+
+
+def make_model(args: argparse.Namespace, config: Any) -> Any:
+    """Return the model in float32: that of --from, or a new one, in which layers that write to the residual stream
+    start smaller, as in GPT-2."""
+    if args.start:
+        return AutoModelForCausalLM.from_pretrained(
+            args.start, config=config, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    torch.manual_seed(args.seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.div_(math.sqrt(2 * config.num_hidden_layers))
+    return model
+
+
+def run(args: argparse.Namespace, say: Any) -> None:
+    """Train, and write the model. Raises ValueError or OSError for bad input."""
+    plan = make_plan(args, shares=None, short_share=args.short_share)
+    resumed = None
+    if args.resume:
+        check_resumable(args.output)
+        resumed = load_state(args.output, plan)
+    else:
+        check_output(args.output)
+    shares = args.length_shares or [1.0] * len(args.lengths)
+    received = 0 if resumed is None else resumed.rows
+    options = WorldOptions(
+        args.lengths, shares, args.prompts, args.seed, args.workers, args.development_rows, args.wild_share, received
     )
-    seeds = range(FIRST_SEED, FIRST_SEED + min(SHARDS, args.contexts))
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        shards = list(tqdm(pool.imap(make, seeds), total=len(seeds), desc="worlds", unit="shard"))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids = torch.from_numpy(np.concatenate([shard[0] for shard in shards])).to(device)
-    weights = torch.from_numpy(np.concatenate([shard[1] for shard in shards])).to(device)
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    model = DemoModel(config).to(device)
-    loss = train(model, ids, weights, min(args.batch_size, len(ids)), args.minutes * 60, args.max_steps)
-    save_pretrained(model, args.output_dir, args.tokenizer_dir)
-    print(f"last loss {loss:.4f}; model in {args.output_dir}")
+    config = starting_config(args)
+    if resumed is not None or args.start:
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.output if resumed is not None else args.start)
+        tokenizer.model_max_length = config.max_position_embeddings
+    else:
+        # The tokenizer's worlds come from the end of the seeds, where no run of the usual length takes rows from.
+        last_seed = TRAINING_SEEDS.stop - 1 - args.seed
+        tokenizer = train_tokenizer(args.vocabulary, last_seed, config.max_position_embeddings)
+    if not args.start:
+        config.update({f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")})
+    source = world_source(
+        options, tokenizer.backend_tokenizer.to_str(), leading_bos(tokenizer), tokenizer.pad_token_id or 0
+    )
+    attention.register()
+    dtype = config.dtype or torch.bfloat16  # loading sets it to that of training
+    model = make_model(args, config).to(resolve_device(args.device))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{parameters / 1e6:.1f}M parameters, {config.max_position_embeddings} positions")
+    student = Student(model, tokenizer, dtype)
+    run_training(student, source, plan, args.output, say, resumed=resumed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        run(args, lambda line: print(line, flush=True))
+    except (OSError, ValueError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, run, tiny_model
 from vllm_blend.finetune.attention import NAME, check_supported, register, reuse_arguments
-from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, make_reuse
+from vllm_blend.finetune.masks import FULL, ISOLATED, MIXED, PARTLY, make_reuse
 
 LIKELIEST = 5
-TINY = {name: tiny_model(name) for name in ("llama", "qwen2", "qwen3")}
+TINY = {name: tiny_model(name) for name in ("llama", "mistral", "qwen2", "qwen3")}
 
 pytestmark = pytest.mark.cpu_only
 
@@ -33,13 +34,22 @@ def chunk_numbers(prompt: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([numbers + [-1] * len(prompt["suffix"])], dtype=torch.int16)
 
 
-def last_logprobs(model: Any, prompt: dict[str, Any], kind: int, recomputed: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of the first answer token, by a whole-sequence forward."""
+def last_logprobs(
+    model: Any,
+    prompt: dict[str, Any],
+    kind: int,
+    recomputed: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    sinks: int | None = None,
+) -> torch.Tensor:
+    """Return the log-probabilities of the first answer token, by a whole-sequence forward. `whole` are numbers of
+    chunks."""
     chunks = chunk_numbers(prompt)
     again = torch.zeros_like(chunks, dtype=torch.float32)
-    again[0, recomputed] = 1
+    again[0, list(recomputed)] = 1
     ids = torch.tensor([[*prompt["prefix"], *chain(*prompt["chunks"]), *prompt["suffix"]]])
-    reuse = make_reuse(chunks, torch.tensor([kind]), again, slots=len(recomputed))
+    in_place = torch.isin(chunks, torch.tensor(whole, dtype=chunks.dtype))
+    reuse = make_reuse(chunks, torch.tensor([kind]), again, len(recomputed), in_place, sinks)
     with torch.no_grad():
         logits: torch.Tensor = model(**reuse_arguments(model, ids, chunks, reuse), use_cache=False).logits
     return logits[0, ids.shape[1] - 1].log_softmax(-1)
@@ -72,6 +82,28 @@ def test_a_row_is_what_the_engine_blends(name: str, ratio: float) -> None:
     assert_same(output, last_logprobs(trained(TINY[name]), prompt, kind, chosen))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_mixed_row_is_what_the_engine_computes_when_it_computes_chunks_in_place(name: str) -> None:
+    prompt = tiny_prompt()
+    with engine(TINY[name], enable_blending=True, block_size=BLOCK_SIZE) as llm:
+        asked = {**prompt, "blend_selector": "none", "in_place_chunks": [1, 2]}
+        [output] = run(llm, asked, greedy(1, logprobs=LIKELIEST, ignore_eos=True))
+    mixed = last_logprobs(trained(TINY[name]), prompt, MIXED, whole=[2, 3])
+    assert_same(output, mixed)
+    assert (mixed - last_logprobs(trained(TINY[name]), prompt, ISOLATED)).abs().max() > 0.01
+
+
+def test_a_row_whose_chunks_see_bos_alone_is_what_the_engine_reuses_after_bos() -> None:
+    prompt = tiny_prompt()
+    with engine(TINY["llama"], enable_blending=True, block_size=BLOCK_SIZE, blend_encoding_context="bos") as llm:
+        prompt["prefix"] = [llm.get_tokenizer().bos_token_id, *prompt["prefix"]]
+        asked = {**prompt, "blend_selector": "none"}
+        [output] = run(llm, asked, greedy(1, logprobs=LIKELIEST, ignore_eos=True))
+    after_bos = last_logprobs(trained(TINY["llama"]), prompt, ISOLATED, sinks=1)
+    assert_same(output, after_bos)
+    assert (after_bos - last_logprobs(trained(TINY["llama"]), prompt, ISOLATED)).abs().max() > 0.01
+
+
 def test_a_row_of_the_demo_model_is_what_the_engine_reuses() -> None:
     with engine(enable_blending=True) as llm:
         prompt = tokenized(llm, dict(demo_prompt(11, passages=6)))
@@ -95,17 +127,18 @@ def test_a_full_row_is_the_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value, message",
+    "name, field, value, message",
     [
-        ("model_type", "gemma", "model_type is 'gemma'"),
-        ("use_sliding_window", True, "sliding window"),
-        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type 'dynamic'"),
+        ("qwen2", "model_type", "gemma", "model_type is 'gemma'"),
+        ("qwen2", "use_sliding_window", True, "sliding_window is 20, and rows have up to 96"),
+        ("mistral", "sliding_window", 95, "sliding_window is 95, and rows have up to 96"),
+        ("qwen2", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type 'dynamic'"),
     ],
 )
-def test_a_model_with_another_attention_is_refused(field: str, value: object, message: str) -> None:
-    config = AutoConfig.from_pretrained(TINY["qwen2"])
-    check_supported(config, "here")
-    config.sliding_window = 20
+def test_a_model_with_another_attention_is_refused(name: str, field: str, value: object, message: str) -> None:
+    config = AutoConfig.from_pretrained(TINY[name])
+    config.sliding_window = 96 if name == "mistral" else 20
+    check_supported(config, "here", 96)
     setattr(config, field, value)
     with pytest.raises(ValueError, match=f"here: .*{message}"):
-        check_supported(config, "here")
+        check_supported(config, "here", 96)

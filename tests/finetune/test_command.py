@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.engines import DEMO, ROOT, engine, greedy, run, tiny_model
 from vllm_blend.finetune.command import main
-from vllm_blend.finetune.loop import TrainingPlan, TrainingProgress, train
-from vllm_blend.finetune.rows import RowPool, make_row, pad_rows
 from vllm_blend.finetune.saving import save_model
 from vllm_blend.pipeline.datasets import normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
@@ -100,6 +98,14 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--worlds", "--steps", "1", "--max-length", "100"], "worlds fit 96 tokens"),
         (["--worlds", "--steps", "1", "--workers", "-1"], "--workers is -1"),
         (["--worlds", "--steps", "1", "--seed", "99"], "--seed is 99"),
+        (["--worlds", "--steps", "1", "--lengths", "2048"], "the model has 1024 positions"),
+        (["--worlds", "--steps", "1", "--lengths", "1000", "--length-shares", "1", "2"], "--length-shares has 2"),
+        (["--worlds", "--steps", "1", "--batch-size", "6", "--accumulate", "4"], "a multiple of --accumulate 4"),
+        (["--worlds", "--steps", "1", "--resume"], "has no training_state.pt"),
+        (["--worlds", "--steps", "1", "--teacher", DEMO], "without --distill"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--target", "0.9"], "--target 0.9 needs development rows"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--lora-rank", "-1"], "--lora-rank is -1"),
+        ([], "give --worlds, or --dataset FILE"),
     ],
 )
 def test_bad_input_is_refused(
@@ -197,20 +203,43 @@ def test_a_data_set_without_chunks_is_refused(
     assert "ctxs must be a non-empty list" in capsys.readouterr().err
 
 
-def test_without_shares_a_stock_model_is_trained(model: str) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    row = make_row("ab", ["cd"], [("q", "1")], lambda text: [ord(letter) % 32 for letter in text], None, 8)
-    assert row is not None
-    pool = RowPool(1, 8, torch.device("cpu"), 0)
-    lines: list[TrainingProgress] = []
-    plan = TrainingPlan(batch_size=2, steps=10, learning_rate=0.01, warmup_steps=0, shares=None, log_steps=5)
-    last = train(stock, pool, iter([pad_rows([row], 8, 0)]), plan, lines.append)
-    assert [line.step for line in lines] == [1, 5, 10] and last.loss < lines[0].loss and set(last.accuracy) == {"full"}
+def test_a_teacher_of_another_vocabulary_is_refused(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--dataset", dataset, "--steps", 1, "--distill", 1, "--teacher", DEMO]
+    with pytest.raises(SystemExit):
+        finetune(model, "--output", tmp_path / "new", *options)
+    assert f"--teacher {DEMO} has 2048 tokens and the model 420" in capsys.readouterr().err
 
 
-def test_the_learning_rate_rises_stays_and_falls() -> None:
-    plan = TrainingPlan(minutes=10, learning_rate=1.0, warmup_steps=4, decay_share=0.5)
-    assert [plan.rate(step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
-    assert [plan.rate(9, done) for done in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.02]
-    assert plan.done(300.0, 7) == 0.5 and TrainingPlan(steps=10).done(1e9, 5) == 0.5
-    assert TrainingPlan(steps=10, minutes=1).done(54.0, 5) == 0.9
+def test_training_ends_when_the_development_rows_are_answered(
+    model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is distilled, in parts, with whole chunks among reused ones: all of it at once still learns."""
+    options = ["--steps", 200, "--batch-size", 8, "--learning-rate", 0.02, "--warmup-steps", 5, "--decay-share", 0.1]
+    options += [
+        "--development",
+        dataset,
+        "--target",
+        1.0,
+        "--evaluate-steps",
+        10,
+        "--mixed",
+        0.3,
+        "--max-recomputed",
+        0,
+    ]
+    options += ["--distill", 0.1, "--accumulate", 2, "--checkpoint-activations", "--device", "cpu"]
+    Path(dataset).write_text(json.dumps(SAMPLES[:1]))
+    assert finetune(model, "--output", tmp_path / "new", "--dataset", dataset, *options) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert int(last.split()[0]) < 200 and "the target is reached on the development rows" in last
+
+
+def test_measuring_needs_a_configuration_alone(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.from_pretrained(model).save_pretrained(tmp_path)
+    options = ["--max-length", 64, "--batch-size", 2, "--steps", 3, "--distill", 1, "--checkpoint-activations"]
+    assert finetune(tmp_path, "--measure-only", "--device", "cpu", *options) == 0
+    report = capsys.readouterr().out
+    assert "2 prompts of 64 tokens a step, in 1 parts" in report
+    assert "tokens/s" in report and "peak memory of this process" in report and "estimated for a GPU" in report

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from vllm_blend.finetune import masks
-from vllm_blend.finetune.masks import FULL, ISOLATED, PARTLY, MaskShares, chunk_starts, draw_reuse, make_reuse, visible
+from vllm_blend.finetune.masks import (
+    FULL,
+    ISOLATED,
+    MIXED,
+    PARTLY,
+    MaskShares,
+    chunk_starts,
+    draw_reuse,
+    make_reuse,
+    visible,
+)
 from vllm_blend.finetune.rows import RowBatch
 
 CHUNKS = torch.tensor([[0, 0, 1, 1, 1, 2, 2, -1, -1]], dtype=torch.int16)
@@ -82,6 +94,28 @@ def test_recomputed_heads_are_each_chunks_first_tokens_in_the_drawn_share(monkey
     assert 0.3 < counts[0] / counts[1:4].mean() < 0.7
 
 
+def test_in_mixed_rows_each_chunk_is_reused_or_whole_at_random() -> None:
+    batch = batch_of(500)
+    reuse = draw_reuse(batch, MaskShares(0.0, 0.0, mixed=1.0), torch.Generator().manual_seed(2))
+    fresh = reuse.fresh[:, : batch.ids.shape[1]]
+    assert (reuse.kinds == MIXED).all() and fresh[batch.chunks < 1].all()
+    whole = torch.stack([fresh[:, start:stop].float().mean(1) for start, stop in ((10, 40), (40, 70), (70, 90))], 1)
+    assert ((whole == 0) | (whole == 1)).all() and 0.4 < whole.mean() < 0.6
+    # The share is drawn for each row, uniformly: each number of whole chunks is as likely as another.
+    counts = whole.sum(1).long().bincount(minlength=4)
+    assert (counts - 125).abs().max() < 45
+    assert (reuse.shift[:, : batch.ids.shape[1]][fresh] == 0).all() and (
+        reuse.shift[:, 40:70][~fresh[:, 40:70]] == 30
+    ).all()
+
+
+def test_chunks_that_see_fewer_tokens_were_encoded_right_behind_those() -> None:
+    reuse = make_reuse(CHUNKS, torch.tensor([ISOLATED]), torch.zeros(CHUNKS.shape), 0, sinks=1)
+    rows = [row.nonzero().flatten().tolist() for row in visible(CHUNKS, reuse)[0]]
+    assert rows[:2] == [[0], [0, 1]] and rows[2:7] == [[0, 2], [0, 2, 3], [0, 2, 3, 4], [0, 5], [0, 5, 6]]
+    assert rows[7:] == [list(range(8)), list(range(9))] and reuse.shift.tolist() == [[0, 0, 1, 1, 1, 4, 4, 0, 0]]
+
+
 @pytest.mark.parametrize("shares, kind", [(MaskShares(1.0, 0.0), FULL), (MaskShares(0.0, 1.0), ISOLATED)])
 def test_shares_of_one_leave_no_choice(shares: MaskShares, kind: int) -> None:
     assert (draw_reuse(batch_of(20), shares, torch.Generator().manual_seed(0)).kinds == kind).all()
@@ -98,9 +132,9 @@ def test_nothing_is_recomputed_where_nothing_may_be() -> None:
     [
         ({"full": 1.2}, "--full is 1.2"),
         ({"max_recomputed": -0.1}, "--max-recomputed is -0.1"),
-        ({"full": 0.6, "isolated": 0.5}, "more than 1 together"),
+        ({"full": 0.6, "isolated": 0.3, "mixed": 0.2}, "more than 1 together"),
     ],
 )
-def test_shares_that_are_none_are_refused(shares: dict[str, float], message: str) -> None:
+def test_shares_that_are_none_are_refused(shares: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MaskShares(**shares)

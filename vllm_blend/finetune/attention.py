@@ -23,7 +23,7 @@ from vllm_blend.finetune.masks import Reuse, additive, visible
 from vllm_blend.finetune.rows import PREFIX
 
 NAME = "vllm_blend_reuse"  # among transformers' attention implementations
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the same frequencies at every length
 
 
@@ -53,10 +53,12 @@ def reuse_attention(
         nothing = torch.zeros((), dtype=value.dtype, device=key.device)
         key = key.to(value.dtype)
         key = torch.cat([torch.where(reuse_prefix, nothing, key), torch.where(reuse_prefix, key, nothing)], -1)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = attention_mask is None
+    if not causal:  # with a mask, no fast kernel shares the heads of keys among those of queries
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, is_causal=attention_mask is None, scale=scale
+        query, key, value, attention_mask, dropout, is_causal=causal, scale=scale, enable_gqa=causal
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -69,8 +71,8 @@ def register() -> None:
 def reuse_arguments(
     model: PreTrainedModel, ids: torch.Tensor, chunks: torch.Tensor, reuse: Reuse, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Return keyword arguments of `model(...)` for rows that reuse `reuse`; the logits of the rows' own tokens come
-    first.
+    """Return keyword arguments of `model(...)`, or of its decoder, for rows that reuse `reuse`; what is returned for
+    the rows' own tokens comes first.
 
     `ids` and `chunks` are [batch, length], see `Rows`. `dtype` is that of the scores' mask, in which attention
     computes.
@@ -86,13 +88,19 @@ def reuse_arguments(
     }
 
 
-def check_supported(config: Any, where: str) -> None:
-    """Raise ValueError that names the field of `config.json`, for a model whose attention differs from this one."""
+def check_supported(config: Any, where: str, length: int) -> None:
+    """Raise ValueError that names the field of `config.json`, for a model whose attention differs from this one in rows
+    of `length` tokens."""
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"{where}: model_type is {config.model_type!r}; only {', '.join(MODEL_TYPES)} can be trained")
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windows or (getattr(config, "use_sliding_window", False) and config.sliding_window):
-        raise ValueError(f"{where}: layers with a sliding window cannot be trained: set use_sliding_window to false")
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ()
+    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    if window is not None and window < length and (windowed or "sliding_attention" in layer_types):
+        raise ValueError(
+            f"{where}: sliding_window is {window}, and rows have up to {length} tokens: lower --max-length to "
+            f"{window}, or use a model without a window"
+        )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:

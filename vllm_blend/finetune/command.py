@@ -1,155 +1,218 @@
 """`vllm-blend finetune`: continue training a model until it answers as well from reused chunk KV as from full prefill.
 
     vllm-blend finetune inputs/demo-model --output my-model --worlds --minutes 7
-    vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset train_musique.json --steps 2000
+    vllm-blend finetune Qwen/Qwen3-0.6B --output my-model --dataset train_musique.json --steps 2000 --distill 1
+    vllm-blend finetune mistralai/Mistral-7B-v0.3 --measure-only --lora-rank 16 --max-length 4096 --batch-size 1
 
-Prompts are computed in full, from chunks that were encoded on their own, or with a share of the chunks' tokens
-recomputed; most of the training goes into the answers. Llama, Qwen2 and Qwen3 models of transformers can be trained.
-docs/finetune.md explains the method. The exit status is 0, or 2 for bad input (before any work) and if training
-diverges.
+Prompts are computed in full, from chunks that were encoded on their own, or with a part of the chunks recomputed; most
+of the training goes into the answers, and with --distill the model as it was shows what it answers in full. Llama,
+Mistral, Qwen2 and Qwen3 models of transformers can be trained. docs/finetune.md explains the method. The exit status is
+0, or 2 for bad input (before any work) and if training diverges.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from vllm_blend.devices import resolve_device
 from vllm_blend.finetune import attention
-from vllm_blend.finetune.loop import TrainingPlan, train
+from vllm_blend.finetune.loop import compile_layers
+from vllm_blend.finetune.lora import Adapter, check_lora
 from vllm_blend.finetune.masks import MaskShares
-from vllm_blend.finetune.rows import LENGTH_MULTIPLE, RowPool, Rows, pad_rows
-from vllm_blend.finetune.samples import sample_rows
-from vllm_blend.finetune.saving import check_output, save_model
-from vllm_blend.finetune.worlds import WorldRows, run_seeds, world_shards
+from vllm_blend.finetune.measure import measure
+from vllm_blend.finetune.options import add_training_options, make_plan
+from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.rows import LENGTH_MULTIPLE
+from vllm_blend.finetune.run import Student, run_training
+from vllm_blend.finetune.saving import check_output
+from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
+from vllm_blend.finetune.state import check_resumable, load_state
+from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
 
 BAD_INPUT = 2
-
-
-@dataclass(frozen=True)
-class Source:
-    """Rows to come: how many, how many tokens each, and a context manager that yields them."""
-
-    rows: int
-    length: int
-    shards: AbstractContextManager[Iterator[Rows]]
+CONTEXTS = ("prefix", "bos")
 
 
 def finetune(args: argparse.Namespace, say: Any) -> int:
     """Run the command. Raises ValueError or OSError for bad input."""
-    plan = make_plan(args)
-    check_output(args.output)
+    check_options(args)
     config = AutoConfig.from_pretrained(args.model)
-    attention.check_supported(config, args.model)
+    lengths = row_lengths(args, config.max_position_embeddings)
+    attention.check_supported(config, args.model, max(lengths))
     device = resolve_device(args.device)
+    if args.measure_only:
+        plan = make_plan(args, mask_shares(args, None), args.distill)
+        say(measure(config, plan, lengths[0], args.lora_rank, args.lora_scale, device))
+        return 0
+    if args.teacher:
+        check_vocabulary(config, AutoConfig.from_pretrained(args.teacher), args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    source = make_source(args, tokenizer, config.max_position_embeddings, say)
+    plan = make_plan(args, mask_shares(args, leading_bos(tokenizer)), args.distill)
+    resumed = None
+    if args.resume:
+        check_resumable(args.output)
+        resumed = load_state(args.output, plan)
+    else:
+        check_output(args.output)
+    source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, say)
+    if plan.target is not None and not source.development:
+        raise ValueError(f"--target {plan.target} needs development rows: give --development FILE, or --worlds")
     attention.register()
-    with source.shards as shards:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=torch.float32, attn_implementation=attention.NAME
-        )
-        model = model.to(device)
-        dtype = config.dtype or torch.bfloat16
-        pool = RowPool(source.rows, source.length, device, args.seed)
-        last = train(model, pool, shards, plan, say, lambda: save_model(model, tokenizer, dtype, args.output))
-    save_model(model, tokenizer, dtype, args.output)
-    say(f"{last.step} steps over {len(pool)} prompts (pass {pool.epoch}); model in {args.output}")
+    student = make_student(args, config, tokenizer, device)
+    teacher = make_teacher(args, student, plan.compile, device)
+    run_training(student, source, plan, args.output, say, teacher, resumed)
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> TrainingPlan:
-    shares = MaskShares(args.full, args.isolated, args.max_recomputed)
-    names = ["batch_size", "minutes", "steps", "learning_rate", "warmup_steps", "weight_decay"]
-    names += ["save_minutes", "log_steps", "seed"]
-    compiled = resolve_device(args.device).type == "cuda" if args.compile is None else args.compile
-    return TrainingPlan(**{name: getattr(args, name) for name in names}, shares=shares, compile=compiled)
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that are bad whatever the model."""
+    check_lora(args.lora_rank, args.lora_scale)
+    if args.teacher and not args.distill:
+        raise ValueError(f"--teacher {args.teacher} without --distill does nothing: give --distill 1 too")
+    if args.measure_only:
+        args.steps = args.steps or 5
+        return
+    if args.output is None:
+        raise ValueError("give --output DIR: where the model is to be written")
+    if not args.worlds and not args.dataset:
+        raise ValueError("give --worlds, or --dataset FILE")
+    if args.worlds and args.development:
+        raise ValueError("--worlds has development worlds of its own: leave out --development")
 
 
-def make_source(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, positions: int, say: Any) -> Source:
-    """Return the source of rows that --worlds or --dataset names. Data sets are read at once; worlds are made during
-    training."""
-    longest = min(positions, 1024 if args.worlds else positions) if args.max_length is None else args.max_length
-    if not 0 < longest <= positions:
-        raise ValueError(f"--max-length is {longest}: use 1 to {positions}, as the model has {positions} positions")
+def mask_shares(args: argparse.Namespace, bos: int | None) -> MaskShares:
+    """Return how prompts are computed. After `bos`, chunks see the BOS token alone, where prompts begin with one."""
+    sinks = None if args.encoding_context == "prefix" else 0 if bos is None else 1
+    return MaskShares(args.full, args.isolated, args.mixed, args.max_recomputed, sinks)
+
+
+def row_lengths(args: argparse.Namespace, positions: int) -> list[int]:
+    """Return the lengths of rows of worlds, or the greatest length of a data set's."""
+    if args.lengths:
+        if not args.worlds:
+            raise ValueError("--lengths is for --worlds: use --max-length")
+        lengths, name = list(args.lengths), "--lengths"
+    else:
+        longest = min(positions, 1024 if args.worlds else positions) if args.max_length is None else args.max_length
+        lengths, name = [longest], "--max-length"
+    for length in lengths:
+        if not 0 < length <= positions:
+            raise ValueError(f"{name} is {length}: use 1 to {positions}, as the model has {positions} positions")
+    return lengths
+
+
+def make_source(args: argparse.Namespace, tokenizer: Any, lengths: list[int], received: int, say: Any) -> Source:
+    """Return the source of rows that --worlds or --dataset names."""
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     bos = leading_bos(tokenizer)
-    if args.worlds:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise ValueError(f"{args.model} has no tokenizer.json: --worlds needs one, --dataset does not")
-        if args.workers < 0:
-            raise ValueError(f"--workers is {args.workers}: use 0 or more processes")
-        worlds = WorldRows(backend.to_str(), bos, padding, longest - longest % LENGTH_MULTIPLE)
-        worlds.check()
-        seeds = run_seeds(args.seed, args.prompts)
-        return Source(args.prompts, worlds.length, world_shards(worlds, seeds, args.workers))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    rows, left_out = sample_rows(args.dataset, args.style, encode, bos, longest)
-    if left_out:
-        say(f"{len(left_out)} samples are left out as longer than {longest} tokens")
-    length = -(-max(map(len, rows)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    return Source(len(rows), length, nullcontext(iter([pad_rows(rows, length, padding)])))
+    if not args.worlds:
+        files, development = args.dataset, args.development or []
+        return dataset_source(files, development, args.style, tokenizer, bos, padding, lengths[0], say)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{args.model} has no tokenizer.json: --worlds needs one, --dataset does not")
+    if not args.lengths:
+        lengths = [lengths[0] - lengths[0] % LENGTH_MULTIPLE]
+    shares = args.length_shares or [1.0] * len(lengths)
+    options = WorldOptions(
+        lengths, shares, args.prompts, args.seed, args.workers, args.development_rows, args.wild_share, received
+    )
+    return world_source(options, backend.to_str(), bos, padding)
 
 
-def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the BOS that the tokenizer puts before a text, or None if it puts none."""
-    bos = tokenizer.bos_token_id
-    return bos if bos is not None and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos] else None
+def make_student(args: argparse.Namespace, config: Any, tokenizer: Any, device: torch.device) -> Student:
+    """Load what is trained: float32, but a model that only gets an adapter keeps its own dtype on a GPU."""
+    own = config.dtype or torch.bfloat16
+    dtype = own if args.lora_rank and device.type == "cuda" else torch.float32
+    model = load_model(args.model, dtype, device)
+    adapter = Adapter(model, args.lora_rank, args.lora_scale) if args.lora_rank else None
+    return Student(model, tokenizer, own, adapter)
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a causal model that can attend as reuse does."""
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention.NAME)
+    return model.to(device)
+
+
+def make_teacher(args: argparse.Namespace, student: Student, compiled: bool, device: torch.device) -> Teacher | None:
+    """Return the teacher of --distill: --teacher, else the model as it is now."""
+    if not args.distill:
+        return None
+    if student.adapter is not None and not args.teacher:
+        return WithoutAdapter(student.model, student.adapter)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = args.teacher or args.model
+    model = load_model(name, dtype, device)
+    if compiled:
+        compile_layers(model)
+    return FrozenModel(model)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-blend finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, plan, shares = parser.add_argument, TrainingPlan(steps=1), MaskShares()
-    add("model", help="model directory or Hugging Face id")
-    add("--output", type=Path, required=True, metavar="DIR", help="new model directory")
-    data = parser.add_mutually_exclusive_group(required=True)
+    add, shares = parser.add_argument, MaskShares()
+    add("model", help="model directory or Hugging Face id; with --measure-only, config.json is enough")
+    add("--output", type=Path, metavar="DIR", help="new model directory")
+    data = parser.add_mutually_exclusive_group()
     data.add_argument("--worlds", action="store_true", help="train on the demo model's synthetic worlds")
     data.add_argument(
         "--dataset", type=Path, nargs="+", metavar="FILE", help="train on data sets, one question a prompt"
     )
+    add("--development", type=Path, nargs="+", metavar="FILE", help="data sets that are asked, but not trained on")
     add("--style", help="how to ask data sets (musique, wikimqa, samsum), if a file's name does not say it")
-    add("--minutes", type=float, help="minutes of training, with compilation")
-    add("--steps", type=int, help="steps of training; with --minutes, the first limit ends it")
-    add("--prompts", type=int, default=120_000, help="with --worlds: how many prompts to make (default: %(default)s)")
-    workers = os.cpu_count() or 1
-    add("--workers", type=int, default=workers, help="with --worlds: processes that make them (default: %(default)s)")
     add(
         "--max-length",
         type=int,
         help="longest prompt with its answers, in tokens (default: the model's positions, with --worlds at most 1024)",
     )
+    add("--lengths", type=int, nargs="+", metavar="N", help="with --worlds: rows of several lengths, in tokens")
+    add("--length-shares", type=float, nargs="+", metavar="S", help="share of batches of each length (default: equal)")
     add("--full", type=float, default=shares.full, help="share of prompts computed in full (default: %(default)s)")
     add("--isolated", type=float, default=shares.isolated, help="share of prompts all reused (default: %(default)s)")
+    add(
+        "--mixed",
+        type=float,
+        default=shares.mixed,
+        help="share of prompts in which each chunk is reused or computed whole, at random (default: %(default)s)",
+    )
     add(
         "--max-recomputed",
         type=float,
         default=shares.max_recomputed,
         help="of the other prompts, at most this share of the chunks' tokens is recomputed (default: %(default)s)",
     )
-    add("--batch-size", type=int, default=plan.batch_size, help="prompts in a step (default: %(default)s)")
-    add("--learning-rate", type=float, default=plan.learning_rate, help="peak learning rate (default: %(default)s)")
-    add("--warmup-steps", type=int, default=plan.warmup_steps, help="steps up to the peak (default: %(default)s)")
-    add("--weight-decay", type=float, default=plan.weight_decay, help="weight decay of matrices (default: %(default)s)")
-    add("--save-minutes", type=float, help="minutes between checkpoints (default: only one, at the end)")
-    add("--log-steps", type=int, default=plan.log_steps, help="steps between progress reports (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of worlds, masks and order (default: %(default)s)")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto, cpu or cuda (default: %(default)s)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on a GPU)")
+    add(
+        "--encoding-context",
+        choices=CONTEXTS,
+        default=CONTEXTS[0],
+        help="what a chunk sees of what stands before it: the whole prefix, or BOS alone (default: %(default)s)",
+    )
+    add(
+        "--distill",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="weight of a frozen teacher's distribution on answers, beside 1 for the answers themselves (default: 0)",
+    )
+    add("--teacher", help="the teacher, with the same tokenizer (default: the model as it is at the start)")
+    add("--lora-rank", type=int, default=0, help="train an adapter of this rank alone; 0 trains all (default: 0)")
+    add("--lora-scale", type=float, default=2.0, help="factor of the adapter's product (default: %(default)s)")
+    add(
+        "--measure-only",
+        action="store_true",
+        help="run --steps (default 5) on random weights and tokens, and print tokens per second and the peak of memory",
+    )
+    add_training_options(parser, TrainingPlan(steps=1), prompts=120_000)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Training rows: prompts with answers as padded arrays, and the growing pool that a training run draws from."""
+"""Training rows: prompts with answers as padded arrays, and the growing pools that a training run draws from."""
 
 from __future__ import annotations
 
@@ -87,6 +87,15 @@ class RowBatch:
     chunks: torch.Tensor
     answers: torch.Tensor
 
+    def part(self, rows: slice) -> RowBatch:
+        """Return some of the rows, without copying them."""
+        return RowBatch(self.ids[rows], self.weights[rows], self.chunks[rows], self.answers[rows])
+
+
+def row_batch(ids: torch.Tensor, weights: torch.Tensor, chunks: torch.Tensor) -> RowBatch:
+    """Return a batch of rows whose numbers are those of `Rows`, as tensors."""
+    return RowBatch(ids.long(), weights.float() * 0.1, chunks, weights > CONTEXT_WEIGHT)
+
 
 class RowPool:
     """Rows on the training device, drawn without replacement in epochs; more may arrive while some are in use."""
@@ -102,9 +111,19 @@ class RowPool:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def capacity(self) -> int:
+        """Return the most rows that fit."""
+        return len(self.ids)
+
+    @property
+    def length(self) -> int:
+        """Return the length of every row, in tokens."""
+        return self.ids.shape[1]
+
     def add(self, rows: Rows) -> None:
         """Take as many of the rows as fit the pool's capacity."""
-        taken = min(len(rows), len(self.ids) - self.count)
+        taken = min(len(rows), self.capacity - self.count)
         here = slice(self.count, self.count + taken)
         for own, given in ((self.ids, rows.ids), (self.weights, rows.weights), (self.chunks, rows.chunks)):
             own[here] = torch.from_numpy(given[:taken]).to(own.device)
@@ -117,10 +136,41 @@ class RowPool:
             self._order, self._used, self.epoch = torch.cat(orders), 0, self.epoch + 1
         chosen = self._order[self._used : self._used + size].to(self.ids.device)
         self._used += size
-        weights = self.weights[chosen]
-        return RowBatch(
-            ids=self.ids[chosen].long(),
-            weights=weights.float() * 0.1,
-            chunks=self.chunks[chosen],
-            answers=weights > CONTEXT_WEIGHT,
-        )
+        return row_batch(self.ids[chosen], self.weights[chosen], self.chunks[chosen])
+
+
+class RowPools:
+    """Pools of rows of several lengths. A batch has rows of one length, drawn by the pools' shares: `batch_size` of the
+    shortest, and of longer ones as many as have no more tokens."""
+
+    def __init__(self, pools: Sequence[RowPool], shares: Sequence[float], batch_size: int, seed: int) -> None:
+        self.pools = sorted(pools, key=lambda pool: pool.length)
+        by_length = {pool.length: share for pool, share in zip(pools, shares, strict=True)}
+        self._shares = torch.tensor([by_length[pool.length] for pool in self.pools])
+        self._batch_size = batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+        self.received = 0  # rows, with those that a full pool did not take
+
+    def __len__(self) -> int:
+        return sum(len(pool) for pool in self.pools)
+
+    def rows_in_batch(self, pool: RowPool) -> int:
+        """Return how many rows of this pool a batch has."""
+        return max(1, self._batch_size * self.pools[0].length // pool.length)
+
+    def add(self, rows: Rows) -> None:
+        """Put rows of one length into their pool."""
+        next(pool for pool in self.pools if pool.length == rows.ids.shape[1]).add(rows)
+        self.received += len(rows)
+
+    def have(self, batches: int) -> bool:
+        """Say whether every pool can give this many batches of different rows, or is full."""
+        return all(len(pool) >= min(pool.capacity, batches * self.rows_in_batch(pool)) for pool in self.pools)
+
+    def draw(self, shortest: bool = False) -> RowBatch:
+        """Return the next batch; if `shortest`, of the shortest rows. Pools that have no row are passed over."""
+        filled = [i for i, pool in enumerate(self.pools) if len(pool)]
+        shares = self._shares[filled]
+        chosen = 0 if shortest or len(filled) == 1 else int(torch.multinomial(shares, 1, generator=self._generator))
+        pool = self.pools[filled[chosen]]
+        return pool.draw(self.rows_in_batch(pool))

@@ -23,8 +23,15 @@ def check_output(output: Path) -> None:
     check_folder(output, f"--output {output}")
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, output: Path) -> None:
-    """Write weights (in `dtype`), configuration and tokenizer; an earlier checkpoint there is replaced.
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    output: Path,
+    trained: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write weights (in `dtype`), configuration and tokenizer; an earlier checkpoint there is replaced. `trained` are
+    the weights, if they are others than the model's own: those with an adapter merged into them.
 
     The configuration comes last: a folder that has one has complete weights, those of the last checkpoint or these. (If
     the weights are in several files and replacing a checkpoint is interrupted, some may be newer than others.)
@@ -32,7 +39,8 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as name:
         folder = Path(name)
-        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+        given = model.state_dict() if trained is None else trained
+        weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in given.items()}
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
         model.save_pretrained(folder, state_dict=weights)

@@ -1,7 +1,7 @@
 """Which seeds of synthetic worlds are for training, for development and for the test.
 
-- **Training**: what models are trained on. `scripts/train/train.py` takes seeds 1,000 to 1,059, `finetune/worlds.py`
-  seeds from 100,000 on. A training seed begins a stream of many worlds, which one `Random` draws one after the other,
+- **Training**: what models are trained on. `inputs/demo-model` had seeds 1,000 to 1,059, `finetune/worlds.py`
+  gives seeds from 100,000 on. A training seed begins a stream of worlds, which one `Random` draws one after the other,
   so all that a split can promise is that no other split begins at this seed. Names have so many syllables that streams
   do not meet by chance either (`tests/quality/test_splits.py` looks at a sample).
 - **Development**: everything that is looked at to choose a rule, a setting, or when to stop training. New questions

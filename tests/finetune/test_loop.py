@@ -1,0 +1,144 @@
+"""The training loop: what it computes does not depend on how it is split up, in a step or over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from tests.engine.engines import tiny_model
+from vllm_blend.finetune import attention, losses
+from vllm_blend.finetune.loop import Surroundings, TrainingProgress, compile_layers, train
+from vllm_blend.finetune.losses import Taught, weighted_loss
+from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.rows import RowPool, RowPools, Rows, make_row, pad_rows, row_batch
+from vllm_blend.finetune.state import TrainingState, load_state, save_state
+from vllm_blend.finetune.teacher import FrozenModel
+
+pytestmark = pytest.mark.cpu_only
+
+LENGTH = 24
+PLAN = TrainingPlan(batch_size=4, steps=6, learning_rate=0.01, warmup_steps=0, shares=None)
+
+
+def rows(count: int) -> Rows:
+    made = [
+        make_row(
+            "prefix", ["one " * (1 + i % 2), f"two {i}"], [("q", str(i))], lambda text: list(text.encode()), None, 24
+        )
+        for i in range(count)
+    ]
+    return pad_rows([row for row in made if row is not None], LENGTH, 0)
+
+
+def new_model(architecture: str = "llama") -> Any:
+    attention.register()
+    directory = tiny_model(architecture)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention.NAME)
+
+
+def trained(
+    plan: TrainingPlan,
+    model: Any = None,
+    save: Callable[[TrainingState], None] = lambda state: None,
+    resumed: TrainingState | None = None,
+    distilled: bool = False,
+) -> tuple[Any, list[TrainingProgress]]:
+    """Train on the same four rows in every step."""
+    model, lines = model or new_model(), list[TrainingProgress]()
+    pools = RowPools([RowPool(4, LENGTH, torch.device("cpu"), 0)], [1.0], plan.batch_size, 0)
+    teacher = FrozenModel(new_model()) if distilled else None
+    train(model, pools, iter([rows(4)]), plan, Surroundings(lines.append, save), teacher, resumed)
+    return model, lines
+
+
+def assert_same_weights(first: Any, second: Any) -> None:
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), name
+
+
+def test_without_shares_a_stock_model_is_trained() -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32)
+    _, lines = trained(replace(PLAN, steps=10, log_steps=5), model)
+    assert [line.step for line in lines] == [1, 5, 10] and lines[-1].loss < lines[0].loss
+    assert set(lines[-1].accuracy) == {"full"} and lines[-1].ended == "the limit is reached"
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 4}, {"checkpoint_activations": True}])
+def test_saving_memory_changes_nothing(change: dict[str, Any]) -> None:
+    plan = replace(PLAN, shares=TrainingPlan(steps=1).shares, distill=0.5)
+    assert_same_weights(trained(plan, distilled=True)[0], trained(replace(plan, **change), distilled=True)[0])
+
+
+def test_a_run_in_two_processes_is_the_run_in_one(tmp_path: Path) -> None:
+    _, lines = trained(
+        replace(PLAN, pause_minutes=1e-9, weight_decay=0.1), save=lambda state: save_state(state, tmp_path)
+    )
+    assert [line.step for line in lines] == [1] and lines[-1].ended == "paused"
+    whole = replace(PLAN, weight_decay=0.1)
+    state = load_state(tmp_path, whole)
+    assert state.step == 1 and state.rows == 4
+    second, lines = trained(whole, resumed=state)
+    assert lines[-1].step == PLAN.steps
+    assert_same_weights(second, trained(whole)[0])
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.01 and is 0\.02"):
+        load_state(tmp_path, replace(whole, learning_rate=0.02))
+    with pytest.raises(ValueError, match="of another shape"):
+        trained(whole, model=new_model("qwen3"), resumed=state)
+
+
+def test_the_loss_is_cross_entropy_and_divergence_however_many_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = rows(3)
+    batch = row_batch(*(torch.from_numpy(numbers) for numbers in (given.ids, given.weights, given.chunks)))
+    torch.manual_seed(0)
+    head, other = torch.nn.Linear(8, 420, bias=False), torch.nn.Linear(8, 420, bias=False)
+    hidden, seen = torch.randn(3, LENGTH, 8, requires_grad=True), torch.randn(3, LENGTH, 8)
+    logits = head(hidden)[:, :-1]
+    student, teacher = logits.log_softmax(-1), other(seen)[:, :-1].log_softmax(-1)
+    next_token = -student.gather(2, batch.ids[:, 1:, None])[..., 0]
+    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    expected = ((next_token + 2.0 * divergence * batch.answers[:, 1:]) * batch.weights[:, 1:]).sum()
+    expected.backward()
+    wanted, hidden.grad = hidden.grad, None
+    for at_once in (420 * 7, 2**27):  # tokens of a part: 7, all
+        monkeypatch.setattr(losses, "LOGITS_AT_ONCE", at_once)
+        outcome = weighted_loss(hidden, head, batch, Taught(seen, other, 2.0))
+        outcome.loss.backward()
+        assert wanted is not None and hidden.grad is not None
+        assert torch.allclose(outcome.loss, expected) and torch.allclose(hidden.grad, wanted, atol=1e-5)
+        assert torch.equal(outcome.right, logits.argmax(-1) == batch.ids[:, 1:])
+        hidden.grad = None
+
+
+def test_the_teacher_computes_in_full_and_stays_as_it_is() -> None:
+    """In full, a student that is its teacher has nothing to learn from it: the divergence adds no loss."""
+    plan = replace(PLAN, steps=1, shares=replace(TrainingPlan(steps=1).shares or pytest.fail(), full=1.0, isolated=0.0))
+    plain, taught = trained(plan)[1][0].loss, trained(replace(plan, distill=9.0), distilled=True)[1][0].loss
+    assert abs(plain - taught) < 1e-4
+    isolated = replace(plan, shares=replace(plan.shares or pytest.fail(), full=0.0, isolated=1.0))
+    assert trained(replace(isolated, distill=9.0), distilled=True)[1][0].loss > trained(isolated)[1][0].loss + 0.01
+
+
+def test_layers_share_a_compilation() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = new_model()
+    for layer in model.model.layers:
+        layer.compile = lambda layer=layer, **options: torch.nn.Module.compile(layer, backend="eager", **options)
+    compile_layers(model)
+    model.model(input_ids=torch.ones(1, 8, dtype=torch.int64), use_cache=False)
+    assert len(model.model.layers) == 3 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    plan = TrainingPlan(minutes=10, learning_rate=1.0, warmup_steps=4, decay_share=0.5)
+    assert [plan.rate(step, 0.0) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [plan.rate(9, done) for done in (0.5, 0.75, 1.0)] == [1.0, 0.5, 0.02]
+    assert plan.done(300.0, 7) == 0.5 and TrainingPlan(steps=10).done(1e9, 5) == 0.5
+    assert TrainingPlan(steps=10, minutes=1).done(54.0, 5) == 0.9

@@ -1,0 +1,57 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) by the `peft` library, merged into the weights on saving."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER = "default"  # peft's name of the first adapter
+
+
+def check_lora(rank: int, scale: float) -> None:
+    """Raise ValueError for a rank or scale that cannot be, or if `peft` is missing. A rank of 0 is no adapter."""
+    if rank < 0:
+        raise ValueError(f"--lora-rank is {rank}: use 0 for no adapter, or a rank such as 16")
+    if not scale > 0:
+        raise ValueError(f"--lora-scale is {scale}: it must be a number above 0")
+    if rank and importlib.util.find_spec("peft") is None:
+        raise ValueError(f"--lora-rank {rank} needs the peft library: pip install vllm-blend[finetune]")
+
+
+class Adapter:
+    """An adapter on all linear layers of a model's decoder, put into the model in place. Only it is trained.
+
+    `scale` times the product of the two matrices is added to a weight; peft calls scale * rank alpha. The adapter is
+    float32, whatever the model's dtype.
+    """
+
+    def __init__(self, model: Any, rank: int, scale: float) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=list(MODULES), task_type="CAUSAL_LM")
+        self.model, self._wrapped = model, get_peft_model(model, config)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model computes as it did without the adapter."""
+        with self._wrapped.disable_adapter():
+            yield
+
+    @torch.no_grad()
+    def merged_weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's weights with the adapter added, under the names that they have without one, in float32 on
+        the CPU where the adapter adds something."""
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if ".lora_" in name:
+                continue
+            if name.endswith(".base_layer.weight"):
+                layer = self.model.get_submodule(name.removesuffix(".base_layer.weight"))
+                tensor = tensor.float().cpu() + layer.get_delta_weight(ADAPTER).float().cpu()
+            weights[name.replace(".base_layer.", ".")] = tensor
+        return weights

@@ -1,0 +1,137 @@
+"""`vllm-blend finetune --measure-only`: what training a model of some shape takes, without its weights or any data."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_blend.finetune import attention
+from vllm_blend.finetune.loop import Surroundings, TrainingProgress, compile_layers, train
+from vllm_blend.finetune.lora import Adapter
+from vllm_blend.finetune.losses import LOGITS_AT_ONCE
+from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.rows import LENGTH_MULTIPLE, Row, RowPool, RowPools, pad_rows
+from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter
+
+CHUNKS, ANSWER_TOKENS = 8, 32  # of each measured prompt
+LOGITS_COPIES = 5  # tensors as large as the logits: those, their logarithms, their gradients, the teacher's
+FLOAT, HALF = 4, 2  # bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that training takes, by a formula. docs/finetune.md derives it; only `measure` says what is so."""
+
+    weights: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.activations + self.logits
+
+
+def estimate(config: Any, plan: TrainingPlan, length: int, parameters: int, trained: int) -> Estimate:
+    """Return the bytes of weights (with gradients, optimizer, and the copies in half precision that a step makes),
+    activations and logits, for rows of `length` tokens on a GPU."""
+    whole = trained == parameters
+    weights = trained * 4 * FLOAT + parameters * HALF
+    weights += parameters * HALF if whole and plan.distill else 0  # the teacher
+    slots = length + (0 if plan.shares is None else plan.shares.recompute_slots(length))
+    rows = plan.batch_size // plan.accumulate
+    hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    stream = slots * rows * hidden * (FLOAT if whole else HALF)  # a layer's input
+    layer = slots * rows * HALF * (16 * hidden + 4 * mlp)
+    activations = layers * stream + layer if plan.checkpoint_activations else layers * (stream + layer)
+    activations += rows * slots * slots * HALF  # the mask
+    logits = min(LOGITS_AT_ONCE, rows * length * config.vocab_size) * FLOAT * LOGITS_COPIES
+    return Estimate(float(weights), float(activations), float(logits))
+
+
+def measure(
+    config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_scale: float, device: torch.device
+) -> str:
+    """Train a model of random weights on random prompts of `length` tokens for the plan's steps; return a report.
+
+    `config` is a configuration of transformers. The first two steps are not timed: they compile and allocate.
+    """
+    attention.register()
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if lora_rank and on_gpu else torch.float32
+    model = random_model(config, dtype, device)
+    adapter = Adapter(model, lora_rank, lora_scale) if lora_rank else None
+    teacher: Teacher | None = None
+    if plan.distill and adapter is not None:
+        teacher = WithoutAdapter(model, adapter)
+    elif plan.distill:
+        other = random_model(config, torch.bfloat16 if on_gpu else torch.float32, device)
+        if plan.compile:
+            compile_layers(other)
+        teacher = FrozenModel(other)
+    length -= length % LENGTH_MULTIPLE
+    rows = pad_rows([random_row(length, config.vocab_size, seed) for seed in range(plan.batch_size)], length, 0)
+    pools = RowPools([RowPool(plan.batch_size, length, device, 0)], [1.0], plan.batch_size, 0)
+    seen: list[TrainingProgress] = []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    train(model, pools, iter([rows]), replace(plan, log_steps=1), Surroundings(seen.append), teacher)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in model.parameters())
+    return _report(config, plan, length, parameters, trained, [p.seconds for p in seen], on_gpu)
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a causal model with random weights, made on its device."""
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    return model.to(device)
+
+
+def random_row(length: int, vocabulary: int, seed: int) -> Row:
+    """Return a row of random tokens: a short prefix, some chunks, and at its end a question with an answer."""
+    rng = Random(seed)
+    prefix, suffix = max(1, length // 64), max(ANSWER_TOKENS + 1, length // 16)
+    chunked = max(CHUNKS, length - prefix - suffix)
+    numbers = [0] * prefix + [1 + i * CHUNKS // chunked for i in range(chunked)]
+    numbers = (numbers + [-1] * length)[:length]
+    weights = [5] * (length - ANSWER_TOKENS) + [10] * ANSWER_TOKENS
+    return Row([rng.randrange(vocabulary) for _ in range(length)], weights[-length:], numbers)
+
+
+def _report(
+    config: Any,
+    plan: TrainingPlan,
+    length: int,
+    parameters: int,
+    trained: int,
+    ends: Sequence[float],
+    on_gpu: bool,
+) -> str:
+    steps = [after - before for before, after in pairwise(ends)]
+    seconds = median(steps[1:] or steps or ends)
+    if on_gpu:
+        peak, of = torch.cuda.max_memory_allocated(), "allocated on the GPU"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, of = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of this process"
+    guess = estimate(config, plan, length, parameters, trained)
+    tokens = plan.batch_size * length
+    return "\n".join(
+        [
+            f"{config.model_type}: {parameters / 1e9:.2f}B parameters, {trained / 1e6:.1f}M trained",
+            f"{plan.batch_size} prompts of {length} tokens a step, in {plan.accumulate} parts",
+            f"measured: first step {ends[0]:.1f} s, later {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s",
+            f"measured: peak memory {of}: {peak / 1e9:.1f} GB",
+            f"estimated for a GPU: {guess.total / 1e9:.1f} GB (weights and optimizer {guess.weights / 1e9:.1f}, "
+            f"activations {guess.activations / 1e9:.1f}, logits {guess.logits / 1e9:.1f})",
+        ]
+    )

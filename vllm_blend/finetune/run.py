@@ -1,0 +1,72 @@
+"""One training run from its parts: rows, model, teacher, checkpoints, and the model directory at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_blend.finetune.evaluation import Development
+from vllm_blend.finetune.loop import Surroundings, TrainingProgress, train
+from vllm_blend.finetune.lora import Adapter
+from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.saving import save_model
+from vllm_blend.finetune.sources import Source
+from vllm_blend.finetune.state import TrainingState, end_state, save_state
+from vllm_blend.finetune.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class Student:
+    """What is trained: a causal model of transformers on its device, its tokenizer, the dtype that it is saved in, and
+    the adapter if only that is trained."""
+
+    model: Any
+    tokenizer: Any
+    dtype: torch.dtype
+    adapter: Adapter | None = None
+
+    def save(self, output: Path) -> None:
+        """Write a model directory, with the adapter merged into the weights."""
+        merged = None if self.adapter is None else self.adapter.merged_weights()
+        save_model(self.model, self.tokenizer, self.dtype, output, merged)
+
+
+def run_training(
+    student: Student,
+    source: Source,
+    plan: TrainingPlan,
+    output: Path,
+    say: Callable[[object], None],
+    teacher: Teacher | None = None,
+    resumed: TrainingState | None = None,
+) -> TrainingProgress:
+    """Train until the plan ends, or pause; write the model into `output`, and a checkpoint beside it until the end."""
+    device = student.model.device
+    pools = source.pools(plan.batch_size, device, plan.seed + (0 if resumed is None else resumed.step))
+    evaluate = None
+    if source.development:
+        sizes = [max(1, pools.rows_in_batch(pool) // plan.accumulate) for pool in pools.pools]
+        by_length = {pool.length: size for pool, size in zip(pools.pools, sizes, strict=True)}
+        asked = Development(source.development, [by_length[rows.ids.shape[1]] for rows in source.development], device)
+
+        def evaluate() -> dict[str, float]:
+            return asked.accuracy(student.model, plan.shares)
+
+    def save(state: TrainingState) -> None:
+        student.save(output)
+        save_state(state, output)
+
+    with source.shards as shards:
+        last = train(student.model, pools, shards, plan, Surroundings(say, save, evaluate), teacher, resumed)
+    if last.ended == "paused":
+        say(f"paused after {last.step} steps ({last.seconds:.0f} s): the same command with --resume goes on")
+        return last
+    student.save(output)
+    end_state(output)
+    epochs = max(pool.epoch for pool in pools.pools)
+    say(f"{last.step} steps over {len(pools)} prompts (pass {epochs}), {last.ended}; model in {output}")
+    return last
