@@ -69,7 +69,7 @@ def test_saved_weights_compute_what_the_adapter_does_and_the_teacher_is_without_
     batch = row_batch(*(torch.from_numpy(array) for array in (numbers.ids, numbers.weights, numbers.chunks)))
     with torch.no_grad():
         untouched = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-    adapter = Adapter(model, rank=4, scale=2.0)
+    adapter = Adapter(model, rank=4, alpha=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (".lora_" in name)
@@ -89,10 +89,10 @@ class _Tokenizer:
 
 
 def test_an_adapter_without_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_lora(0, 2.0)
+    check_lora(0, 32)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_lora(0, 2.0)
+    check_lora(0, 32)
     with pytest.raises(ValueError, match=r"--lora-rank 8 needs the peft library: pip install vllm-blend\[finetune\]"):
-        check_lora(8, 2.0)
-    with pytest.raises(ValueError, match="--lora-scale is 0"):
-        check_lora(8, 0.0)
+        check_lora(8, 32)
+    with pytest.raises(ValueError, match="--lora-alpha is 0"):
+        check_lora(8, 0)

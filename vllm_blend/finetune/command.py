@@ -49,7 +49,7 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
     device = resolve_device(args.device)
     if args.measure_only:
         plan = make_plan(args, mask_shares(args, None), args.distill)
-        say(measure(config, plan, lengths[0], args.lora_rank, args.lora_scale, device))
+        say(measure(config, plan, lengths[0], args.lora_rank, args.lora_alpha, device))
         return 0
     if args.teacher:
         check_vocabulary(config, AutoConfig.from_pretrained(args.teacher), args.teacher)
@@ -73,7 +73,7 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that are bad whatever the model."""
-    check_lora(args.lora_rank, args.lora_scale)
+    check_lora(args.lora_rank, args.lora_alpha)
     if args.teacher and not args.distill:
         raise ValueError(f"--teacher {args.teacher} without --distill does nothing: give --distill 1 too")
     if args.measure_only:
@@ -132,7 +132,7 @@ def make_student(args: argparse.Namespace, config: Any, tokenizer: Any, device: 
     own = config.dtype or torch.bfloat16
     dtype = own if args.lora_rank and device.type == "cuda" else torch.float32
     model = load_model(args.model, dtype, device)
-    adapter = Adapter(model, args.lora_rank, args.lora_scale) if args.lora_rank else None
+    adapter = Adapter(model, args.lora_rank, args.lora_alpha) if args.lora_rank else None
     return Student(model, tokenizer, own, adapter)
 
 
@@ -206,7 +206,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--teacher", help="the teacher, with the same tokenizer (default: the model as it is at the start)")
     add("--lora-rank", type=int, default=0, help="train an adapter of this rank alone; 0 trains all (default: 0)")
-    add("--lora-scale", type=float, default=2.0, help="factor of the adapter's product (default: %(default)s)")
+    add("--lora-alpha", type=int, default=32, help="weight of the adapter, times its rank (default: %(default)s)")
     add(
         "--measure-only",
         action="store_true",

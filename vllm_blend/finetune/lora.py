@@ -13,12 +13,12 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ADAPTER = "default"  # peft's name of the first adapter
 
 
-def check_lora(rank: int, scale: float) -> None:
-    """Raise ValueError for a rank or scale that cannot be, or if `peft` is missing. A rank of 0 is no adapter."""
+def check_lora(rank: int, alpha: int) -> None:
+    """Raise ValueError for a rank or alpha that cannot be, or if `peft` is missing. A rank of 0 is no adapter."""
     if rank < 0:
         raise ValueError(f"--lora-rank is {rank}: use 0 for no adapter, or a rank such as 16")
-    if not scale > 0:
-        raise ValueError(f"--lora-scale is {scale}: it must be a number above 0")
+    if alpha <= 0:
+        raise ValueError(f"--lora-alpha is {alpha}: it must be above 0, such as twice the rank")
     if rank and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--lora-rank {rank} needs the peft library: pip install vllm-blend[finetune]")
 
@@ -26,14 +26,14 @@ def check_lora(rank: int, scale: float) -> None:
 class Adapter:
     """An adapter on all linear layers of a model's decoder, put into the model in place. Only it is trained.
 
-    `scale` times the product of the two matrices is added to a weight; peft calls scale * rank alpha. The adapter is
-    float32, whatever the model's dtype.
+    `alpha` / `rank` times the product of its two matrices is added to a weight. The adapter is float32, whatever the
+    model's dtype.
     """
 
-    def __init__(self, model: Any, rank: int, scale: float) -> None:
+    def __init__(self, model: Any, rank: int, alpha: int) -> None:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=list(MODULES), task_type="CAUSAL_LM")
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(MODULES), task_type="CAUSAL_LM")
         self.model, self._wrapped = model, get_peft_model(model, config)
 
     @contextmanager

@@ -57,9 +57,7 @@ def estimate(config: Any, plan: TrainingPlan, length: int, parameters: int, trai
     return Estimate(float(weights), float(activations), float(logits))
 
 
-def measure(
-    config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_scale: float, device: torch.device
-) -> str:
+def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_alpha: int, device: torch.device) -> str:
     """Train a model of random weights on random prompts of `length` tokens for the plan's steps; return a report.
 
     `config` is a configuration of transformers. The first two steps are not timed: they compile and allocate.
@@ -68,7 +66,7 @@ def measure(
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if lora_rank and on_gpu else torch.float32
     model = random_model(config, dtype, device)
-    adapter = Adapter(model, lora_rank, lora_scale) if lora_rank else None
+    adapter = Adapter(model, lora_rank, lora_alpha) if lora_rank else None
     teacher: Teacher | None = None
     if plan.distill and adapter is not None:
         teacher = WithoutAdapter(model, adapter)
