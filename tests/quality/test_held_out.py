@@ -85,7 +85,7 @@ def test_the_table_compares_over_the_same_questions() -> None:
     assert lines[4][4:6] == ["50.0", "50.0"] and lines[4][-1] == ""
     assert "4 questions about 2 worlds, 8 to 12 passages" in text and "- left out as too long: a\n" in text
     with pytest.raises(
-        ValueError, match="--over 'rul' is not in the files: use one of full prefill, plain reuse@0, ru"
+        ValueError, match=r"--over 'rul' is not measured: use one of full prefill, plain reuse@0, rule@0.15"
     ):
         render([one], over="rul")
     with pytest.raises(ValueError, match="no answers: the measurement was interrupted"):
@@ -158,6 +158,7 @@ def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest
         (["--settings", "random@x"], "'random@x' must end with shares from 0 to 1"),
         (["--settings", "random@2"], "'random@2': a ratio=2.0 is a share"),
         (["--settings", "random", "random@0.1"], "'random' is given twice"),
+        (["--settings", "random@0.1", "--over", "random@0.2"], "--over 'random@0.2' is not measured: use one of full"),
         (["--first-world", "-1"], "the first world is -1: use 0 or more"),
         (["--report", "a.json"], "give a MODEL and --output FILE to measure, or --report FILE... alone"),
     ],

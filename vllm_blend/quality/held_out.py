@@ -47,7 +47,7 @@ from vllm_blend.quality.held_out_file import (
     read_held_out,
     write_held_out,
 )
-from vllm_blend.quality.held_out_report import render
+from vllm_blend.quality.held_out_report import check_baseline, render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions
 from vllm_blend.quality.intervals import check_seed
 from vllm_blend.quality.parallel import join_outcomes
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
     Raises ValueError or OSError for bad input, and RuntimeError if a batch does not fit the engine.
     """
     runs = _make_runs(args)
+    check_baseline(args.over, [(FULL, None), *((one.setting.name, one.ratio) for one in runs)])
     parts = _make_parts(args)
     check_seed(args.seed)
     check_place(args.output, "--output")

@@ -43,15 +43,12 @@ class _Section:
 
 def render(files: Sequence[HeldOut], over: str | None = None, seed: int = 0) -> str:
     """Return the document: a table for each model and cell. `over` is "SETTING" or "SETTING@RATIO", which all others
-    are compared with (None: plain reuse). Raises ValueError if none of the files has it, or they hold no answers."""
+    are compared with (None: plain reuse). Raises ValueError if no file has it, or the files hold no answers."""
     sections = _sections(files)
     if not any(section.lines for section in sections):
         raise ValueError("the files hold no answers: the measurement was interrupted")
-    setting, _, ratio = (over or f"{PLAIN_REUSE.name}@0").partition("@")
-    chosen = [_find(section, setting, float(ratio) if ratio else None) for section in sections]
-    if over is not None and not any(chosen):
-        known = dict.fromkeys(_label(line.run) for section in sections for line in section.lines)
-        raise ValueError(f"--over {over!r} is not in the files: use one of {', '.join(known)}")
+    check_baseline(over, [(line.run.setting, line.run.ratio) for section in sections for line in section.lines])
+    chosen = [_find(section, over or PLAIN_REUSE.name) for section in sections]
     shown = over or PLAIN_REUSE.name
     parts = ["# Held-out questions", LEGEND.format(baseline=shown)]
     for section, baseline in zip(sections, chosen, strict=True):
@@ -111,17 +108,26 @@ def _sections(files: Sequence[HeldOut]) -> list[_Section]:
             full = next((run for run in cell.runs if run.setting == FULL), None)
             for run in cell.runs:
                 assert full is not None  # the first engine measures it
-                known = [line for line in section.lines if _label(line.run) == _label(run)]
+                known = [
+                    line for line in section.lines if (line.run.setting, line.run.ratio) == (run.setting, run.ratio)
+                ]
                 if any(np.array_equal(line.run.correct, run.correct) for line in known):
                     continue  # full prefill and plain reuse are in every file
                 section.lines.append(_Line(run, full, f"{run.setting} (again)" if known else run.setting))
     return list(found.values())
 
 
-def _find(section: _Section, setting: str, ratio: float | None) -> Answered | None:
-    runs = [line.run for line in section.lines if line.run.setting == setting]
-    return next((run for run in runs if ratio is None or run.ratio == ratio), None)
+def check_baseline(over: str | None, runs: Sequence[tuple[str, float | None]]) -> None:
+    """Raise ValueError unless `over`, if it is given, names a setting of `runs`, or one of them by "SETTING@RATIO"."""
+    if over is not None and not any(over in (setting, _label(setting, ratio)) for setting, ratio in runs):
+        known = ", ".join(dict.fromkeys(_label(setting, ratio) for setting, ratio in runs))
+        raise ValueError(f"--over {over!r} is not measured: use one of {known}")
 
 
-def _label(run: Answered) -> str:
-    return run.setting if run.ratio is None else f"{run.setting}@{run.ratio:g}"
+def _find(section: _Section, over: str) -> Answered | None:
+    runs = (line.run for line in section.lines)
+    return next((run for run in runs if over in (run.setting, _label(run.setting, run.ratio))), None)
+
+
+def _label(setting: str, ratio: float | None) -> str:
+    return setting if ratio is None else f"{setting}@{ratio:g}"
