@@ -77,7 +77,7 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
 
 
 @pytest.mark.cpu_only
-def test_no_hook_where_nobody_asked() -> None:
+def test_no_hook_where_no_request_asks_for_one() -> None:
     plan = BlendPlan((), (1, 2), 1, make_selector("question_attention+smoothing"), 0.5)
     request = Request("one", [1, 2], None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[0])
     assert mean_shift_hook([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) is None

@@ -77,7 +77,7 @@ def test_without_a_prefix() -> None:
         assert_logprobs_match(output, hf_model(TINY))
 
 
-def test_nobody_waits_for_a_chunk_that_another_prompt_has_encoded() -> None:
+def test_chunks_in_place_do_not_wait_for_their_encoding_by_another_prompt() -> None:
     prompt = tiny_prompt(blend_selector="full")
     with engine(TINY, enable_blending=True) as llm:
         first, second = run(llm, [prompt, prompt | {"in_place_chunks": ALL}], PARAMS)

@@ -166,7 +166,7 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
             assert tensor is None or tensor.shape == (context - exact, 2, HEAD_DIM)
 
 
-def test_the_question_looks_on_some_of_the_layers_whoever_looks_beside_it(
+def test_the_question_looks_on_its_own_layers_whatever_other_requests_look_on(
     register: Callable[[type[Selector]], type[Selector]],
 ) -> None:
     """The mass is the mean over a selector's own layers, in one pass with a request that looks on others."""

@@ -250,7 +250,7 @@ def test_several_completions_share_a_plan() -> None:
         assert_counts_add_up(output)
 
 
-def test_encoding_belongs_to_the_time_of_whoever_asked() -> None:
+def test_encoding_counts_towards_the_time_of_the_request_that_needs_it() -> None:
     """The first step that works for a prompt may be one that encodes its chunks."""
     with engine(TINY, enable_blending=True) as llm:
         llm.llm_engine.add_request("a", prompt_of(0, "none"), PARAMS)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_what_was_used_last_stays_longest() -> None:
     assert not manager.retained
 
 
-def test_forgetting_says_how_many_blocks_nobody_uses() -> None:
+def test_forgetting_returns_how_many_blocks_become_free() -> None:
     manager = BlockManager(5, SIZE)
     table = manager.allocate(3)
     manager.retain(b"x", Retained(tuple(table), 3 * SIZE))

@@ -1,4 +1,4 @@
-"""Several threads with one engine: everyone gets the answers of one thread alone, or an error at once."""
+"""Several threads share one engine: each gets the answers that it would get alone, or an error at once."""
 
 from __future__ import annotations
 

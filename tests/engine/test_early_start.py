@@ -108,7 +108,9 @@ def test_a_prompt_runs_while_its_layers_are_read(
     assert_empty(llm)
 
 
-def test_what_arrives_for_an_aborted_prompt_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_arrive_for_an_aborted_prompt_delay_no_other_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt: Any = tiny_prompt(blend_selector="none")
     llm = stored(tmp_path, prompt)
     Gates(llm, monkeypatch)

@@ -385,7 +385,7 @@ def refuse_to_punch(*_: object) -> None:
 # Deadlines and threads.
 
 
-def test_a_layer_that_is_late_is_a_miss_and_nobody_waits_longer(
+def test_a_layer_that_is_late_is_a_miss_and_no_reader_waits_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path) as store:

@@ -148,7 +148,7 @@ def put_again_and_again(connection: Connection, url: str, tokens: int) -> None:
     connection.send(store.stats.refused)
 
 
-def test_nobody_sees_half_a_file(tmp_path: Path) -> None:
+def test_a_reader_sees_whole_files_only(tmp_path: Path) -> None:
     url, name = f"file://{tmp_path}/chunks", key(1)
     versions = [chunk(name, tokens) for tokens in (300, 301, 800, 801)]
     store = open_store(url)
@@ -274,7 +274,7 @@ def test_no_call_takes_longer_than_its_deadline(
     objects.wait.set()
 
 
-def test_calls_that_nobody_waits_for_any_more_are_limited(objects: Objects) -> None:
+def test_calls_that_have_timed_out_but_still_run_are_limited(objects: Objects) -> None:
     store = open_store("made://up", timeout=0.02, max_failures=1000)
     objects.wait = threading.Event()
     before = set(threading.enumerate())  # of earlier tests, which may still be about to end

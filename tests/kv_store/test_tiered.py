@@ -89,7 +89,7 @@ def test_what_is_still_to_be_written_is_found(tiers: Tiers) -> None:
     assert same(tiers.store.get_now("a"), chunk(10, 0))
 
 
-def test_a_slow_tier_holds_up_nobody_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_tier_delays_no_put_and_its_dropped_writes_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """The first chunk is being written, the second waits, and there is no room for more."""
     tiers = Tiers(max_write_bytes=2 * 960)
     tiers.disk.gate.clear()

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_an_error_before_anything_is_loaded(arguments: dict[st
         ({"compress_once": "yes"}, "compress_once='yes'"),
     ],
 )
-def test_bad_wishes_of_a_request_cost_nobody_else_anything(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_a_request_leave_other_requests_alone(options: dict[str, Any], message: str) -> None:
     arguments = {"protected_window_size": 8, "num_sinks": 1, "metric_collection_buffer_size": 4}
     with engine(tiny_model("llama"), enable_kvc=True, **arguments) as llm:
         llm.llm_engine.add_request("good", PROMPT, greedy(4))  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_bad_wishes_of_a_request_cost_nobody_else_anything(options: dict[str, An
         assert [output.request_id for output in finished] == ["good"]
 
 
-def test_wishes_need_an_engine_that_compresses() -> None:
+def test_options_of_a_request_need_an_engine_that_compresses() -> None:
     with engine(tiny_model("llama")) as llm, pytest.raises(ValueError, match=r"max_cache_tokens.*enable_kvc=True"):
         run(llm, PROMPT, greedy(4, max_cache_tokens=64))
 

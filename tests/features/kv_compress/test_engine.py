@@ -240,7 +240,7 @@ def assert_window_differs_only(blended: RequestOutput, whole: RequestOutput) -> 
     assert all(abs(left[token].logprob - right[token].logprob) < 1e-3 for token in left)
 
 
-def test_short_pages_are_compressed_before_anybody_starts_again() -> None:
+def test_when_pages_run_short_compression_comes_before_preemption() -> None:
     prompts = [prompt(40, start) for start in range(6)]
     arguments = {**SMALL, "kvc_interval": 1000, "enable_prefix_caching": False, "max_num_seqs": 6}
     params = greedy(40, logprobs=2, ignore_eos=True, max_cache_tokens=24)

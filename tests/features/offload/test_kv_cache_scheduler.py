@@ -232,7 +232,7 @@ def test_copies_of_chunks_that_are_back_make_room_on_the_host() -> None:
     world.check()
 
 
-def test_a_move_that_ends_after_its_request_belongs_to_nobody() -> None:
+def test_a_move_that_ends_after_its_request_is_dropped() -> None:
     world = World(LateCopies)
     request = world.start()
     world.scheduler.step({})

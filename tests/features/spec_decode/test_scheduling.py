@@ -50,7 +50,7 @@ def test_the_budget_leaves_a_token_to_everybody() -> None:
     assert sum(item.num_tokens for item in items) == 9
 
 
-def test_nobody_is_preempted_for_drafts() -> None:
+def test_drafts_preempt_no_request() -> None:
     scheduler = Scheduler(BlockManager(3, SIZE), 4, 64)
     requests = decoding(scheduler, [1, 2], [3, 4])
     for request in requests:
