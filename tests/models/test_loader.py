@@ -288,6 +288,33 @@ def test_config_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
         load_hf_config("someone/tiny")
 
 
+def test_a_mistyped_path_fails_before_the_hub_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name whose folder exists may be a model of the Hub all the same: it is loaded where the Hub answers."""
+    loaded: list[str] = []
+
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise OSError("name or service not known")
+
+    def from_pretrained(model: str, **_: Any) -> Any:
+        loaded.append(model)
+
+    monkeypatch.setattr("vllm_blend.models.loader.AutoConfig.from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inputs" / "demo-model").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"'inputs/demo-modle' does not exist.*mean 'inputs/demo-model'\?"):
+        load_hf_config("inputs/demo-modle")
+    assert not loaded
+    for name in ("elsewhere/demo-model", "gpt2"):  # no folder speaks for a path
+        load_hf_config(name)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    load_hf_config("inputs/demo-modle")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
+    load_hf_config("inputs/demo-modle")
+    assert loaded == ["elsewhere/demo-model", "gpt2", "inputs/demo-modle", "inputs/demo-modle"]
+
+
 def test_shard_index_lists_its_files_once(checkpoint: Path) -> None:
     files = shard(checkpoint)
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from vllm_blend.checks import closest
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
@@ -21,6 +22,7 @@ from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
 
 LOAD_FORMATS = ("auto", "dummy")
+HUB_PROBE_SECONDS = 5.0  # within which the Hub is asked whether a name that looks like a path is a model of its own
 DUMMY_SEED = 0
 DUMMY_STD = 0.02  # the usual initializer_range: activations stay finite at any depth
 
@@ -43,6 +45,8 @@ def load_hf_config(
 def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -> Any:
     if is_local(model):
         _check_local_config(Path(model))
+    else:
+        _check_mistyped_path(model, revision)
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
@@ -110,6 +114,29 @@ def is_local(model: str) -> bool:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist: give a directory or a Hugging Face id")
     return False
+
+
+def _check_mistyped_path(model: str, revision: str | None) -> None:
+    """Raise FileNotFoundError for a name whose folder exists, that is not in the Hub's cache, while the Hub cannot be
+    reached: it is most likely a path. The Hub's own client would try again for 23 seconds before it fails."""
+    folder = Path(model).parent
+    if "/" not in model or not folder.is_dir():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            HfApi().model_info(model, revision=revision, timeout=HUB_PROBE_SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        return  # the reason comes with the attempt to load it
+    except Exception as error:  # of whichever network library the client uses
+        meant = closest(model, (str(path) for path in folder.iterdir() if path.is_dir()))
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise FileNotFoundError(
+            f"model directory {model!r} does not exist, and the Hub cannot be asked for a model of this name "
+            f"({error}): give a directory or a Hugging Face id{hint}"
+        ) from error
 
 
 def weights_directory(model: str, revision: str | None = None) -> Path:
