@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.engine.engines import (
     tiny_model,
 )
 from tests.models.tiny import HEAD_DIM
-from vllm_blend import RequestOutput, SamplingParams
+from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.selectors import SELECTORS
 
 IDS = [(13 * i * i + 7 * i + 3) % TINY_VOCABULARY for i in range(200)]
@@ -67,6 +68,28 @@ def alone(
         return run(llm, prompt_of(rule, prefix, chunks, suffix), params_of(max_tokens, seed))[0]
 
 
+def serve(llm: LLM, arrivals: Sequence[Any]) -> dict[str, RequestOutput]:
+    """Add and abort each request (see `ARRIVAL`) at its step. Return the outputs of those that finished by their
+    index in `arrivals`."""
+    inner = llm.llm_engine
+    done: dict[str, RequestOutput] = {}
+    step = 0
+    while inner.has_unfinished_requests() or step <= 15:
+        for index, (at, rule, prefix, chunks, suffix, max_tokens, seed, abort) in enumerate(arrivals):
+            if at == step:
+                prompt: Any = prompt_of(rule, prefix, tuple(chunks), suffix)
+                inner.add_request(str(index), prompt, params_of(max_tokens, seed))
+            if abort is not None and at + abort == step:
+                inner.abort_request(str(index))
+        for output in inner.step():
+            assert output.request_id not in done
+            if output.finished:
+                done[output.request_id] = output
+        step += 1
+        assert step < 2000
+    return done
+
+
 @pytest.mark.parametrize(
     ("architecture", "overrides", "arguments"),
     [
@@ -83,22 +106,7 @@ def test_answers_are_those_of_a_request_alone(
     model = tiny_model(architecture, **overrides)
     arrivals = data.draw(st.lists(ARRIVAL, min_size=1, max_size=10))
     with engine(model, enable_blending=True, **{"block_size": BLOCK_SIZE, **arguments}) as llm:
-        inner = llm.llm_engine
-        done: dict[str, RequestOutput] = {}
-        step = 0
-        while inner.has_unfinished_requests() or step <= 15:
-            for index, (at, rule, prefix, chunks, suffix, max_tokens, seed, abort) in enumerate(arrivals):
-                if at == step:
-                    prompt: Any = prompt_of(rule, prefix, tuple(chunks), suffix)
-                    inner.add_request(str(index), prompt, params_of(max_tokens, seed))
-                if abort is not None and at + abort == step:
-                    inner.abort_request(str(index))
-            for output in inner.step():
-                assert output.request_id not in done
-                if output.finished:
-                    done[output.request_id] = output
-            step += 1
-            assert step < 2000
+        done = serve(llm, arrivals)
         for index, (_, rule, prefix, chunks, suffix, max_tokens, seed, abort) in enumerate(arrivals):
             assert str(index) in done or abort is not None
             if str(index) in done:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tests.engine.engines import feature
-from vllm_blend import LLM
+from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.features.kv_compress.extension import KVCompression
 from vllm_blend.features.kv_compress.state import COMPRESSION
 
@@ -53,3 +54,22 @@ def watch(llm: LLM) -> Held:
 
     compression.launched = noting  # type: ignore[method-assign]
     return held
+
+
+def answers_of(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[RequestOutput], Held]:
+    """Return the outputs of a batch, and what each request's heads held at each of its steps."""
+    held, inner = watch(llm), llm.llm_engine
+    for index, ids in enumerate(prompts):
+        inner.add_request(str(index), {"prompt_token_ids": ids}, params)
+    outputs = []
+    while inner.has_unfinished_requests():
+        outputs += [output for output in inner.step() if output.finished]
+    del feature(inner, KVCompression).launched
+    return outputs, held
+
+
+def masked_model(directory: str) -> Any:
+    """Return the transformers model of a directory, in float64, with `masked_attention`."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    model.set_attn_implementation(MASKED)
+    return model

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, feature, greedy, tiny_model
-from tests.features.kv_compress.masked import MASKED, received, visible, watch
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, tiny_model
+from tests.features.kv_compress.masked import answers_of, masked_model, received, visible
 from tests.features.kv_compress.worlds import World, expected
-from vllm_blend.features.kv_compress.extension import KVCompression
 
 WINDOW, POOL, PROTECTED, SINKS, INTERVAL, BUDGET = 8, 7, 6, 1, 4, 16
 SETTINGS: dict[str, Any] = {
@@ -104,15 +102,8 @@ def test_what_goes_is_what_a_dense_model_says(
     model = tiny_model(architecture)
     own = {"metric_aggregation": aggregation, "metric_collection_buffer_size": buffer, "kvc_allocation": allocation}
     with engine(model, **SETTINGS, **own) as llm:
-        held, inner = watch(llm), llm.llm_engine
-        for index, ids in enumerate(PROMPTS):
-            inner.add_request(str(index), {"prompt_token_ids": ids}, greedy(24, ignore_eos=True))
-        outputs = []
-        while inner.has_unfinished_requests():
-            outputs += [output for output in inner.step() if output.finished]
-        del feature(inner, KVCompression).launched
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    reference.set_attn_implementation(MASKED)
+        outputs, held = answers_of(llm, PROMPTS, greedy(24, ignore_eos=True))
+    reference = masked_model(model)
     for output in outputs:
         ids, prompt = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]], len(output.prompt_token_ids)
         dense = Dense(reference, ids, prompt, aggregation, buffer, allocation)

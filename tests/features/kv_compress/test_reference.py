@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.engine.compare import check_entries
-from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, feature, greedy, tiny_model
-from tests.features.kv_compress.masked import MASKED, received, visible, watch
-from vllm_blend.features.kv_compress.extension import KVCompression
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, tiny_model
+from tests.features.kv_compress.masked import answers_of, masked_model, received, visible
 
 SETTINGS: dict[str, Any] = {
     "enable_kvc": True,
@@ -30,16 +28,8 @@ PROMPTS = [[(7 * i * i + 3 * i + start) % TINY_VOCABULARY for i in range(n)] for
 def test_logprobs(architecture: str, backend: str, metric: str) -> None:
     model = tiny_model(architecture)
     with engine(model, **SETTINGS, kvc_metric=metric, attention_backend=backend) as llm:
-        held = watch(llm)
-        inner = llm.llm_engine
-        for index, ids in enumerate(PROMPTS):
-            inner.add_request(str(index), {"prompt_token_ids": ids}, greedy(24, logprobs=3, ignore_eos=True))
-        outputs = []
-        while inner.has_unfinished_requests():
-            outputs += [output for output in inner.step() if output.finished]
-        del feature(inner, KVCompression).launched
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    reference.set_attn_implementation(MASKED)
+        outputs, held = answers_of(llm, PROMPTS, greedy(24, logprobs=3, ignore_eos=True))
+    reference = masked_model(model)
     for output in outputs:
         ids = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
         n, prompt = len(ids), len(output.prompt_token_ids)

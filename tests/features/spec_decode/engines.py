@@ -14,6 +14,8 @@ from vllm_blend.features.spec_decode.drafters import DRAFTERS, Drafter, History,
 from vllm_blend.features.spec_decode.extension import SpeculativeDecoding
 
 ORACLE = "oracle_of_the_tests"
+IDS = [(11 * i * i + 3 * i + 5) % TINY_VOCABULARY for i in range(60)]
+PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": IDS[a:b]} for a, b in ((0, 5), (7, 27), (30, 33), (20, 45))]
 
 
 @register_drafter

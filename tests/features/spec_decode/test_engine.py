@@ -22,13 +22,11 @@ from tests.engine.engines import (
     tiny_model,
     tokens_of,
 )
-from tests.engine.test_traffic import ARRIVAL, alone, params_of, prompt_of
-from tests.features.spec_decode.engines import ORACLE, counts, oracle_of, real_drafters, speculating
+from tests.engine.test_traffic import ARRIVAL, alone, serve
+from tests.features.spec_decode.engines import IDS, ORACLE, PROMPTS, counts, oracle_of, real_drafters, speculating
 from vllm_blend import LLM, RequestOutput
 
 MODEL = tiny_model("llama")
-IDS = [(11 * i * i + 3 * i + 5) % TINY_VOCABULARY for i in range(60)]
-PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": IDS[a:b]} for a, b in ((0, 5), (7, 27), (30, 33), (20, 45))]
 STOPS = list(range(0, TINY_VOCABULARY, 9))
 
 
@@ -211,24 +209,10 @@ def test_random_traffic(
         for _, rule, prefix, chunks, suffix, max_tokens, seed, _ in arrivals
     ]
     with speculating(model, method, enable_blending=True, **arguments) as llm:
-        inner = llm.llm_engine
         if method == ORACLE:
             teach(llm, expected)
             oracle_of(llm).error_every["n"] = data.draw(st.sampled_from([0, 3, 7]))  # type: ignore[union-attr]
-        done: dict[str, RequestOutput] = {}
-        step = 0
-        while inner.has_unfinished_requests() or step <= 15:
-            for index, (at, rule, prefix, chunks, suffix, max_tokens, seed, abort) in enumerate(arrivals):
-                if at == step:
-                    prompt: Any = prompt_of(rule, prefix, tuple(chunks), suffix)
-                    inner.add_request(str(index), prompt, params_of(max_tokens, seed))
-                if abort is not None and at + abort == step:
-                    inner.abort_request(str(index))
-            for output in inner.step():
-                if output.finished:
-                    done[output.request_id] = output
-            step += 1
-            assert step < 2000
+        done = serve(llm, arrivals)
         for index, arrival in enumerate(arrivals):
             assert str(index) in done or arrival[-1] is not None
             if str(index) in done:

@@ -12,7 +12,6 @@ from tests import settings as run_settings
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import (
     DEMO,
-    TINY_VOCABULARY,
     demo_prompt,
     engine,
     feature,
@@ -23,15 +22,13 @@ from tests.engine.engines import (
     tokens_of,
 )
 from tests.features.offload.placements import move_at_once, taking_turns
-from tests.features.spec_decode.engines import ORACLE, counts, oracle_of, speculating
+from tests.features.spec_decode.engines import ORACLE, PROMPTS, counts, oracle_of, speculating
 from vllm_blend import LLM
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.worker.batch import Drawn, Span, build_batch, single_rows
 
 MODEL = tiny_model("llama")
-IDS = [(11 * i * i + 3 * i + 5) % TINY_VOCABULARY for i in range(60)]
-PROMPTS: list[dict[str, Any]] = [{"prompt_token_ids": IDS[a:b]} for a, b in ((0, 5), (7, 27), (30, 33), (20, 45))]
 
 
 def launches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
