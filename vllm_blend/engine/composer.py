@@ -1,7 +1,7 @@
-"""From a chunked prompt to a blend plan: find the stored KV of its pieces, and have what is missing encoded first.
+"""Makes a blend plan from a chunked prompt: finds the stored KV of its pieces, and has missing ones encoded first.
 
-The prefix is a piece of its own, encoded after nothing, and exact. What every chunk is encoded after is the business of
-an encoding context: by default the prefix, so that the first chunk is exact where it stands, and the passages of its
+The prefix is a piece of its own, encoded after nothing, and exact. What every chunk is encoded after is decided by an
+encoding context: by default the prefix, so that the first chunk is exact where it stands, and the passages of its
 page. Encoding a chunk after the prefix is itself a blend: the prefix is an exact segment, the chunk is the suffix.
 After anything else it is a plain prefill. Several requests that lack the same chunk in the same context share one
 encoding.
@@ -284,7 +284,7 @@ class ChunkComposer:
                 pending.on_complete()
             return
         segments = [Segment(p.start, p.kv, p.exact, p.found_in) for p in pending.pieces if p.kv is not None]
-        plan = None  # nothing is reused but perhaps the prefix, which is the prefix cache's business
+        plan = None  # nothing is reused but perhaps the prefix, which the prefix cache takes care of
         if pending.chunks:
             plan = self.planner.plan_stored(pending.parsed, segments)
         for request in pending.requests:

@@ -1,4 +1,4 @@
-"""What an engine counts, under vLLM's metric names where vLLM has them."""
+"""Counters of an engine, under vLLM's metric names where vLLM has them."""
 
 from __future__ import annotations
 

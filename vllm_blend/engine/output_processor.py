@@ -1,4 +1,4 @@
-"""From sampled tokens to what users see: stop conditions, text, log-probabilities, counts."""
+"""Turns sampled tokens into what users see: stop conditions, text, log-probabilities, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to a group of requests, with every check that a new request has to pass."""
+"""Builds a group of requests from a prompt and its parameters, and makes every check that a new request has to pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NewRequest:
-    """What `LLMEngine.add_request` is given, with the prompt as token ids. `on_end` is called once, when the request
+    """The arguments of `LLMEngine.add_request`, with the prompt as token ids. `on_end` is called once, when the request
     has finished in any way."""
 
     request_id: str

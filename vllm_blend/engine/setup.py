@@ -1,5 +1,5 @@
-"""What an engine learns from a model directory before it loads weights: lengths, token ids, tokenizer, identity; and
-`llm_engine.model_config`, which tells callers of vLLM about the model."""
+"""Reads what an engine needs from a model directory before it loads weights: lengths, token ids, tokenizer, identity.
+Makes `llm_engine.model_config`, too, which tells callers of vLLM about the model."""
 
 from __future__ import annotations
 

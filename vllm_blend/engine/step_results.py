@@ -1,4 +1,4 @@
-"""What a step means for its requests: tokens, blends, KV to keep, errors, and what is counted of them."""
+"""Enters the results of a step into its requests: tokens, blends, KV to keep, errors, counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a composition would run, before it does."""
+"""Shows what a composition would run, without running it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class DiskChunkStore:
     max_bytes_at_once = 32 << 20  # of `put_many`: copies of them are held
 
     def __init__(self, config: DiskStoreConfig) -> None:
-        """Raises OSError or sqlite3.Error if the folder cannot be used."""
+        """Open the store. Raises OSError or sqlite3.Error if the folder cannot be used."""
         self.config, self.stats = config, StoreStats(logger)
         folder = Path(config.folder) / VERSION
         self.space = DiskSpace(folder, config.budget_bytes, config.segment_bytes, config.direct, config.timeout)

@@ -1,4 +1,4 @@
-"""What a disk store holds, and where: an sqlite database that several processes share.
+"""The index of a disk store: an sqlite database, shared by several processes, of what is stored where.
 
 A chunk is a row, in one of three states. It is `WRITING` from before its first byte is written, so that its space is
 counted; `LIVE` from when its last byte is on the disk; `DEAD` from when it is given up until its space is given back.

@@ -1,4 +1,4 @@
-"""What makes two pieces of chunk KV the same: content, never origin.
+"""Keys of chunk KV: two pieces are the same if their content is, wherever they come from.
 
 A key covers the model's weights and revision, dtype, RoPE parameters, tokenizer, what stood before the chunk when it
 was encoded, its token ids, and the salt of the prompt that brought it, where that has one. What stood beside the chunk

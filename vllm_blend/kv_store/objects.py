@@ -26,7 +26,7 @@ class Rejected(Exception):
 
 
 class ObjectStore(Protocol):
-    """What a remote chunk store needs."""
+    """The operations on a server that a remote chunk store needs."""
 
     max_bytes: int | None  # of one value
 
@@ -61,7 +61,7 @@ class RedisObjects:
             f"{REDIS_SCHEMES[scheme]}://{rest}",
             socket_timeout=timeout,
             socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),  # whether to try again is the breaker's business
+            retry=Retry(NoBackoff(), 0),  # the circuit breaker decides when to try again
         )
 
     def get(self, name: str, max_bytes: int | None) -> bytes | None:

@@ -82,7 +82,7 @@ class PendingChunk:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the chunk is a miss."""
+        """Return whether the chunk is a miss."""
         return self.error is not None
 
     def has(self, layer: int) -> bool:

@@ -14,7 +14,7 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
-LOAD_SECONDS = 10.0  # after which a chunk is rather computed again
+LOAD_SECONDS = 10.0  # after which a chunk is computed again instead
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Extent:
 
     @property
     def stop(self) -> tuple[str, int]:
-        """Segment and offset of the extent that would follow."""
+        """Return segment and offset of the extent that would follow."""
         return self.segment, self.offset + self.num_bytes
 
 

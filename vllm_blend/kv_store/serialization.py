@@ -164,7 +164,7 @@ _layout = lru_cache(256)(ChunkLayout)  # chunks of one length are alike, and wha
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What a store keeps beside a chunk's layers."""
+    """The metadata that a store keeps beside a chunk's layers."""
 
     key: str  # ChunkId.key
     model: str  # ModelFingerprint.digest

@@ -1,4 +1,4 @@
-"""What a store counts: what became of requests, and how long its medium was used for them."""
+"""Counters of a store: the outcomes of requests, and how long its medium was used for them."""
 
 from __future__ import annotations
 

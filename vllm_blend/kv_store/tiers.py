@@ -28,7 +28,7 @@ class ChunkLoad:
 
 
 class LoadObserver(Protocol):
-    """Learns how fast chunks load, and decides which of them are rather computed. Called from several threads."""
+    """Learns how fast chunks load, and decides which of them are computed instead. Called from several threads."""
 
     def loaded(self, what: ChunkLoad, seconds: float) -> None: ...
 
@@ -36,7 +36,7 @@ class LoadObserver(Protocol):
 
 
 class TierStorage(Protocol):
-    """What a tier below the memory can do, from any thread. It raises nothing that its medium brings about: it misses,
+    """The methods of a tier below the memory, for any thread. None raises an error of its medium: the tier misses,
     or does not store, and counts it."""
 
     stats: StoreStats

@@ -111,7 +111,7 @@ class StagingRing:
 
 @dataclass(frozen=True)
 class _SlotGroup:
-    """What travels together: as many rows as a slot holds."""
+    """Pieces that travel together: as many rows as a slot holds."""
 
     start: int  # row of the load
     stop: int

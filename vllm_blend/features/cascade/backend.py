@@ -39,7 +39,7 @@ class CascadeData:
 
     @property
     def requests(self) -> list[int]:
-        """Those that share blocks with others, in order."""
+        """Return the requests that share blocks with others, in order."""
         return [request for request, start in enumerate(self.own_start) if start]
 
 

@@ -1,4 +1,4 @@
-"""What the sums of attention are taken over, and by which rule."""
+"""The keys and queries over which attention is summed, and the rule of the sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class SumRule(NamedTuple):
-    """What a key receives from a query: p ** power, for p the softmax probability of the scaled score.
+    """The rule by which a key receives attention from a query: p ** power, where p is the softmax of the scaled score.
 
     A key nearer than `buffer` tokens (key position > query position - buffer) takes part in the softmax but receives
     nothing.
@@ -27,7 +27,7 @@ class SumRule(NamedTuple):
 
 
 class WindowKeys(NamedTuple):
-    """Where the first n keys of one prompt are, in order of position, and where the queries of its window stand."""
+    """The places of the first n keys of one prompt, in order of position, and the positions of its window's queries."""
 
     block_table: torch.Tensor  # [W] int32
     n: int

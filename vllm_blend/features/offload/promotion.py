@@ -31,7 +31,7 @@ class StepQueries:
 
 @dataclass
 class _Memory:
-    """What the scorer remembers of a request."""
+    """The state that the scorer keeps for a request."""
 
     ranks: torch.Tensor  # [chunks] int64
     resident: torch.Tensor  # [chunks] bool, of the `version` of the tables

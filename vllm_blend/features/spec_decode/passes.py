@@ -1,4 +1,4 @@
-"""What speculative decoding adds to a worker: nothing but the rows of logits that drafts take."""
+"""Adds to a worker the rows of logits that drafts take, which is all that speculative decoding needs there."""
 
 from __future__ import annotations
 

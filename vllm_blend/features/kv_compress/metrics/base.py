@@ -1,4 +1,4 @@
-"""What an eviction metric is: one method that scores each cached KV of a layer by its worth.
+"""The base of eviction metrics: one method that scores each cached KV of a layer by its worth.
 
 At the end of a prompt `score` looks at the request's blocks (a `BlockView`), and its result is stored beside K and V.
 If the metric `accumulates`, every decode step adds what its query attends to (`ops.accumulate_sums` with the metric's

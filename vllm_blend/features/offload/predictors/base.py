@@ -1,4 +1,4 @@
-"""What a promotion predictor is: one method that scores a request's chunks by how much the next steps need them."""
+"""The base of promotion predictors: one method that scores a request's chunks by how much the next steps need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class PromotionEvidence:
-    """What a predictor may look at, for the n chunks of one request. Never anything of another request."""
+    """The evidence that a predictor may use: the n chunks of one request, and never anything of another request."""
 
     ranks: torch.Tensor  # [n] int64, 0 for the most relevant by what was known before the request ran
     resident: torch.Tensor  # [n] bool

@@ -1,4 +1,4 @@
-"""What a drafter is: one method that guesses how a sequence goes on."""
+"""The base of drafters: one method that guesses how a sequence goes on."""
 
 from __future__ import annotations
 
