@@ -21,6 +21,7 @@ from vllm_blend.quality.oracles import (
     rank_attended_passages,
     rank_gold_names,
     rank_gold_passages,
+    rank_gold_then_attention,
     rank_true_attention,
 )
 from vllm_blend.quality.questions import Questions, joined_ids
@@ -56,6 +57,9 @@ def test_given_tokens_are_chosen_in_their_order_as_far_as_the_budget_goes() -> N
         chosen = [choose(make_selector(some), evidence, budget).tolist() for budget in (0, 1, 2, 6)]
         assert chosen == [[], [5], [1, 5], [1, 2, 5]]  # of the candidates 3 to 8; what is exact takes no budget
         assert choose(make_selector(none), evidence, 6).tolist() == []
+    with given_tokens([torch.tensor([8])], "+mean_shift") as [shifted]:
+        assert make_selector(shifted).mean_shift() == 1
+        assert choose(make_selector(shifted), evidence, 6).tolist() == [5]
     assert "given_tokens" not in SELECTORS
 
 
@@ -109,6 +113,9 @@ def test_attention_ranks_tokens_and_passages(session: Session) -> None:
     for ranking in (tokens, passages):  # all of the passages, and nothing else
         assert sorted(ranking.tolist()) == list(range(first, len(ids) - sizes[-1]))
     assert (mass[tokens].diff() <= 0).all()
+    gold = rank_gold_passages(session, sample, prompt).tolist()
+    both = rank_gold_then_attention(session, sample, prompt).tolist()
+    assert both == gold + [position for position in tokens.tolist() if position not in gold]
     totals = [part.sum() for part in mass[first : -sizes[-1]].split(sizes[:-1])]
     best = max(range(len(totals)), key=totals.__getitem__)
     assert passages[: sizes[best]].tolist() == [first + sum(sizes[:best]) + place for place in range(sizes[best])]

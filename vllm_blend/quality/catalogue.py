@@ -21,6 +21,7 @@ from vllm_blend.quality.oracles import (
     rank_attended_passages,
     rank_gold_names,
     rank_gold_passages,
+    rank_gold_then_attention,
     rank_true_attention,
 )
 from vllm_blend.quality.settings import Arrange, Setting
@@ -134,6 +135,17 @@ ORACLES = [
     ),
     Setting("oracle: gold passages", paper="also those that lead to the answer's", rank=rank_gold_passages),
     Setting("oracle: names in gold passages", paper="names, numbers and the answer", rank=rank_gold_names),
+    Setting(
+        "oracle: gold passages+mean_shift",
+        paper="the same, and the other tokens of their chunks move as AgentKVShift says",
+        rank=rank_gold_passages,
+        levers="+mean_shift",
+    ),
+    Setting(
+        "oracle: gold passages, then true attention",
+        paper="what is left of the budget goes to the tokens that the question looks at",
+        rank=rank_gold_then_attention,
+    ),
     Setting("oracle: true attention", paper="question attention in full prefill", rank=rank_true_attention),
     Setting("oracle: attended passages", paper="the same, summed per passage", rank=rank_attended_passages),
 ]

@@ -14,9 +14,9 @@ from vllm_blend.blend.selectors import SELECTORS, Evidence, Selector
 
 
 @contextmanager
-def given_tokens(rankings: Sequence[torch.Tensor]) -> Iterator[list[str]]:
+def given_tokens(rankings: Sequence[torch.Tensor], levers: str = "") -> Iterator[list[str]]:
     """Yield a `blend_selector` for each ranking (positions of a prompt, [n] int64, best first). It recomputes the first
-    ones that its budget holds, and no others, so that it may spend less than the budget.
+    ones that its budget holds, and no others, so that it may spend less than the budget. `levers` are added to it.
 
     What exact KV covers takes no budget. The selectors are known inside the context alone: no option and no test that
     goes through the registered selectors meets them.
@@ -39,6 +39,6 @@ def given_tokens(rankings: Sequence[torch.Tensor]) -> Iterator[list[str]]:
 
     SELECTORS.register(GivenTokens)
     try:
-        yield [f"{GivenTokens.name}(entry={entry})" for entry in range(len(rankings))]
+        yield [f"{GivenTokens.name}(entry={entry}){levers}" for entry in range(len(rankings))]
     finally:
         del SELECTORS[GivenTokens.name]

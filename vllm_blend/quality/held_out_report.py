@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def render(files: Sequence[HeldOut], over: str | None = None, seed: int = 0) -> 
     check_baseline(over, [(line.run.setting, line.run.ratio) for section in sections for line in section.lines])
     chosen = [_find(section, over or PLAIN_REUSE.name) for section in sections]
     shown = over or PLAIN_REUSE.name
-    parts = ["# Held-out questions", LEGEND.format(baseline=shown)]
+    parts = ["# Held-out questions", textwrap.fill(LEGEND.format(baseline=shown), 120)]
     for section, baseline in zip(sections, chosen, strict=True):
         worlds = len(set(section.cell.worlds))
         fewest, most = section.cell.passages

@@ -69,6 +69,13 @@ def rank_attended_passages(session: Session, sample: Sample, prompt: ChunkedProm
     return torch.cat([torch.arange(*bounds[index]) for index in order])
 
 
+def rank_gold_then_attention(session: Session, sample: Sample, prompt: ChunkedPrompt) -> torch.Tensor:
+    """Rank the tokens of all gold passages, then the others by the question's attention in full prefill."""
+    gold = rank_gold_passages(session, sample, prompt)
+    others = rank_true_attention(session, sample, prompt)
+    return torch.cat([gold, others[~torch.isin(others, gold)]])
+
+
 def gold_relevance(sample: Sample, prompt: ChunkedPrompt) -> ChunkedPrompt:
     """Return the prompt with `relevance`: 1 for the gold passages and 0 for the others."""
     gold = gold_passages(sample)

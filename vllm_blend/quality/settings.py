@@ -19,14 +19,17 @@ from vllm_blend.quality.session import Session
 Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
 # Returns positions of the prompt as the arrangement left it ([n] int64), those first that are to be computed first.
 Rank = Callable[[Session, Sample, ChunkedPrompt], torch.Tensor]
-RunKey = tuple[str, str, Arrange | None, Rank | None]
+RunKey = tuple[str, str, Arrange | None, Rank | None, str]
 
 
 @dataclass(frozen=True)
 class Setting:
     """A way to blend. `engine` has arguments of `EngineArgs` beyond the defaults, and `prompt` has keys of a
     `ChunkedPrompt` beside its pieces; `arrange` sets what depends on the sample (an order of chunks, their pages). The
-    setting is run at those of the sweep's ratios that are in `ratios` (None: all)."""
+    setting is run at those of the sweep's ratios that are in `ratios` (None: all).
+
+    An oracle has a `rank`, which knows the answer and names the very tokens that are computed, as far as the ratio's
+    budget goes, and perhaps `levers` on that choice ("+mean_shift")."""
 
     name: str
     prompt: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +38,7 @@ class Setting:
     paper: str = ""
     ratios: tuple[float, ...] | None = None
     rank: Rank | None = None
+    levers: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,17 @@ class Run:
     @property
     def key(self) -> RunKey:
         """Return a key that is equal for runs that compute the same: they are measured once."""
-        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange, self.rank
+        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange, self.rank, self.levers
 
     @property
     def rank(self) -> Rank | None:
         """Return the setting's rank, if there is anything to choose."""
         return self.setting.rank if 0 < self.ratio < 1 else None
+
+    @property
+    def levers(self) -> str:
+        """Return the levers on what `rank` names."""
+        return self.setting.levers if self.rank is not None else ""
 
 
 PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))
