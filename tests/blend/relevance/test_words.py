@@ -1,0 +1,80 @@
+"""Words and sentences of passages: several scripts, code, numbers, and tokens without a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.engine.engines import DEMO
+from vllm_blend.blend.relevance.words import WordIndex, split_words
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Where was Ada Lovelace born?", ["where", "was", "ada", "lovelace", "born"]),
+        ("def get_user_name(id: int) -> str:", ["def", "get_user_name", "id", "int", "str"]),
+        ("In 1851, 12,345 people", ["in", "1851", "12", "345", "people"]),
+        ("東京はどこ?", ["東京", "京は", "はど", "どこ"]),
+        ("Tokyo 東 京都", ["tokyo", "東", "京都"]),
+        ("서울시는", ["서울", "울시", "시는"]),
+        ("Straße STRASSE", ["strasse", "strasse"]),
+        ("... !?", []),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert split_words(text) == words
+
+
+def sentences(tokenizer: Any, text: str) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = WordIndex(tokenizer).read(ids).sentences
+    assert [found[0].start, *(s.stop for s in found)] == [*(s.start for s in found), len(ids)]
+    return [tokenizer.decode(ids[sentence.start : sentence.stop]) for sentence in found]
+
+
+def test_sentences(tokenizer: Any) -> None:
+    assert sentences(tokenizer, "It is old. Was it 3.14 metres?\nYes!\n\n") == [
+        "It is old.",
+        " Was it 3.14 metres?",
+        "\nYes!\n\n",
+    ]
+    assert sentences(tokenizer, 'She said "no." He left') == ['She said "no."', " He left"]
+    assert sentences(tokenizer, "\n\n") == ["\n\n"]
+    assert sentences(tokenizer, "no end") == ["no end"]
+
+
+def test_what_is_read(tokenizer: Any) -> None:
+    ids = tokenizer.encode("Founded late. The founder left the firm.", add_special_tokens=False)
+    words = WordIndex(tokenizer).read(ids)
+    assert words.counts == {"founded": 1, "late": 1, "the": 2, "founder": 1, "left": 1, "firm": 1}
+    assert words.stem_counts["fou"] == 2 and words.length == 7
+    assert words.sentences[1].places == {"the": 0, "founder": 1, "left": 2, "firm": 4}
+    assert words.sentences[0].stems == {"fou", "lat"}
+
+
+def test_without_a_tokenizer_tokens_are_words() -> None:
+    words = WordIndex(None).read([7, 3, 7])
+    assert words.counts == {"7": 2, "3": 1}
+    assert [(s.start, s.stop) for s in words.sentences] == [(0, 3)]
+
+
+def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
+    index = WordIndex(tokenizer, max_passages=2)
+    first = index.passage("a", [5, 6])
+    index.passage("b", [7])
+    assert index.passage("a", [5, 6]) is first
+    index.passage("c", [8])  # "b" leaves
+    assert index.passage("a", [5, 6]) is first
+    assert set(index._known) == {"a", "c"}
+    index.set_tokenizer(None)  # another tokenizer reads other words
+    assert index.passage("a", [5, 6]).counts == {"5": 1, "6": 1}

@@ -1,0 +1,129 @@
+"""The passages of one prompt as pages, and how much each page and each sentence matters for the question, by its words.
+
+The constants were chosen on worlds of the development split; docs/selection.md says what each part is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
+from vllm_blend.blend.relevance.words import PassageWords, Sentence, stems_of
+
+MENTION_WEIGHT = 0.5  # of a page that mentions the best page, beside one that the best page leads to
+
+
+def group_pages(num_passages: int, continues: Sequence[int | None]) -> list[list[int]]:
+    """Return the passages of each page, ascending, and the pages in the order of their first passages. `continues` has,
+    for each passage, an earlier one that it continues on its page, or None; empty: each passage is a page."""
+    pages: list[list[int]] = []
+    page_of: list[list[int]] = []
+    for index in range(num_passages):
+        before = continues[index] if continues else None
+        page: list[int] = [] if before is None else page_of[before]
+        if before is None:
+            pages.append(page)
+        page.append(index)
+        page_of.append(page)
+    return pages
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a page leads to another: how strongly (0 for not at all), and by which of its words."""
+
+    score: float = 0.0
+    words: frozenset[str] = frozenset()
+    is_asked_for: bool = False  # the other page has a word of the question that this one lacks
+
+
+@dataclass(frozen=True)
+class PageWords:
+    """The words of a prompt's pages, passage by passage, and the different words of its question."""
+
+    pages: Sequence[Sequence[PassageWords]]
+    question: Sequence[str]
+
+    def scores(self) -> list[float]:
+        """Return how much each page is about the question: BM25 over whole pages, and once more the weight of each
+        word of the question in a page's first sentence. A page that begins with a name is about it, while others only
+        mention it."""
+        counts = [[sum(own.counts.get(word, 0) for own in page) for page in self.pages] for word in self.question]
+        scores = bm25_scores(counts, self._lengths)
+        for word in self.question:
+            for index, head in enumerate(self._heads):
+                if word in head.places:
+                    scores[index] += self._rarity(word)
+        return scores
+
+    def links(self, best: int) -> list[Link]:
+        """Return how the page `best` leads to each page.
+
+        A question such as "In which country was Ada born?" needs a second page, which the first one names. Each word of
+        `best` leads to the page whose first sentence has it soonest. A page that mentions `best` is linked as well: it
+        has a word of the question that stands in the first sentence of `best`. Of linked pages, those matter most that
+        a rare word links, and that have what the question asks and `best` lacks.
+        """
+        mentions = [0.0] * len(self.pages)
+        for word in self.question:
+            if word in self._heads[best].places:
+                weight = MENTION_WEIGHT * self._rarity(word)
+                mentions = [sum_ + weight * (word in own) for sum_, own in zip(mentions, self._words, strict=True)]
+        lacking = [stem for stem in self._stems if not any(stem in own.stem_counts for own in self.pages[best])]
+        counts = [[sum(own.stem_counts.get(stem, 0) for own in page) for page in self.pages] for stem in lacking]
+        answers = bm25_scores(counts, self._lengths)
+        links = []
+        for index, words in enumerate(self._introduced(best)):
+            score = max(map(self._rarity, words), default=0.0) + mentions[index]
+            is_linked = score > 0 and index != best
+            links.append(Link(score + answers[index], words, answers[index] > 0) if is_linked else Link())
+        return links
+
+    def match(self, sentence: Sentence) -> float:
+        """Return the weight of the question's words that begin as words of a sentence do. Words of most pages tell no
+        sentence apart and count nothing."""
+        return sum(weight for stem, weight in self._stems.items() if stem in sentence.stems)
+
+    def _introduced(self, best: int) -> list[frozenset[str]]:
+        """Return the words of the page `best` that each page introduces: its first sentence has them soonest."""
+        words = set().union(*(own.counts for own in self.pages[best])).difference(self.question)
+        soonest: dict[str, tuple[int, int]] = {}  # of a word: its place in the first sentence of a page, and the page
+        for index, head in enumerate(self._heads):
+            for word in words.intersection(head.places):
+                found = head.places[word], index
+                soonest[word] = min(soonest.get(word, found), found)
+        introduced: list[set[str]] = [set() for _ in self.pages]
+        for word, (_, index) in soonest.items():
+            introduced[index].add(word)
+        return list(map(frozenset, introduced))
+
+    @cached_property
+    def _heads(self) -> list[Sentence]:
+        return [page[0].sentences[0] for page in self.pages]
+
+    @cached_property
+    def _words(self) -> list[Mapping[str, object]]:
+        return [
+            page[0].counts if len(page) == 1 else dict.fromkeys(chain.from_iterable(own.counts for own in page))
+            for page in self.pages
+        ]
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [sum(own.length for own in page) for page in self.pages]
+
+    @cached_property
+    def _stems(self) -> dict[str, float]:
+        """Return the beginnings of the question's words, with their weights in `match`."""
+        num = len(self.pages)
+        num_with = {
+            stem: sum(any(stem in own.stem_counts for own in page) for page in self.pages)
+            for stem in stems_of(self.question)
+        }
+        return {stem: rarity(count, num) if 2 * count <= num else 0.0 for stem, count in num_with.items()}
+
+    def _rarity(self, word: str) -> float:
+        return rarity(sum(word in words for words in self._words), len(self._words))

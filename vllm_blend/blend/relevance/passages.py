@@ -1,0 +1,104 @@
+"""The passages of one prompt, and which of their sentences matter for its question, in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm_blend.blend.relevance.pages import PageWords, group_pages
+from vllm_blend.blend.relevance.words import PassageWords, Sentence
+
+Span = tuple[int, int]  # positions: start, stop
+RANK_OFFSET = 60  # of reciprocal rank fusion: how little the first ranks stand out
+BEST_MATCHES = 2  # sentences of a page that a question about two pages is likely to need, besides the first
+
+
+@dataclass(frozen=True)
+class PromptPassages:
+    """The passages of a prompt, in their order.
+
+    `bounds` are their (start, stop) positions. `continues` has, for each, the passage before it that it continues on
+    its page, or None; empty if the prompt names no pages. `relevance` has the scores that the prompt was given: a tuple
+    per signal with a score per passage, larger is more relevant. `read_words` returns the words of all passages, and
+    the different words of the question.
+    """
+
+    bounds: tuple[Span, ...]
+    continues: tuple[int | None, ...]
+    relevance: tuple[tuple[float, ...], ...]
+    read_words: Callable[[], tuple[Sequence[PassageWords], Sequence[str]]]
+
+    @cached_property
+    def pages(self) -> list[list[int]]:
+        """Return the passages of each page."""
+        return group_pages(len(self.bounds), self.continues)
+
+    def ranked_pages(self) -> list[int] | None:
+        """Return the pages, the most relevant first; None if no signal tells them apart.
+
+        The first is that of the best given relevance (a page is as relevant as its best passage), or the one that the
+        question's words find. Pages that it is linked to come next, or, with a given relevance, the pages by both:
+        rankings are fused by reciprocal rank (Cormack et al., SIGIR 2009).
+        """
+        given = [[max(signal[index] for index in page) for page in self.pages] for signal in self.relevance]
+        scores = _fuse(given) if given else self._words.scores()
+        if min(scores) == max(scores):
+            return None
+        best = max(range(len(scores)), key=lambda page: scores[page])
+        links = [link.score for link in self._words.links(best)]
+        if given:
+            fused = _fuse([*given, links])
+            return sorted(range(len(scores)), key=lambda page: (page != best, -fused[page]))
+        return sorted(range(len(scores)), key=lambda page: (page != best, -links[page], -scores[page]))
+
+    def ranked_sentences(self) -> list[Span] | None:
+        """Return the positions of all sentences, the most relevant first; None if no signal tells pages apart.
+
+        A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
+        page, since that has words of it which the first page lacks, the sentences that such a question needs of both
+        pages come before the rest of the first: those that match it best, and those that link the pages. All other
+        sentences follow page by page.
+        """
+        ranked = self.ranked_pages()
+        if ranked is None:
+            return None
+        first, second = ranked[:2]
+        link = self._words.links(first)[second]
+        sentences = self._sentences(first)[:1]
+        if link.is_asked_for:
+            sentences += self._best_matches(first)
+            sentences += [each for each in self._sentences(first) if not link.words.isdisjoint(each[1].places)]
+            sentences += [*self._sentences(second)[:1], *self._best_matches(second)]
+        sentences += sorted(self._sentences(first), key=lambda each: -self._words.match(each[1]))
+        for page in ranked[1:]:
+            sentences += self._sentences(page)
+        return list(dict.fromkeys(span for span, _ in sentences))
+
+    @cached_property
+    def _words(self) -> PageWords:
+        passages, question = self.read_words()
+        return PageWords([[passages[index] for index in page] for page in self.pages], question)
+
+    def _sentences(self, page: int) -> list[tuple[Span, Sentence]]:
+        """Return where the sentences of a page stand, and what they say."""
+        return [
+            ((self.bounds[index][0] + sentence.start, self.bounds[index][0] + sentence.stop), sentence)
+            for index, passage in zip(self.pages[page], self._words.pages[page], strict=True)
+            for sentence in passage.sentences
+        ]
+
+    def _best_matches(self, page: int) -> list[tuple[Span, Sentence]]:
+        """Return the sentences of a page, but for the first, that match the question best."""
+        matches = [each for each in self._sentences(page)[1:] if self._words.match(each[1]) > 0]
+        return sorted(matches, key=lambda each: -self._words.match(each[1]))[:BEST_MATCHES]
+
+
+def _fuse(signals: Sequence[Sequence[float]]) -> list[float]:
+    """Return the reciprocal rank fusion of several scores of the same pages. Equal scores have the same rank."""
+    fused = [0.0] * len(signals[0])
+    for scores in signals:
+        rank_of = {score: rank for rank, score in reversed(list(enumerate(sorted(scores, reverse=True), 1)))}
+        for index, score in enumerate(scores):
+            fused[index] += 1 / (RANK_OFFSET + rank_of[score])
+    return fused

@@ -1,0 +1,153 @@
+"""The words of passages, sentence by sentence, read once per passage.
+
+A word is a run of letters and digits, whatever its case. Scripts that put no spaces between words (Chinese, Japanese,
+Korean, Thai, ...) give overlapping pairs of characters instead, as search engines index them. No word is left out: in a
+prompt's own passages the common ones weigh next to nothing anyway, in any language.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+# Thai to Tibetan, Myanmar, Khmer, kana, Chinese characters, Hangul.
+_UNSPACED = (
+    "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+_RUN = re.compile(rf"([{_UNSPACED}]+)|(?:(?![{_UNSPACED}])\w)+")
+_ENDS = (".", "!", "?", "…", "。", "！", "？", "।", "؟")
+_CLOSING = "\"'”’»)]」』"
+_DIGITS = "0123456789"
+_INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
+_MAX_BYTES = 4  # of a character, each of which may be a token
+_STEM_LETTERS = 3  # "founded" and "founder" are alike then, "born" and "birth" are not
+MAX_PASSAGES = 4096  # whose words are kept: about 20 KB for a passage of 300 words
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text, in their order."""
+    words: list[str] = []
+    for run in _RUN.finditer(text.casefold()):
+        found = run[0]
+        if run[1] is None or len(found) == 1:
+            words.append(found)
+        else:
+            words += [found[at : at + 2] for at in range(len(found) - 1)]
+    return words
+
+
+def stems_of(words: Iterable[str]) -> dict[str, None]:
+    """Return the different beginnings of words, in the order of the words."""
+    return dict.fromkeys(word[:_STEM_LETTERS] for word in words)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """The tokens `start` to `stop` - 1 of a passage. `places` has, for each word in them, how many words precede it."""
+
+    start: int
+    stop: int
+    places: Mapping[str, int]
+    stems: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PassageWords:
+    """What stands in a passage: how often each word and each stem does, how many words there are, and its
+    sentences."""
+
+    counts: Mapping[str, int]
+    stem_counts: Mapping[str, int]
+    length: int
+    sentences: tuple[Sentence, ...]
+
+
+class WordIndex:
+    """Reads the words of passages and questions, and remembers those of the passages used last. Not safe to use from
+    several threads at once, as tokenizers are not."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_passages: int = MAX_PASSAGES) -> None:
+        """Without a tokenizer each token is a word, and a passage is one sentence."""
+        self._max_passages = max_passages
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Read passages with another tokenizer from now on."""
+        self._tokenizer = tokenizer
+        self._known: OrderedDict[str, PassageWords] = OrderedDict()
+        self._token_texts: dict[int, str] = {}
+
+    def passage(self, key: str, token_ids: Sequence[int]) -> PassageWords:
+        """Return the words of a passage. `key` is that of its chunk, so what a salt keeps apart is apart here too."""
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.read(token_ids)
+            if len(self._known) > self._max_passages:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return known
+
+    def read(self, token_ids: Sequence[int]) -> PassageWords:
+        """Return the words of a passage without remembering them."""
+        counts: Counter[str] = Counter()
+        stem_counts: Counter[str] = Counter()
+        sentences = []
+        for start, stop in self._sentence_bounds(token_ids):
+            words = split_words(self._text(token_ids[start:stop]))
+            counts.update(words)
+            stem_counts.update(word[:_STEM_LETTERS] for word in words)
+            places = {word: place for place, word in reversed(list(enumerate(words)))}
+            sentences.append(Sentence(start, stop, places, frozenset(stems_of(words))))
+        return PassageWords(counts, stem_counts, counts.total(), tuple(sentences))
+
+    def question(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the different words of a question."""
+        return list(dict.fromkeys(split_words(self._text(token_ids))))
+
+    def _sentence_bounds(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return where sentences begin and stop. One ends with the token that ends it or its line, and the quotation
+        marks and brackets behind it, but not in 3.14. Each has a word, if the passage has one."""
+        if self._tokenizer is None:
+            return [(0, len(token_ids))]
+        pieces = list(self._pieces(token_ids))
+        bounds: list[tuple[int, int]] = []
+        start, sentence = 0, ""
+        for (stop, text), (_, following) in zip(pieces, [*pieces[1:], (0, "")], strict=True):
+            sentence += text
+            ends = "\n" in text or sentence.rstrip(_CLOSING + " ").endswith(_ENDS)
+            has_word = bool(_RUN.search(sentence))
+            if stop == len(token_ids) and not has_word and bounds:  # a blank line, say, belongs to what precedes it
+                bounds[-1] = (bounds[-1][0], stop)
+            elif stop == len(token_ids) or (ends and has_word and following[0] not in _CLOSING + _DIGITS):
+                bounds.append((start, stop))
+                start, sentence = stop, ""
+        return bounds
+
+    def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """Yield the texts of tokens, and where each stops. Tokens that make one character are one piece."""
+        parts: list[int] = []
+        for stop, token in enumerate(token_ids, 1):
+            parts.append(token)
+            text = self._token_text(token) if len(parts) == 1 else self._text(parts)
+            if not text.endswith(_INCOMPLETE) or len(parts) == _MAX_BYTES or stop == len(token_ids):
+                if text:
+                    yield stop, text
+                    parts = []
+                elif stop == len(token_ids):
+                    yield stop, " "
+
+    def _token_text(self, token: int) -> str:
+        if token not in self._token_texts:
+            self._token_texts[token] = self._text([token])
+        return self._token_texts[token]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, token_ids))
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
