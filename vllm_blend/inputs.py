@@ -35,6 +35,7 @@ class TokensPrompt(_TokensPromptOptions):
 class _ChunkedPromptOptions(_PromptOptions, total=False):
     blend_selector: str
     blend_recompute_ratio: float
+    relevance: list[float] | list[list[float]]
     chunk_ranking: list[int]
     in_place_chunks: list[int]
     continues: list[int | None]
@@ -48,7 +49,9 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     end of one piece or the beginning of the next. `output.prompt` shows the whole: the joined pieces if all are text,
     otherwise what the ids decode to.
 
-    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `chunk_ranking` has
+    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `relevance` has a score
+    for every chunk, as retrievers and rerankers give them (larger is more relevant, on any scale), or several lists of
+    them, which are fused by reciprocal rank: the selector relevant_passages goes by it. `chunk_ranking` has
     numbers of chunks, most relevant first: if chunks move while decoding, the first ones are on the device at first.
     `in_place_chunks` has numbers of chunks that are not worth storing: if nothing is stored for such a chunk, it is
     computed where it stands, as prefill does it, and leaves nothing in the store. `continues` names, for every chunk,
@@ -94,6 +97,8 @@ class ParsedPrompt:
     chunk_bounds: tuple[tuple[int, int], ...] = ()
     blend_selector: str | None = None
     blend_recompute_ratio: float | None = None
+    relevance: tuple[tuple[float, ...], ...] = ()  # by signal, a score for every chunk
+    question: tuple[int, int] | None = None  # where the question stands, if that is not the whole suffix
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
     continues: tuple[int | None, ...] = ()  # for every chunk, or empty

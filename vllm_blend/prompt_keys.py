@@ -11,6 +11,7 @@ from vllm_blend.kv_store.keys import salt_digest
 _CHUNKED_OPTIONS = (
     "blend_selector",
     "blend_recompute_ratio",
+    "relevance",
     "chunk_ranking",
     "in_place_chunks",
     "continues",

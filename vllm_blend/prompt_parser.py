@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.checks import is_number
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.prompt_keys import kind_of, parse_salt
 
@@ -132,13 +134,38 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         context.chunk_bounds,
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
-        _check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
-        _check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
-        context.continues,
-        context.encode_after,
+        parse_relevance(prompt.get("relevance"), len(context.chunk_bounds)),
+        chunk_ranking=_check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
+        in_place_chunks=_check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
+        continues=context.continues,
+        encode_after=context.encode_after,
         salt=context.salt,
         is_composed=True,
     )
+
+
+def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...]:
+    """Return relevance scores by signal, each with a score for every chunk; () for None.
+
+    Raises TypeError or ValueError for anything but finite numbers, one for each chunk, or several such lists.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
+        raise TypeError(f"relevance must be a list with a score for each chunk, not {type(given).__name__}")
+    scores = list(given)
+    is_nested = bool(scores) and all(hasattr(entry, "__iter__") and not isinstance(entry, str) for entry in scores)
+    signals = [list(signal) for signal in scores] if is_nested else [scores]
+    for number, signal in enumerate(signals):
+        name = f"relevance[{number}]" if is_nested else "relevance"
+        if len(signal) != num_chunks:
+            raise ValueError(f"{name} has {len(signal)} scores for {num_chunks} chunks: give one for each chunk")
+        for index, score in enumerate(signal):
+            if not is_number(score):
+                raise TypeError(f"{name}[{index}] is {score!r}: give a score, a number")
+            if not math.isfinite(score):
+                raise ValueError(f"{name}[{index}] is {score}: scores must be finite")
+    return tuple(tuple(map(float, signal)) for signal in signals)
 
 
 def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:

@@ -6,12 +6,13 @@ import hashlib
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
+from vllm_blend.blend.relevance.passages import PromptPassages
 from vllm_blend.blend.selectors import LooksAt, Selector
 from vllm_blend.checks import check_layer_numbers, check_shares
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -54,6 +55,8 @@ class BlendPlan:
     ratio: float
     check_layers: tuple[int, ...] = (1,)
     shares: tuple[float, ...] = (0.15,)  # of the context, kept after each check layer
+    chosen: torch.Tensor | None = None  # [n] int64, ascending: candidates that were chosen before the step
+    error: str | None = None  # why nothing could be chosen before the step
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -100,13 +103,32 @@ class BlendPlan:
 
     @cached_property
     def final_budget(self) -> int:
-        return self.budget(self.shares[-1])
+        return self.budget(self.shares[-1]) if self.chosen is None else len(self.chosen)
 
     @cached_property
     def looks_at(self) -> LooksAt:
-        """Return what the selector has to see for this prompt: nothing if it has no choice."""
-        free = 0 < self.final_budget < len(self.candidates)
+        """Return what the selector has to see for this prompt: nothing if it has no choice, or has chosen already."""
+        free = self.chosen is None and 0 < self.final_budget < len(self.candidates)
         return self.selector.looks_at if free else LooksAt.POSITIONS
+
+    def choose_passages(self, passages: PromptPassages) -> BlendPlan:
+        """Return this plan with what its selector chooses by the passages alone, if it chooses that way. An error of
+        the selector costs its own request only, when that is computed."""
+        budget = self.final_budget
+        if not (self.selector.chooses_passages and 0 < budget < len(self.candidates)):
+            return self
+        before = np.concatenate([[0], np.cumsum(self._kinds == 1)])  # candidates before each position
+        try:
+            spans = self.selector.choose_spans(passages, lambda span: int(before[span[1]] - before[span[0]]), budget)
+        except Exception as error:  # a user's selector may raise anything
+            return replace(self, error=f"the selector {self.selector.name!r} failed: {error!r}")
+        if spans is None:
+            return self
+        is_chosen = np.zeros(self.suffix_start, bool)
+        for start, stop in spans:
+            is_chosen[start:stop] = True
+        chosen = np.flatnonzero(is_chosen & (self._kinds == 1))[:budget]
+        return replace(self, chosen=torch.from_numpy(chosen))
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
+from vllm_blend.blend.relevance.passages import PromptPassages
+from vllm_blend.blend.relevance.words import PassageWords, WordIndex
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.config import BlendConfig
@@ -27,6 +29,7 @@ class BlendPlanner:
     bytes_per_token: int
     controller: LoadingController | None = None
     rounds: bool = False
+    words: WordIndex = field(default_factory=lambda: WordIndex(None))
 
     def __post_init__(self) -> None:
         config, selector = self.config, make_selector(self.config.selector)
@@ -39,9 +42,11 @@ class BlendPlanner:
         bounds = parsed.chunk_bounds
         return self.config.enable_blending and bool(bounds) and bounds[-1][1] >= self.config.min_tokens
 
-    def plan_stored(self, parsed: ParsedPrompt, segments: Sequence[Segment]) -> BlendPlan:
-        """Return the plan of a prompt whose stored pieces are `segments`."""
+    def plan_stored(self, parsed: ParsedPrompt, segments: Sequence[Segment], keys: Mapping[int, str]) -> BlendPlan:
+        """Return the plan of a prompt whose stored pieces are `segments`. `keys` has the keys of its pieces by where
+        they begin."""
         plan = self._with_controlled_ratio(self.plan(parsed, segments), parsed)
+        plan = plan.choose_passages(self._passages(parsed, keys))
         if self.rounds and plan.ratio >= 1:  # a prefix that stands where it was encoded is exact but for its bits
             plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         return plan
@@ -71,6 +76,18 @@ class BlendPlanner:
             ratios,
             self.num_layers,
         )
+
+    def _passages(self, parsed: ParsedPrompt, keys: Mapping[int, str]) -> PromptPassages:
+        def read_words() -> tuple[list[PassageWords], list[str]]:
+            ids, words = parsed.token_ids, self.words
+            start, stop = parsed.question or (parsed.chunk_bounds[-1][1], len(ids))
+            passages = [
+                words.passage(keys[start], ids[start:stop]) if start in keys else words.read(ids[start:stop])
+                for start, stop in parsed.chunk_bounds
+            ]
+            return passages, words.question(ids[start:stop])
+
+        return PromptPassages(parsed.chunk_bounds, parsed.continues, parsed.relevance, read_words)
 
     def _with_controlled_ratio(self, plan: BlendPlan, parsed: ParsedPrompt) -> BlendPlan:
         """Return the plan with the ratio that the controller chooses, if the one it has is a floor."""

@@ -286,7 +286,8 @@ class ChunkComposer:
         segments = [Segment(p.start, p.kv, p.exact, p.found_in) for p in pending.pieces if p.kv is not None]
         plan = None  # nothing is reused but perhaps the prefix, which the prefix cache takes care of
         if pending.chunks:
-            plan = self.planner.plan_stored(pending.parsed, segments)
+            keys = {piece.start: piece.id.key for piece in pending.pieces}
+            plan = self.planner.plan_stored(pending.parsed, segments, keys)
         for request in pending.requests:
             request.blend, request.blocked = plan, False
             if pending.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request

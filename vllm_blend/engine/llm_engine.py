@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
+from vllm_blend.blend.relevance.words import WordIndex
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition
 from vllm_blend.chunks.registry import ChunkRegistry
@@ -93,7 +94,10 @@ class LLMEngine:
         blend = config.blend
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
         rounds = config.chunk_store.format != "auto"
-        self.planner = BlendPlanner(blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds)
+        words = WordIndex(self.tokenizer)
+        self.planner = BlendPlanner(
+            blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words
+        )
         finder = PieceFinder(self.fingerprint, encoding, self.max_model_len)
         self.composer = ChunkComposer(self.chunk_store, finder, self.planner, self.scheduler.prioritize)
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
@@ -164,6 +168,7 @@ class LLMEngine:
                 f"{unfinished} requests are unfinished, and they use the tokenizer: finish or abort them first"
             )
         self.tokenizer = self.processor.tokenizer = self.builder.tokenizer = tokenizer
+        self.planner.words.set_tokenizer(tokenizer)
         if tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
 

@@ -51,8 +51,10 @@ def first_positions(
         mass_of |= zip(repaired, again, strict=True)
     result = []
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-        chosen = plan.candidates
-        if not plan.looks_at.checks and plan.final_budget < len(chosen):
+        chosen = plan.candidates if plan.chosen is None else plan.chosen
+        if plan.error is not None:
+            errors[index] = plan.error
+        elif not plan.looks_at.checks and plan.final_budget < len(chosen):
             try:
                 chosen = choose_positions(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request

@@ -17,6 +17,7 @@ from vllm_blend.blend.selectors.late_attention import LateAttention
 from vllm_blend.blend.selectors.no_recompute import NoRecompute
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.blend.selectors.random import RandomTokens
+from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
 from vllm_blend.blend.selectors.spec import AUTO, parse_selector
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
 from vllm_blend.registry import Registry
@@ -31,6 +32,7 @@ SELECTORS: Registry[type[Selector]] = Registry(
         Gradual,
         QuestionAttention,
         LateAttention,
+        RelevantPassages,
         AttentionDeviation,
         FirstTokens,
         RandomTokens,

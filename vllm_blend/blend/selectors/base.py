@@ -4,13 +4,14 @@ context."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
 import torch
 
+from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.ops.deviation import squared_distance
 
 Reduction = Literal["mean", "max"]
@@ -93,6 +94,16 @@ class Selector(ABC):
     looks_at: ClassVar[LooksAt] = LooksAt.POSITIONS
     default_ratio: ClassVar[float] = 0.15
     fixed_ratio: ClassVar[float | None] = None  # set if the selector itself decides how much is recomputed
+    chooses_passages: ClassVar[bool] = False  # whether `choose_spans` may choose
+
+    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+        """Choose spans of positions by what the passages say, before anything is computed.
+
+        `cost` gives the number of candidates in a span, and `budget` is how many may be chosen: those that spans hold
+        beyond that are left out, from the end of the prompt. Return None to have candidates chosen by `score`. It is
+        called if `chooses_passages` is set.
+        """
+        return None
 
     @abstractmethod
     def score(self, evidence: Evidence) -> torch.Tensor:

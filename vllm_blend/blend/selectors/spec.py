@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 
+from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors.base import Evidence, Look, Selector
 from vllm_blend.blend.selectors.levers import LEVERS, Lever
+from vllm_blend.blend.selectors.levers.mean_shift import MeanShift
 from vllm_blend.registry import Registry
 
 AUTO = "auto"  # always alone: it has levers of its own
@@ -34,9 +36,17 @@ class Composed(Selector):
     levers: tuple[Lever, ...]
 
     def __post_init__(self) -> None:
-        own = {"name": self.text, "looks_at": self.rule.looks_at, "default_ratio": self.rule.default_ratio}
+        own = {
+            "name": self.text,
+            "looks_at": self.rule.looks_at,
+            "default_ratio": self.rule.default_ratio,
+            "chooses_passages": self.rule.chooses_passages,
+        }
         for name, value in own.items():
             object.__setattr__(self, name, value)
+
+    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+        return self.rule.choose_spans(passages, cost, budget)
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         scores = self.rule.score(evidence)
@@ -83,6 +93,12 @@ def parse_selector(text: str, selectors: Registry[type[Selector]]) -> Selector:
         raise ValueError(
             f"blend_selector={text!r}: coverage measures the question's attention, which {rule.name!r} does not look "
             "at: use question_attention, or leave coverage out"
+        )
+    changing = next((lever.name for lever in levers if not isinstance(lever, MeanShift)), None)
+    if rule.chooses_passages and changing is not None:
+        raise ValueError(
+            f"blend_selector={text!r}: {rule.name!r} chooses whole passages, and {changing} changes the scores of "
+            f"tokens: leave {changing} out"
         )
     return Composed(text, rule, tuple(levers))
 

@@ -1,0 +1,139 @@
+"""The selector relevant_passages in an engine: what it computes, what it costs, and what it falls back on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
+from tests.engine.compare import assert_same_logprobs, blend_of
+from tests.engine.engines import TINY_VOCABULARY, engine, greedy, run, tiny_model
+from vllm_blend import LLM, Evidence, Selector, register_selector
+from vllm_blend.blend.relevance.passages import PromptPassages, Span
+from vllm_blend.blend.selectors import SELECTORS, make_selector
+
+TINY = tiny_model("llama")
+PARAMS = greedy(6, logprobs=2, ignore_eos=True)
+SUFFIX = 6  # tokens of `tiny_prompt`'s suffix; without a tokenizer, tokens are words, and a passage is one sentence
+CHUNKS = [(5, 17), (17, 20), (20, 41), (41, 53)]
+
+
+def positions(llm: LLM, **options: Any) -> list[int]:
+    """The context positions that a prompt computes."""
+    [output] = run(llm, tiny_prompt(**{"blend_selector": "relevant_passages"} | options), PARAMS)
+    assert_counts_add_up(output)
+    return recomputed_positions(llm, SUFFIX).tolist()
+
+
+def test_the_most_relevant_passages_are_computed_whole_where_they_stand() -> None:
+    """All that fit the budget, 0.5 of 53 tokens; the first chunk is exact behind the prefix and costs nothing."""
+    with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
+        options = {"blend_recompute_ratio": 0.5}
+        assert positions(llm, relevance=[0, 0, 1, 0], **options) == list(range(17, 41))
+        assert positions(llm, relevance=[0, 0, 0, 1], **options) == [*range(17, 20), *range(41, 53)]
+        assert positions(llm, relevance=[[0, 0, 0, 1], [0, 0, 0, 9]], **options) == [*range(17, 20), *range(41, 53)]
+        prompt = tiny_prompt()
+        words = [*prompt["chunks"][2][4:7], *prompt["suffix"][3:]]  # three words of the third chunk
+        assert positions(llm, suffix=words, **options) == list(range(17, 41))
+
+
+def test_of_a_passage_too_long_for_the_budget_the_beginning_is_computed() -> None:
+    with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
+        options = {"relevance": [0, 0, 1, 0], "blend_recompute_ratio": 0.04}  # 2 of 53 tokens
+        assert positions(llm, **options) == [20, 21]
+
+
+def test_what_it_computes_is_what_prefill_computes_there() -> None:
+    """The same positions as holes: chunks that are computed in place."""
+    with engine(TINY, enable_blending=True) as llm:
+        [chosen] = run(
+            llm,
+            tiny_prompt(blend_selector="relevant_passages", relevance=[0, 0, 1, 0], blend_recompute_ratio=0.4),
+            PARAMS,
+        )
+        assert recomputed_positions(llm, SUFFIX).tolist() == list(range(20, 41))
+    with engine(TINY, enable_blending=True) as llm:
+        run(llm, tiny_prompt(chunks=[tiny_prompt()["chunks"][i] for i in (0, 1, 3)], blend_selector="none"), PARAMS)
+        [in_place] = run(llm, tiny_prompt(blend_selector="none", in_place_chunks=[2]), PARAMS)
+    assert_same_logprobs(chosen, in_place)
+
+
+def test_without_a_signal_the_question_looks() -> None:
+    with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
+        for options in ({}, {"relevance": [2.5] * 4}):
+            seen = {token for chunk in tiny_prompt()["chunks"] for token in chunk}
+            suffix = [token for token in range(TINY_VOCABULARY) if token not in seen][:SUFFIX]
+            found = positions(llm, suffix=suffix, **options)
+            assert found == positions(llm, suffix=suffix, blend_selector="question_attention")
+            assert found
+
+
+def test_other_requests_of_the_step_change_nothing() -> None:
+    prompts = [
+        tiny_prompt(blend_selector="relevant_passages", relevance=[0, 0, 1, 0], blend_recompute_ratio=0.4),
+        tiny_prompt(blend_selector="question_attention"),
+        tiny_prompt(blend_selector="relevant_passages+mean_shift", relevance=[0, 1, 0, 1], blend_recompute_ratio=0.3),
+        tiny_prompt(blend_selector="value_deviation"),
+    ]
+    with engine(TINY, enable_blending=True) as llm:
+        alone = [run(llm, prompt, PARAMS)[0] for prompt in prompts]
+        for output, own in zip(run(llm, prompts, PARAMS), alone, strict=True):
+            assert_same_logprobs(output, own)
+            assert blend_of(output) == blend_of(own)
+
+
+def test_a_rule_of_passages_that_fails_costs_its_own_request() -> None:
+    before = dict(SELECTORS)
+
+    @register_selector
+    @dataclass(frozen=True)
+    class Broken(Selector):
+        name: ClassVar[str] = "broken_passages"
+        chooses_passages: ClassVar[bool] = True
+
+        def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+            raise KeyError("no such page")
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            raise AssertionError("it has failed already")
+
+    try:
+        with engine(TINY, enable_blending=True) as llm:
+            [alone] = run(llm, tiny_prompt(), PARAMS)
+            broken, good = run(llm, [tiny_prompt(blend_selector="broken_passages"), tiny_prompt()], PARAMS)
+            assert broken.error is not None and "'broken_passages' failed: KeyError('no such page')" in broken.error
+            assert_same_logprobs(good, alone)
+    finally:
+        SELECTORS.clear()
+        SELECTORS.update(before)
+
+
+@pytest.mark.cpu_only
+def test_levers_that_change_scores_are_refused() -> None:
+    assert make_selector("relevant_passages + mean_shift(strength=0.5)").mean_shift() == 0.5
+    with pytest.raises(ValueError, match="chooses whole passages, and smoothing changes the scores of tokens: leave"):
+        make_selector("relevant_passages+smoothing")
+
+
+@pytest.mark.parametrize(
+    ("relevance", "message"),
+    [
+        ([0.1, 0.2], "relevance has 2 scores for 4 chunks: give one for each chunk"),
+        ([], "relevance has 0 scores for 4 chunks"),
+        ([1, 2, 3, "4"], r"relevance\[3\] is '4': give a score, a number"),
+        ([1, 2, 3, True], r"relevance\[3\] is True: give a score, a number"),
+        ([1, 2, 3, float("nan")], r"relevance\[3\] is nan: scores must be finite"),
+        ([[1, 2, 3, 4], [1, 2]], r"relevance\[1\] has 2 scores for 4 chunks"),
+        ([[1, 2, 3, 4], 5, 6, 7], r"relevance\[0\] is \[1, 2, 3, 4\]: give a score"),
+        ("0.1", "relevance must be a list with a score for each chunk, not str"),
+        ({0: 1.0}, "relevance must be a list with a score for each chunk, not dict"),
+        (0.5, "relevance must be a list with a score for each chunk, not float"),
+    ],
+)
+def test_bad_relevance_is_refused(relevance: Any, message: str) -> None:
+    with engine(TINY, enable_blending=True) as llm, pytest.raises((TypeError, ValueError), match=message):
+        run(llm, tiny_prompt(relevance=relevance), PARAMS)

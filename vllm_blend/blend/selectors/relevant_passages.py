@@ -1,0 +1,50 @@
+"""The sentences of the passages that the question is about, where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm_blend.blend.relevance.passages import PromptPassages, Span
+from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
+
+_BY_ATTENTION = QuestionAttention()
+
+
+@dataclass(frozen=True)
+class RelevantPassages(Selector):
+    """Recompute the sentences that the question needs, whole and where they stand, and reuse all others.
+
+    Pages of passages are ranked by the prompt's `relevance`, or else by the question's words, and those that the best
+    page leads to come next; `blend/relevance/passages.py` says in which order sentences follow. Each that fits the
+    budget is chosen; of the first one at least the beginning is. All this happens on the host before the forward pass:
+    nothing is looked at.
+
+    If there is no such signal (no word in common, all passages alike, a single page), tokens are chosen by the
+    question's attention, as `question_attention` does.
+    """
+
+    name: ClassVar[str] = "relevant_passages"
+    looks_at: ClassVar[LooksAt] = LooksAt.QUESTION
+    chooses_passages: ClassVar[bool] = True
+
+    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+        ranked = passages.ranked_sentences()
+        if ranked is None:
+            return None
+        chosen: dict[Span, int] = {}
+        for span in ranked:
+            if (own := cost(span)) <= budget:
+                chosen[span] = own
+                budget -= own
+        return list(chosen) if any(chosen.values()) else [next(span for span in ranked if cost(span))]
+
+    def score(self, evidence: Evidence) -> torch.Tensor:
+        return _BY_ATTENTION.score(evidence)
+
+    def look(self, num_layers: int) -> Look:
+        return _BY_ATTENTION.look(num_layers)
