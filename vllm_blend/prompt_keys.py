@@ -12,6 +12,7 @@ _CHUNKED_OPTIONS = (
     "blend_selector",
     "blend_recompute_ratio",
     "relevance",
+    "order",
     "chunk_ranking",
     "in_place_chunks",
     "continues",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -135,6 +135,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
         parse_relevance(prompt.get("relevance"), len(context.chunk_bounds)),
+        _check_order(prompt.get("order", "given")),
         chunk_ranking=_check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
         in_place_chunks=_check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
         continues=context.continues,
@@ -166,6 +167,13 @@ def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...
             if not math.isfinite(score):
                 raise ValueError(f"{name}[{index}] is {score}: scores must be finite")
     return tuple(tuple(map(float, signal)) for signal in signals)
+
+
+def _check_order(order: Any) -> Literal["given", "free"]:
+    if order not in ("given", "free"):
+        raise ValueError(f"order is {order!r}: use 'given', or 'free' if chunks may be put into another order")
+    found: Literal["given", "free"] = order
+    return found
 
 
 def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:

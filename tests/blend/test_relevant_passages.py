@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
-from tests.engine.compare import assert_same_logprobs, blend_of
-from tests.engine.engines import TINY_VOCABULARY, engine, greedy, run, tiny_model
+from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
+from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, blend_of
+from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, run, tiny_model
 from vllm_blend import LLM, Evidence, Selector, register_selector
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors import SELECTORS, make_selector
@@ -137,3 +137,44 @@ def test_levers_that_change_scores_are_refused() -> None:
 def test_bad_relevance_is_refused(relevance: Any, message: str) -> None:
     with engine(TINY, enable_blending=True) as llm, pytest.raises((TypeError, ValueError), match=message):
         run(llm, tiny_prompt(relevance=relevance), PARAMS)
+
+
+def test_a_free_order_puts_the_relevant_passages_first() -> None:
+    """There the first is exact, and the budget computes from the next one on."""
+    options: dict[str, Any] = {"order": "free", "relevance": [0, 2, 3, 1], "in_place_chunks": [1]}
+    prompt = tiny_prompt(blend_recompute_ratio=0.2, **options)
+    first = [prompt["chunks"][index] for index in (2, 1, 3, 0)]
+    with engine(TINY, enable_blending=True) as llm:
+        [output] = run(llm, prompt | {"blend_selector": "relevant_passages"}, PARAMS)
+        assert recomputed_positions(llm, SUFFIX).tolist() == list(range(26, 26 + 3 + 10))  # a hole, and the budget
+        [given] = run(llm, tiny_prompt(chunks=first, blend_recompute_ratio=0.2, in_place_chunks=[1]), PARAMS)
+        assert output.prompt_token_ids == given.prompt_token_ids
+        [full] = run(llm, prompt | {"blend_recompute_ratio": 1.0}, PARAMS)
+        assert_logprobs_match(full, hf_model(TINY))
+        [none] = run(llm, tiny_prompt(blend_selector="none", **options), PARAMS)
+        assert none.blend is not None and none.blend.num_exact_tokens == 5 + 21
+
+
+def test_pages_stay_whole_in_a_free_order() -> None:
+    prompt = tiny_prompt(order="free", relevance=[0, 1, 0, 2], continues=[None, None, 0, 1])
+    with engine(TINY, enable_blending=True, blend_encoding_context="page") as llm:
+        output, again = (run(llm, prompt | {"blend_selector": "none"}, PARAMS)[0] for _ in range(2))
+        chunks = [prompt["chunks"][index] for index in (1, 3, 0, 2)]
+        assert output.prompt_token_ids == [
+            *prompt["prefix"],
+            *(t for chunk in chunks for t in chunk),
+            *prompt["suffix"],
+        ]
+        assert again.blend is not None and again.blend.num_exact_tokens == 5 + 3 + 12  # the first page, whole
+
+
+def test_the_order_is_kept_where_nothing_says_another() -> None:
+    with engine(TINY, enable_blending=True) as llm:
+        for options in ({"order": "given", "relevance": [0, 1, 2, 3]}, {"order": "free", "relevance": [1] * 4}):
+            [output] = run(llm, tiny_prompt(blend_selector="none", **options), PARAMS)
+            assert output.prompt_token_ids == plain(tiny_prompt())["prompt_token_ids"]
+        with pytest.raises(ValueError, match="order is 'best': use 'given', or 'free' if chunks may be put"):
+            run(llm, tiny_prompt(order="best"), PARAMS)
+    with engine(TINY) as llm:  # one that does not blend computes the prompt as it is
+        [output] = run(llm, tiny_prompt(order="free", relevance=[0, 1, 2, 3]), PARAMS)
+        assert output.prompt_token_ids == plain(tiny_prompt())["prompt_token_ids"]

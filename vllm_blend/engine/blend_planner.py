@@ -12,8 +12,9 @@ from vllm_blend.blend.relevance.words import PassageWords, WordIndex
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.config import BlendConfig
-from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.inputs import ParsedPrompt, reorder_chunks
 from vllm_blend.kv_store.chunk_kv import ChunkKV
+from vllm_blend.kv_store.keys import context_id
 from vllm_blend.kv_store.tiers import DISK, MEMORY
 
 
@@ -41,6 +42,23 @@ class BlendPlanner:
         """Return whether a prompt is blended. Without chunks, or with a context below `min_tokens`, it is not."""
         bounds = parsed.chunk_bounds
         return self.config.enable_blending and bool(bounds) and bounds[-1][1] >= self.config.min_tokens
+
+    def arrange(self, parsed: ParsedPrompt) -> ParsedPrompt:
+        """Return a prompt with its pages in the order of their relevance, if it allows that, is blended, and anything
+        tells them apart.
+
+        What stands first after the prefix is what it was encoded as, and so exact; what comes next can be made exact by
+        computing it from its beginning on.
+        """
+        if parsed.order != "free" or not self.blends(parsed):
+            return parsed
+        keys = {start: context_id(parsed.token_ids[start:stop], parsed.salt) for start, stop in parsed.chunk_bounds}
+        passages = self._passages(parsed, keys)
+        ranked = passages.ranked_pages()
+        if ranked is None:
+            return parsed
+        order = [index for page in ranked for index in passages.pages[page]]
+        return replace(reorder_chunks(parsed, order), is_ranked=True)
 
     def plan_stored(self, parsed: ParsedPrompt, segments: Sequence[Segment], keys: Mapping[int, str]) -> BlendPlan:
         """Return the plan of a prompt whose stored pieces are `segments`. `keys` has the keys of its pieces by where
@@ -87,7 +105,7 @@ class BlendPlanner:
             ]
             return passages, words.question(ids[start:stop])
 
-        return PromptPassages(parsed.chunk_bounds, parsed.continues, parsed.relevance, read_words)
+        return PromptPassages(parsed.chunk_bounds, parsed.continues, parsed.relevance, read_words, parsed.is_ranked)
 
     def _with_controlled_ratio(self, plan: BlendPlan, parsed: ParsedPrompt) -> BlendPlan:
         """Return the plan with the ratio that the controller chooses, if the one it has is a floor."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -196,6 +197,7 @@ class LLMEngine:
         """Queue a request whose prompt is token ids, as `add_request` does."""
         if new.request_id in self.requests.by_id:
             raise ValueError(f"request_id {new.request_id!r} is in use: give every running request an id of its own")
+        new = replace(new, parsed=self.planner.arrange(new.parsed))
         group = self.builder.build(new, (other.thread for other in self.requests.by_id.values()))
         for extension in self.extensions:
             extension.begin(group.requests, new.parsed, new.params)

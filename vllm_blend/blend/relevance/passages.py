@@ -21,13 +21,14 @@ class PromptPassages:
     `bounds` are their (start, stop) positions. `continues` has, for each, the passage before it that it continues on
     its page, or None; empty if the prompt names no pages. `relevance` has the scores that the prompt was given: a tuple
     per signal with a score per passage, larger is more relevant. `read_words` returns the words of all passages, and
-    the different words of the question.
+    the different words of the question. `is_ranked`: the passages stand in the order of their relevance.
     """
 
     bounds: tuple[Span, ...]
     continues: tuple[int | None, ...]
     relevance: tuple[tuple[float, ...], ...]
     read_words: Callable[[], tuple[Sequence[PassageWords], Sequence[str]]]
+    is_ranked: bool = False
 
     @cached_property
     def pages(self) -> list[list[int]]:
@@ -58,8 +59,11 @@ class PromptPassages:
         A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
         pages come before the rest of the first: those that match it best, and those that link the pages. All other
-        sentences follow page by page.
+        sentences follow page by page. Passages that are ranked are computed from the first on: behind what is exact,
+        they become exact.
         """
+        if self.is_ranked:
+            return [(self.bounds[0][0], self.bounds[-1][1])]
         ranked = self.ranked_pages()
         if ranked is None:
             return None
