@@ -47,11 +47,11 @@ def reuse_attention(
     """Compute attention, as a function of transformers. Without the arguments of `reuse_arguments` it is ordinary
     attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if reuse_turn is not None and reuse_prefix is not None:
-        turned = _rotate(query.float(), *reuse_turn)
-        query = torch.cat([query.to(value.dtype), turned.to(value.dtype)], -1)
+    turned = None if reuse_turn is None else _rotate(query.float(), *reuse_turn).to(value.dtype)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotation leaves float32 where products are bfloat16
+    if turned is not None and reuse_prefix is not None:
+        query = torch.cat([query, turned], -1)
         nothing = torch.zeros((), dtype=value.dtype, device=key.device)
-        key = key.to(value.dtype)
         key = torch.cat([torch.where(reuse_prefix, nothing, key), torch.where(reuse_prefix, key, nothing)], -1)
     causal = attention_mask is None
     if not causal:  # with a mask, no fast kernel shares the heads of keys among those of queries
