@@ -115,6 +115,8 @@ def test_a_rule_of_passages_that_fails_costs_its_own_request() -> None:
 @pytest.mark.cpu_only
 def test_levers_that_change_scores_are_refused() -> None:
     assert make_selector("relevant_passages + mean_shift(strength=0.5)").mean_shift() == 0.5
+    with pytest.raises(ValueError, match="spend='all' is unknown: use 'budget' or 'needed'"):
+        make_selector("relevant_passages(spend=all)")
     with pytest.raises(ValueError, match="chooses whole passages, and smoothing changes the scores of tokens: leave"):
         make_selector("relevant_passages+smoothing")
 

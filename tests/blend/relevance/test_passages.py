@@ -128,6 +128,14 @@ def test_a_question_about_two_pages_gets_the_sentences_of_both() -> None:
     ]
 
 
+def test_only_what_is_needed() -> None:
+    passages, _ = prompt(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
+    needed = passages.ranked_sentences(only_needed=True)
+    assert needed is not None and len(needed) == 4  # all of Ada's page
+    passages, _ = prompt(PASSAGES, "Who is director of the company founded by Ada Brix?", CONTINUES)
+    assert passages.ranked_sentences(only_needed=True) == passages.ranked_sentences()
+
+
 @pytest.mark.parametrize("question", ["Ada Brix", "Which river flows through the birthplace of Ada Brix?"])
 def test_every_token_is_ranked_once(question: str) -> None:
     passages, ids = prompt(PASSAGES, question, CONTINUES)
@@ -155,6 +163,8 @@ def test_several_scores_are_fused_by_rank() -> None:
 def test_without_a_signal_there_is_no_ranking(question: str) -> None:
     passages, _ = prompt(PASSAGES, question, CONTINUES)
     assert passages.ranked_pages() is None and passages.ranked_sentences() is None
+    twice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", KEJOUX]
+    assert prompt(twice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the two?
     passages, _ = prompt(PASSAGES, question, relevance=[[2.0] * 5])
     assert passages.ranked_sentences() is None
     passages, _ = prompt([ADA], "Ada Brix")  # a single page

@@ -10,6 +10,7 @@ from vllm_blend.blend.relevance.pages import PageWords, group_pages
 from vllm_blend.blend.relevance.words import PassageWords, Sentence
 
 Span = tuple[int, int]  # positions: start, stop
+CLEAR_GAP = 0.1  # the share by which the best page's score must be above the next one's
 RANK_OFFSET = 60  # of reciprocal rank fusion: how little the first ranks stand out
 BEST_MATCHES = 2  # sentences of a page that a question about two pages is likely to need, besides the first
 
@@ -39,12 +40,14 @@ class PromptPassages:
         """Return the pages, the most relevant first; None if no signal tells them apart.
 
         The first is that of the best given relevance (a page is as relevant as its best passage), or the one that the
-        question's words find. Pages that it is linked to come next, or, with a given relevance, the pages by both:
-        rankings are fused by reciprocal rank (Cormack et al., SIGIR 2009).
+        question's words find. If they find two pages almost equally, they have found none: of development questions
+        that named their subject 95% were clear, and 99% of those right; with the name hidden, 17% were clear. Pages
+        that the first is linked to come next, or, with a given relevance, the pages by both: rankings are fused by
+        reciprocal rank (Cormack et al., SIGIR 2009).
         """
         given = [[max(signal[index] for index in page) for page in self.pages] for signal in self.relevance]
         scores = _fuse(given) if given else self._words.scores()
-        if min(scores) == max(scores):
+        if min(scores) == max(scores) or not (given or _is_clear(scores)):
             return None
         best = max(range(len(scores)), key=lambda page: scores[page])
         links = [link.score for link in self._words.links(best)]
@@ -53,8 +56,9 @@ class PromptPassages:
             return sorted(range(len(scores)), key=lambda page: (page != best, -fused[page]))
         return sorted(range(len(scores)), key=lambda page: (page != best, -links[page], -scores[page]))
 
-    def ranked_sentences(self) -> list[Span] | None:
-        """Return the positions of all sentences, the most relevant first; None if no signal tells pages apart.
+    def ranked_sentences(self, only_needed: bool = False) -> list[Span] | None:
+        """Return the positions of all sentences, the most relevant first; None if no signal tells pages apart. With
+        `only_needed`, those of the first page alone, unless the question seems to ask for another.
 
         A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
@@ -75,7 +79,7 @@ class PromptPassages:
             sentences += [each for each in self._sentences(first) if not link.words.isdisjoint(each[1].places)]
             sentences += [*self._sentences(second)[:1], *self._best_matches(second)]
         sentences += sorted(self._sentences(first), key=lambda each: -self._words.match(each[1]))
-        for page in ranked[1:]:
+        for page in ranked[1:] if link.is_asked_for or not only_needed else ():
             sentences += self._sentences(page)
         return list(dict.fromkeys(span for span, _ in sentences))
 
@@ -96,6 +100,12 @@ class PromptPassages:
         """Return the sentences of a page, but for the first, that match the question best."""
         matches = [each for each in self._sentences(page)[1:] if self._words.match(each[1]) > 0]
         return sorted(matches, key=lambda each: -self._words.match(each[1]))[:BEST_MATCHES]
+
+
+def _is_clear(scores: Sequence[float]) -> bool:
+    """Return whether the best score is clearly above all others."""
+    second, best = sorted(scores)[-2:]
+    return best - second >= CLEAR_GAP * best
 
 
 def _fuse(signals: Sequence[Sequence[float]]) -> list[float]:

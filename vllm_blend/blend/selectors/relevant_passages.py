@@ -24,16 +24,24 @@ class RelevantPassages(Selector):
     budget is chosen; of the first one at least the beginning is. All this happens on the host before the forward pass:
     nothing is looked at.
 
-    If there is no such signal (no word in common, all passages alike, a single page), tokens are chosen by the
-    question's attention, as `question_attention` does.
+    If there is no such signal (no word in common, two pages alike, a single page), tokens are chosen by the question's
+    attention, as `question_attention` does.
+
+    `spend` is "budget", or "needed" to stop after the first page if the question seems to ask for no other: less is
+    computed then for easy questions, but a second page may be missed.
     """
 
     name: ClassVar[str] = "relevant_passages"
     looks_at: ClassVar[LooksAt] = LooksAt.QUESTION
     chooses_passages: ClassVar[bool] = True
+    spend: str = "budget"
+
+    def __post_init__(self) -> None:
+        if self.spend not in ("budget", "needed"):
+            raise ValueError(f"spend={self.spend!r} is unknown: use 'budget' or 'needed'")
 
     def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-        ranked = passages.ranked_sentences()
+        ranked = passages.ranked_sentences(only_needed=self.spend == "needed")
         if ranked is None:
             return None
         chosen: dict[Span, int] = {}
