@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -37,6 +37,7 @@ from vllm_blend.finetune.saving import check_output  # noqa: E402
 from vllm_blend.finetune.sources import WorldOptions, leading_bos, world_source  # noqa: E402
 from vllm_blend.finetune.state import check_resumable, load_state  # noqa: E402
 from vllm_blend.finetune.worlds import TRAINING_SEEDS  # noqa: E402
+from vllm_blend.models.loader import load_hf_config  # noqa: E402
 
 HEAD_DIM, ROPE_THETA = 64, 10_000.0
 HELP = {
@@ -105,7 +106,7 @@ def starting_config(args: argparse.Namespace) -> Any:
     """Return the configuration of the model to train. Raises ValueError if it has too few positions for the rows."""
     longest = max(args.lengths)
     if args.start:
-        config = AutoConfig.from_pretrained(args.start)
+        config = load_hf_config(args.start)
         attention.check_supported(config, args.start, longest)
         config.max_position_embeddings = args.positions or max(longest, config.max_position_embeddings)
     else:

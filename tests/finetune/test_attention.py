@@ -124,6 +124,8 @@ def test_a_full_row_is_the_model_as_it_is() -> None:
         with torch.no_grad():
             expected = stock(input_ids=ids).logits[0, -1].log_softmax(-1)
         assert torch.allclose(last_logprobs(trained(directory), prompt, FULL, []), expected, atol=1e-4)
+        everything = (chunk_numbers(prompt)[0] > 0).nonzero().flatten().tolist()
+        assert torch.allclose(last_logprobs(trained(directory), prompt, PARTLY, everything), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

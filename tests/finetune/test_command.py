@@ -203,6 +203,13 @@ def test_a_data_set_without_chunks_is_refused(
     assert "ctxs must be a non-empty list" in capsys.readouterr().err
 
 
+def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--worlds", "--output", tmp_path / "new"], ["--measure-only"]):
+        with pytest.raises(SystemExit):
+            finetune(tmp_path / "missing", "--steps", 1, *options)
+        assert f"{tmp_path / 'missing'}" in capsys.readouterr().err
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(
     model: str, dataset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

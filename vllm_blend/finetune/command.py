@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_blend.devices import resolve_device
 from vllm_blend.finetune import attention
@@ -35,6 +35,7 @@ from vllm_blend.finetune.saving import check_output
 from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
 from vllm_blend.finetune.state import check_resumable, load_state
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
+from vllm_blend.models.loader import load_hf_config
 
 BAD_INPUT = 2
 CONTEXTS = ("prefix", "bos")
@@ -43,7 +44,7 @@ CONTEXTS = ("prefix", "bos")
 def finetune(args: argparse.Namespace, say: Any) -> int:
     """Run the command. Raises ValueError or OSError for bad input."""
     check_options(args)
-    config = AutoConfig.from_pretrained(args.model)
+    config = load_hf_config(args.model)
     lengths = row_lengths(args, config.max_position_embeddings)
     attention.check_supported(config, args.model, max(lengths))
     device = resolve_device(args.device)
@@ -52,7 +53,7 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
         say(measure(config, plan, lengths[0], args.lora_rank, args.lora_alpha, device))
         return 0
     if args.teacher:
-        check_vocabulary(config, AutoConfig.from_pretrained(args.teacher), args.teacher)
+        check_vocabulary(config, load_hf_config(args.teacher), args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     plan = make_plan(args, mask_shares(args, leading_bos(tokenizer)), args.distill)
     resumed = None
