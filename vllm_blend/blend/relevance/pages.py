@@ -5,10 +5,11 @@ The constants were chosen on worlds of the development split; docs/selection.md 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 
 from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
 from vllm_blend.blend.relevance.words import PassageWords, Sentence, stems_of
@@ -51,12 +52,10 @@ class PageWords:
         """Return how much each page is about the question: BM25 over whole pages, and once more the weight of each
         word of the question in a page's first sentence. A page that begins with a name is about it, while others only
         mention it."""
-        counts = [[sum(own.counts.get(word, 0) for own in page) for page in self.pages] for word in self.question]
-        scores = bm25_scores(counts, self._lengths)
-        for word in self.question:
-            for index, head in enumerate(self._heads):
-                if word in head.places:
-                    scores[index] += self._rarity(word)
+        scores = bm25_scores([self._counts(word) for word in self.question], self._lengths)
+        weights = self._rarities(frozenset(self.question))
+        for index, head in enumerate(self._heads):
+            scores[index] += sum(weight for word, weight in weights.items() if word in head.places)
         return scores
 
     def links(self, best: int) -> list[Link]:
@@ -67,17 +66,15 @@ class PageWords:
         has a word of the question that stands in the first sentence of `best`. Of linked pages, those matter most that
         a rare word links, and that have what the question asks and `best` lacks.
         """
-        mentions = [0.0] * len(self.pages)
-        for word in self.question:
-            if word in self._heads[best].places:
-                weight = MENTION_WEIGHT * self._rarity(word)
-                mentions = [sum_ + weight * (word in own) for sum_, own in zip(mentions, self._words, strict=True)]
+        introduced = self._introduced(best)
+        named = frozenset(word for word in self.question if word in self._heads[best].places)
+        weights = self._rarities(named.union(*introduced))
         lacking = [stem for stem in self._stems if not any(stem in own.stem_counts for own in self.pages[best])]
-        counts = [[sum(own.stem_counts.get(stem, 0) for own in page) for page in self.pages] for stem in lacking]
-        answers = bm25_scores(counts, self._lengths)
+        answers = bm25_scores([self._counts(stem, stems=True) for stem in lacking], self._lengths)
         links = []
-        for index, words in enumerate(self._introduced(best)):
-            score = max(map(self._rarity, words), default=0.0) + mentions[index]
+        for index, words in enumerate(introduced):
+            mentions = sum(weights[word] for word in named & self._words[index])
+            score = max(map(weights.__getitem__, words), default=0.0) + MENTION_WEIGHT * mentions
             is_linked = score > 0 and index != best
             links.append(Link(score + answers[index], words, answers[index] > 0) if is_linked else Link())
         return links
@@ -89,12 +86,13 @@ class PageWords:
 
     def _introduced(self, best: int) -> list[frozenset[str]]:
         """Return the words of the page `best` that each page introduces: its first sentence has them soonest."""
-        words = set().union(*(own.counts for own in self.pages[best])).difference(self.question)
+        words = self._words[best].difference(self.question)
         soonest: dict[str, tuple[int, int]] = {}  # of a word: its place in the first sentence of a page, and the page
         for index, head in enumerate(self._heads):
             for word in words.intersection(head.places):
                 found = head.places[word], index
-                soonest[word] = min(soonest.get(word, found), found)
+                if word not in soonest or found < soonest[word]:
+                    soonest[word] = found
         introduced: list[set[str]] = [set() for _ in self.pages]
         for word, (_, index) in soonest.items():
             introduced[index].add(word)
@@ -105,11 +103,18 @@ class PageWords:
         return [page[0].sentences[0] for page in self.pages]
 
     @cached_property
-    def _words(self) -> list[Mapping[str, object]]:
+    def _words(self) -> list[frozenset[str]]:
         return [
-            page[0].counts if len(page) == 1 else dict.fromkeys(chain.from_iterable(own.counts for own in page))
-            for page in self.pages
+            frozenset().union(*(own.words for own in page)) if len(page) > 1 else page[0].words for page in self.pages
         ]
+
+    @cached_property
+    def _word_counts(self) -> list[Mapping[str, int]]:
+        return [own.counts for page in self.pages for own in page]
+
+    @cached_property
+    def _stem_counts(self) -> list[Mapping[str, int]]:
+        return [own.stem_counts for page in self.pages for own in page]
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -119,11 +124,19 @@ class PageWords:
     def _stems(self) -> dict[str, float]:
         """Return the beginnings of the question's words, with their weights in `match`."""
         num = len(self.pages)
-        num_with = {
-            stem: sum(any(stem in own.stem_counts for own in page) for page in self.pages)
-            for stem in stems_of(self.question)
-        }
+        num_with = {stem: num - self._counts(stem, stems=True).count(0) for stem in stems_of(self.question)}
         return {stem: rarity(count, num) if 2 * count <= num else 0.0 for stem, count in num_with.items()}
 
-    def _rarity(self, word: str) -> float:
-        return rarity(sum(word in words for words in self._words), len(self._words))
+    def _counts(self, word: str, stems: bool = False) -> list[int]:
+        """Return how often a word, or a stem, stands in each page."""
+        kept = self._stem_counts if stems else self._word_counts
+        counts = [own.get(word, 0) for own in kept]
+        if len(counts) == len(self.pages):
+            return counts
+        passages = iter(counts)
+        return [sum(islice(passages, len(page))) for page in self.pages]
+
+    def _rarities(self, words: frozenset[str]) -> dict[str, float]:
+        """Return the weight of each of `words`."""
+        num_with = Counter(chain.from_iterable(words & own for own in self._words))
+        return {word: rarity(num_with[word], len(self.pages)) for word in words}

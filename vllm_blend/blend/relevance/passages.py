@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from vllm_blend.blend.relevance.pages import PageWords, group_pages
+from vllm_blend.blend.relevance.pages import Link, PageWords, group_pages
 from vllm_blend.blend.relevance.words import PassageWords, Sentence
 
 Span = tuple[int, int]  # positions: start, stop
@@ -50,15 +50,15 @@ class PromptPassages:
         if min(scores) == max(scores) or not (given or _is_clear(scores)):
             return None
         best = max(range(len(scores)), key=lambda page: scores[page])
-        links = [link.score for link in self._words.links(best)]
+        links = [link.score for link in self._links(best)]
         if given:
             fused = _fuse([*given, links])
             return sorted(range(len(scores)), key=lambda page: (page != best, -fused[page]))
         return sorted(range(len(scores)), key=lambda page: (page != best, -links[page], -scores[page]))
 
-    def ranked_sentences(self, only_needed: bool = False) -> list[Span] | None:
-        """Return the positions of all sentences, the most relevant first; None if no signal tells pages apart. With
-        `only_needed`, those of the first page alone, unless the question seems to ask for another.
+    def ranked_sentences(self, only_needed: bool = False) -> Iterator[list[Span]] | None:
+        """Return the positions of all sentences in groups, the most relevant first; None if no signal tells pages
+        apart. With `only_needed`, those of the first page alone, unless the question seems to ask for another.
 
         A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
@@ -67,21 +67,29 @@ class PromptPassages:
         they become exact.
         """
         if self.is_ranked:
-            return [(self.bounds[0][0], self.bounds[-1][1])]
+            return iter([[(self.bounds[0][0], self.bounds[-1][1])]])
         ranked = self.ranked_pages()
-        if ranked is None:
-            return None
+        return None if ranked is None else self._groups(ranked, only_needed)
+
+    def _groups(self, ranked: Sequence[int], only_needed: bool) -> Iterator[list[Span]]:
         first, second = ranked[:2]
-        link = self._words.links(first)[second]
-        sentences = self._sentences(first)[:1]
+        link = self._links(first)[second]
+        own = self._sentences(first)
+        sentences = own[:1]
         if link.is_asked_for:
             sentences += self._best_matches(first)
-            sentences += [each for each in self._sentences(first) if not link.words.isdisjoint(each[1].places)]
+            sentences += [each for each in own if not link.words.isdisjoint(each[1].places)]
             sentences += [*self._sentences(second)[:1], *self._best_matches(second)]
-        sentences += sorted(self._sentences(first), key=lambda each: -self._words.match(each[1]))
-        for page in ranked[1:] if link.is_asked_for or not only_needed else ():
-            sentences += self._sentences(page)
-        return list(dict.fromkeys(span for span, _ in sentences))
+        sentences += sorted(own, key=lambda each: -self._words.match(each[1]))
+        key = dict.fromkeys(span for span, _ in sentences)
+        yield list(key)
+        if link.is_asked_for or not only_needed:
+            for page in ranked[1:]:
+                yield [span for span, _ in self._sentences(page) if span not in key]
+
+    @cached_property
+    def _links(self) -> Callable[[int], list[Link]]:
+        return cache(self._words.links)
 
     @cached_property
     def _words(self) -> PageWords:

@@ -61,6 +61,7 @@ class PassageWords:
     """What stands in a passage: how often each word and each stem does, how many words there are, and its
     sentences."""
 
+    words: frozenset[str]
     counts: Mapping[str, int]
     stem_counts: Mapping[str, int]
     length: int
@@ -104,7 +105,7 @@ class WordIndex:
             stem_counts.update(word[:_STEM_LETTERS] for word in words)
             places = {word: place for place, word in reversed(list(enumerate(words)))}
             sentences.append(Sentence(start, stop, places, frozenset(stems_of(words))))
-        return PassageWords(counts, stem_counts, counts.total(), tuple(sentences))
+        return PassageWords(frozenset(counts), counts, stem_counts, counts.total(), tuple(sentences))
 
     def question(self, token_ids: Sequence[int]) -> list[str]:
         """Return the different words of a question."""

@@ -12,6 +12,7 @@ from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
+NOT_WORTH_FILLING = 3  # tokens of the budget: hardly a sentence is as short
 _BY_ATTENTION = QuestionAttention()
 
 
@@ -41,15 +42,21 @@ class RelevantPassages(Selector):
             raise ValueError(f"spend={self.spend!r} is unknown: use 'budget' or 'needed'")
 
     def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-        ranked = passages.ranked_sentences(only_needed=self.spend == "needed")
-        if ranked is None:
+        groups = passages.ranked_sentences(only_needed=self.spend == "needed")
+        if groups is None:
             return None
-        chosen: dict[Span, int] = {}
-        for span in ranked:
-            if (own := cost(span)) <= budget:
-                chosen[span] = own
-                budget -= own
-        return list(chosen) if any(chosen.values()) else [next(span for span in ranked if cost(span))]
+        chosen: list[Span] = []
+        left, first = budget, None
+        for group in groups:
+            costs = [(span, cost(span)) for span in group]
+            first = first or next((span for span, own in costs if own), None)
+            for span, own in costs:
+                if own <= left:
+                    chosen.append(span)
+                    left -= own
+            if left < NOT_WORTH_FILLING:
+                break
+        return chosen if left < budget or first is None else [first]
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         return _BY_ATTENTION.score(evidence)
