@@ -35,7 +35,7 @@ class TokensPrompt(_TokensPromptOptions):
 class _ChunkedPromptOptions(_PromptOptions, total=False):
     blend_selector: str
     blend_recompute_ratio: float
-    relevance: list[float] | list[list[float]]
+    relevance: Sequence[float | None] | Sequence[Sequence[float | None]]
     order: Literal["given", "free"]
     chunk_ranking: list[int]
     in_place_chunks: list[int]
@@ -51,8 +51,9 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     otherwise what the ids decode to.
 
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `relevance` has a score
-    for every chunk, as retrievers and rerankers give them (larger is more relevant, on any scale), or several lists of
-    them, which are fused by reciprocal rank: the selector relevant_passages goes by it. With the `order` "free" chunks
+    for every chunk, as retrievers and rerankers give them (larger is more relevant, on any scale; None for a chunk that
+    has none, which comes last), or several lists of them, which are fused by reciprocal rank: the selector
+    relevant_passages goes by it. With the `order` "free" chunks
     may be put into another order: the pages that matter for the question stand first then, by `relevance` or by the
     question's words, where they are exact or cheap to make exact; `output.prompt` shows the order. `chunk_ranking` has
     numbers of chunks, most relevant first: if chunks move while decoding, the first ones are on the device at first.

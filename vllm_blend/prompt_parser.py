@@ -146,9 +146,11 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...]:
-    """Return relevance scores by signal, each with a score for every chunk; () for None.
+    """Return relevance scores by signal, each with a score for every chunk; () for None. A chunk's None, as a retriever
+    gives no score to what it did not find, comes after all scores: it is -inf.
 
-    Raises TypeError or ValueError for anything but finite numbers, one for each chunk, or several such lists.
+    Raises TypeError or ValueError for anything but finite numbers and None, one for each chunk and not None alone, or
+    several such lists.
     """
     if given is None:
         return ()
@@ -162,11 +164,15 @@ def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...
         if len(signal) != num_chunks:
             raise ValueError(f"{name} has {len(signal)} scores for {num_chunks} chunks: give one for each chunk")
         for index, score in enumerate(signal):
+            if score is None:
+                continue
             if not is_number(score):
                 raise TypeError(f"{name}[{index}] is {score!r}: give a score, a number")
             if not math.isfinite(score):
                 raise ValueError(f"{name}[{index}] is {score}: scores must be finite")
-    return tuple(tuple(map(float, signal)) for signal in signals)
+        if signal and all(score is None for score in signal):
+            raise ValueError(f"{name} has no score but None: leave it out, or give the scores of some chunks")
+    return tuple(tuple(-math.inf if score is None else float(score) for score in signal) for signal in signals)
 
 
 def _check_order(order: Any) -> Literal["given", "free"]:

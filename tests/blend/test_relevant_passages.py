@@ -36,6 +36,7 @@ def test_the_most_relevant_passages_are_computed_whole_where_they_stand() -> Non
         assert positions(llm, relevance=[0, 0, 1, 0], **options) == list(range(17, 41))
         assert positions(llm, relevance=[0, 0, 0, 1], **options) == [*range(17, 20), *range(41, 53)]
         assert positions(llm, relevance=[[0, 0, 0, 1], [0, 0, 0, 9]], **options) == [*range(17, 20), *range(41, 53)]
+        assert positions(llm, relevance=[None, None, -3, None], **options) == list(range(17, 41))  # None comes last
         prompt = tiny_prompt()
         words = [*prompt["chunks"][2][4:7], *prompt["suffix"][3:]]  # three words of the third chunk
         assert positions(llm, suffix=words, **options) == list(range(17, 41))
@@ -127,6 +128,7 @@ def test_levers_that_change_scores_are_refused() -> None:
         ([0.1, 0.2], "relevance has 2 scores for 4 chunks: give one for each chunk"),
         ([], "relevance has 0 scores for 4 chunks"),
         ([1, 2, 3, "4"], r"relevance\[3\] is '4': give a score, a number"),
+        ([None] * 4, "relevance has no score but None: leave it out"),
         ([1, 2, 3, True], r"relevance\[3\] is True: give a score, a number"),
         ([1, 2, 3, float("nan")], r"relevance\[3\] is nan: scores must be finite"),
         ([[1, 2, 3, 4], [1, 2]], r"relevance\[1\] has 2 scores for 4 chunks"),

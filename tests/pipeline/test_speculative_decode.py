@@ -13,6 +13,7 @@ import pytest
 
 from tests.pipeline.stages import MODEL, Stages, demo_samples
 from vllm_blend import LLM, ChunkedPrompt, SamplingParams
+from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.format import load_chunk, write_chunk
 from vllm_blend.pipeline import speculative_decode as stage
@@ -163,6 +164,24 @@ def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any
         assert [chunk["chunk_id"] for chunk in result["chunks"]] == [chunk.chunk_id for chunk in chunks]
         assert output.blend is not None
         assert result["blend"]["num_recomputed_tokens"] == output.blend.num_recomputed_tokens
+
+
+def test_the_retrievals_scores_are_in_the_prompts(built: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passages that it did not find have none."""
+    prompts, add_request = [], LLMEngine.add_request
+
+    def record(engine: LLMEngine, request_id: str, prompt: Any, *arguments: Any, **options: Any) -> None:
+        prompts.append(prompt)
+        add_request(engine, request_id, prompt, *arguments, **options)
+
+    monkeypatch.setattr(LLMEngine, "add_request", record)
+    output = built.decode(passages="all", blend_selector="relevant_passages", max_tokens=1)
+    retrieved = json.loads(built.retrieval.output_path.read_text())["results"]
+    for prompt, result, found in zip(prompts, output["results"], retrieved, strict=True):
+        scores = dict(zip(found["retrieved_indices"], found["retrieved_indices_score"], strict=True))
+        assert prompt["relevance"] == [scores.get(index) for index in range(len(prompt["chunks"]))]
+        assert None in prompt["relevance"] and result["error"] is None
+        assert result["blend"]["selector"] == "relevant_passages" and result["blend"]["num_recomputed_tokens"] > 0
 
 
 def test_placements_are_those_of_stage_2(built: Stages, trace: dict[str, Any]) -> None:

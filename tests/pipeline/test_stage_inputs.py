@@ -63,9 +63,29 @@ def test_a_passage_that_both_have_is_the_samples_own(tmp_path: Path) -> None:
     assert [chunk.position for s in samples for chunk in s.best(5)] == [(0, 0), (1, 1)]
 
 
+def test_scores_travel_with_the_retrieved_passages(tmp_path: Path) -> None:
+    """A passage that was found twice has its first score, one that was not found has none."""
+    hits = [{"title": "", "text": text, "score": score} for text, score in (("owls", 2), ("mice", -0.5), ("owls", 1))]
+    bare = [{"title": "", "text": "owls"}]
+    write_json(
+        tmp_path / "r.json",
+        [sample("mice", "salt", "owls", retrieved=hits), sample("owls", retrieved=bare), sample("salt", retrieved=[])],
+    )
+    found, without, nothing = read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0).samples
+    assert found.relevance(found.chunks) == [-0.5, None, 2.0]
+    assert found.relevance(found.best(9)) == [2.0, -0.5]
+    assert found.relevance(found.chunks[1:2]) is None
+    assert without.relevance(without.chunks) is None and nothing.relevance(nothing.chunks) is None
+
+
 @pytest.mark.parametrize(
     ("retrieved", "message"),
     [
+        (
+            [{"title": "", "text": "salt", "score": "high"}],
+            "sample 1: retrieved has the score 'high', which is no fini",
+        ),
+        ([{"title": "", "text": "salt", "score": float("nan")}], "sample 1: retrieved has the score nan"),
         ("salt", "sample 1: retrieved must be a list"),
         ([{"text": "salt"}], r"sample 1: retrieved\[0\] must have a title and a text"),
         ([3], r"sample 1: retrieved\[0\] must have a title and a text"),
@@ -73,7 +93,7 @@ def test_a_passage_that_both_have_is_the_samples_own(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_name_the_sample_and_the_field(
-    tmp_path: Path, retrieved: str | list[dict[str, str]] | list[int], message: str
+    tmp_path: Path, retrieved: str | list[dict[str, Any]] | list[int], message: str
 ) -> None:
     write_json(tmp_path / "r.json", [sample("salt"), sample("salt", retrieved=retrieved)])
     with pytest.raises(ValueError, match=message):

@@ -166,6 +166,8 @@ def _answer(
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage.style.suffix(view.question),
         }
+        if (relevance := sample.relevance(chunks)) is not None:
+            prompt["relevance"] = relevance
         if engine.extension(ChunkOffload) is not None:
             prompt["chunk_ranking"] = _ranking(sample, chunks, wanted)
         engine.add_request(view.sample_id, prompt, params)

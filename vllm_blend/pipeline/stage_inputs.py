@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.checks import is_number
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.files import check_file_name, read_json
@@ -27,15 +29,26 @@ class PassageChunk:
 
 @dataclass(frozen=True)
 class StageSample:
-    """A sample, its own passages in order, and the retrieved ones, best first; None if nothing was retrieved yet."""
+    """A sample, its own passages in order, and the retrieved ones, best first; None if nothing was retrieved yet.
+    `scores` are those of the retrieved ones, None if the retrieval gave none."""
 
     sample: Sample
     chunks: tuple[PassageChunk, ...]
     retrieved: tuple[PassageChunk, ...] | None
+    scores: tuple[float, ...] | None = None
 
     def best(self, count: int) -> tuple[PassageChunk, ...]:
         """Return the first `count` chunks: as retrieved, else in the order of the data set."""
         return (self.chunks if self.retrieved is None else self.retrieved)[:count]
+
+    def relevance(self, chunks: Sequence[PassageChunk]) -> list[float | None] | None:
+        """Return the retrieval's score of each chunk, None for those that it did not find; None if there are no scores
+        of these chunks."""
+        if self.retrieved is None or self.scores is None:
+            return None
+        score_of = dict(zip(self.retrieved, self.scores, strict=True))
+        scores = [score_of.get(chunk) for chunk in chunks]
+        return None if all(score is None for score in scores) else scores
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,9 @@ def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_sample
     samples = []
     for i, (view, chunks, sample) in enumerate(zip(views, own, raw, strict=True)):
         mine = by_text | {chunk.text: chunk for chunk in reversed(chunks)}
-        samples.append(StageSample(view, tuple(chunks), _retrieved(sample, i, mine, source)))
+        found = _retrieved(sample, i, mine, source)
+        scores = None if found is None else _known_scores(list(found.values()), source, i)
+        samples.append(StageSample(view, tuple(chunks), None if found is None else tuple(found), scores))
     return StageInput(name, source, prompt_for(name), tuple(samples[: max_samples or None]))
 
 
@@ -101,13 +116,15 @@ def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[PassageCh
 
 def _retrieved(
     sample: Mapping[str, Any], index: int, by_text: Mapping[str, PassageChunk], source: Path
-) -> tuple[PassageChunk, ...] | None:
+) -> dict[PassageChunk, Any] | None:
+    """Return the retrieved chunks, best first, each with what the file has as its score; None if nothing was retrieved
+    yet."""
     hits = sample.get("retrieved")
     if hits is None:
         return None
     if not isinstance(hits, Sequence) or isinstance(hits, str):
         raise ValueError(f"{source}: sample {index}: retrieved must be a list; run the retrieval stage again")
-    found = []
+    found: dict[PassageChunk, Any] = {}
     for i, hit in enumerate(hits):
         try:
             text = render_passage(hit["title"], hit["text"])
@@ -118,5 +135,18 @@ def _retrieved(
                 f"{source}: sample {index}: retrieved[{i}] is not a passage of these samples; "
                 "run the retrieval stage again"
             )
-        found.append(by_text[text])
-    return tuple(dict.fromkeys(found))
+        found.setdefault(by_text[text], hit.get("score"))
+    return found
+
+
+def _known_scores(scores: list[Any], source: Path, index: int) -> tuple[float, ...] | None:
+    """Return the scores of retrieved chunks; None if the file has none. Raises ValueError unless all are finite."""
+    if all(score is None for score in scores):
+        return None
+    for score in scores:
+        if not is_number(score) or not math.isfinite(score):
+            raise ValueError(
+                f"{source}: sample {index}: retrieved has the score {score!r}, which is no finite number; run the "
+                "retrieval stage again, or leave all scores of the sample out"
+            )
+    return tuple(map(float, scores))
