@@ -48,6 +48,13 @@ def test_of_a_passage_too_long_for_the_budget_the_beginning_is_computed() -> Non
         assert positions(llm, **options) == [20, 21]
 
 
+def test_a_page_that_is_exact_costs_nothing() -> None:
+    """Nothing else is needed, so nothing is computed but the question."""
+    with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
+        options = {"blend_selector": "relevant_passages(spend=needed)", "blend_recompute_ratio": 0.3}
+        assert positions(llm, relevance=[9, 0, 0, 0], **options) == []
+
+
 def test_what_it_computes_is_what_prefill_computes_there() -> None:
     """The same positions as holes: chunks that are computed in place."""
     with engine(TINY, enable_blending=True) as llm:

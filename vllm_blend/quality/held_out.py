@@ -115,7 +115,9 @@ def _make_parts(args: argparse.Namespace) -> list[list[Questions]]:
     if len(set(args.families)) < len(args.families):
         raise ValueError(f"--families {args.families}: give each number once")
     split, counts = SPLITS[args.split], (args.samples, args.per_world, args.first_world)
-    return [held_out_questions(split, number, args.worlds, *counts, args.titles) for number in args.families]
+    return [
+        held_out_questions(split, number, args.worlds, *counts, args.titles, args.pages) for number in args.families
+    ]
 
 
 def _cells(parts: Sequence[Sequence[Questions]], measured: Sequence[Measured], runs: Sequence[Run] = ()) -> list[Cell]:
@@ -203,6 +205,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--families", nargs="+", type=int, default=[4, 8], metavar="N", help="a table for each; one has 5 passages")
     add("--worlds", choices=STYLES, default=STYLES[0], help="words lead to passages less surely in wild ones")
     add("--titles", action="store_true", help="passages with titles, as 2WikiMultihopQA's (default: MuSiQue's form)")
+    add(
+        "--pages",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompts say which passage continues which (default: they do)",
+    )
     add("--samples", type=int, default=500, help="questions in a table (default: %(default)s)")
     add("--per-world", type=int, default=3, help="questions about a world, kinds in turn (default: %(default)s)")
     add("--first-world", type=int, default=0, metavar="N", help="leave out N worlds (default: %(default)s)")

@@ -23,9 +23,11 @@ def held_out_questions(
     per_world: int = 3,
     first_world: int = 0,
     titles: bool = False,
+    pages: bool = True,
 ) -> list[Questions]:
     """Return questions about worlds of a split, of `families` families each and of the style `worlds` ("plain" or
-    "wild"), in parts of a few worlds. The first `first_world` of these worlds are left out.
+    "wild"), in parts of a few worlds. With `pages`, prompts say which passage continues which. The first `first_world`
+    of these worlds are left out.
 
     Raises ValueError for what `make_samples` does not make.
     """
@@ -34,10 +36,12 @@ def held_out_questions(
     skipped = first_world * per_world
     made = make_samples(split, families, worlds, skipped + samples, per_world, titles)[skipped:]
     name = f"{families} {'family' if families == 1 else 'families'}, {worlds}{', titled' if titles else ''}"
+    name += "" if pages else ", without pages"
     style = PROMPT_STYLES["wikimqa" if titles else "musique"]
     size = PART_WORLDS * per_world
     found = [normalize_sample(raw, index) for index, raw in enumerate(made)]
-    return [Questions(name, style, tuple(found[start : start + size])) for start in range(0, len(found), size)]
+    parts = [tuple(found[start : start + size]) for start in range(0, len(found), size)]
+    return [Questions(name, style, part, pages=pages) for part in parts]
 
 
 def world_of(sample_id: str) -> str:

@@ -12,18 +12,21 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.prompts import PromptStyle, build_qa_prompt, find_style
+from vllm_blend.quality.arrangements import with_pages
 
 ALL = "all"  # the kind, in results, that stands for every question
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of one file. `left_out` names samples that the model cannot hold."""
+    """The questions of one file. `left_out` names samples that the model cannot hold. With `pages`, prompts say which
+    passage continues which, if the data set knows pages."""
 
     name: str
     style: PromptStyle
     samples: tuple[Sample, ...]
     left_out: tuple[str, ...] = ()
+    pages: bool = False
 
     @property
     def kinds(self) -> list[str]:
@@ -33,7 +36,8 @@ class Questions:
 
     def prompt(self, sample: Sample) -> ChunkedPrompt:
         """Return the prompt of a sample over all of its passages, in their order."""
-        return build_qa_prompt(sample, self.style.name)
+        prompt = build_qa_prompt(sample, self.style.name)
+        return with_pages(sample, prompt) if self.pages else prompt
 
 
 def read_questions(path: str | Path, style: str | None = None, limit: int | None = None) -> Questions:
