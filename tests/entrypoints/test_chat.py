@@ -242,6 +242,20 @@ def test_parts_are_reused_in_any_order_and_conversation() -> None:
         assert_counts_add_up(output)
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Answer."}]], ids=["alone", "system"])
+def test_passages_are_ranked_by_the_question_before_a_tools_result(system: list[dict[str, Any]]) -> None:
+    """Each asks for the words of one passage; the budget holds no second one."""
+    texts = ["The quick brown fox jumps.", "Where did the lazy dog go?", "def f(x): return x"]
+    found = parts(*texts, role="tool")
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with engine(TINY, enable_blending=True, blend_selector="relevant_passages", blend_recompute_ratio=0.16) as llm:
+        for question, passage in (("Fox? Brown?", texts[0]), ("dog, lazy", texts[1])):
+            [output] = chat(llm, [*system, {"role": "user", "content": question}, call, found], CHATML_LIKE)
+            computed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
+            text = "".join(str(llm.get_tokenizer().decode([output.prompt_token_ids[index]])) for index in computed)
+            assert [each["text"] in text for each in found["content"]] == [each == passage for each in texts]
+
+
 @pytest.mark.parametrize("template", [BARE, CHATML_LIKE], ids=["no prefix", "a prefix"])
 def test_what_a_tool_found_is_reused_for_the_next_question(template: str) -> None:
     """The question stands before the tool's parts. A second one finds the prefix and the parts, and is computed itself,

@@ -3,9 +3,9 @@
 With blending on, every text part of a user's or a tool's message is a chunk, except the last part that a user wrote: it
 is the question, which is always computed, as are the assistant's messages and the template's own text. Only what stands
 before the first part of a user or a tool is the prefix: chunks are encoded after it, so they are found again whatever
-the question is and wherever it stands. Token ids are those of the whole conversation. A token that reaches over the
-edge of a part belongs to the text between the parts; a part without a token of its own is merged with that text
-altogether.
+the question is and wherever it stands. `ParsedPrompt.question` says where that is, for rules that read it, unless the
+template changes its text. Token ids are those of the whole conversation. A token that reaches over the edge of a part
+belongs to the text between the parts; a part without a token of its own is merged with that text altogether.
 """
 
 from __future__ import annotations
@@ -76,8 +76,18 @@ def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str,
         num_merged += (first > 0 and stops[first - 1] > start) or (last < len(ids) and starts[last] < stop)
         if first < last < len(ids):  # the last token of a prompt is computed: the answer follows it
             bounds.append((first, last))
-    prefix_length = bisect_right(stops, begin, hi=bounds[0][0]) if bounds else None
-    return ParsedPrompt(ids, text, tuple(bounds), prefix_length=prefix_length, num_merged_parts=num_merged)
+    if not bounds:
+        return ParsedPrompt(ids, text, num_merged_parts=num_merged)
+    asked = _find_parts(template, messages, [question], text) if question is not None else None
+    return ParsedPrompt(
+        ids,
+        text,
+        tuple(bounds),
+        # A token that reaches over an edge of the question has a part of its first or last word.
+        question=None if asked is None else (bisect_right(stops, asked[0][0]), bisect_left(starts, asked[0][1])),
+        prefix_length=bisect_right(stops, begin, hi=bounds[0][0]),
+        num_merged_parts=num_merged,
+    )
 
 
 def _part_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
