@@ -69,12 +69,13 @@ def test_without_a_tokenizer_tokens_are_words() -> None:
 
 
 def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
-    index = WordIndex(tokenizer, max_passages=2)
+    index = WordIndex(tokenizer, max_tokens=4)
     first = index.passage("a", [5, 6])
     index.passage("b", [7])
     assert index.passage("a", [5, 6]) is first
-    index.passage("c", [8])  # "b" leaves
+    index.passage("c", [8, 9])  # "b" leaves
     assert index.passage("a", [5, 6]) is first
     assert set(index._known) == {"a", "c"}
+    assert index.passage("long", [5] * 5).num_tokens == 5 and not index._known  # too long to be remembered
     index.set_tokenizer(None)  # another tokenizer reads other words
     assert index.passage("a", [5, 6]).counts == {"5": 1, "6": 1}

@@ -26,7 +26,8 @@ _DIGITS = "0123456789"
 _INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
 _MAX_BYTES = 4  # of a character, each of which may be a token
 _STEM_LETTERS = 3  # "founded" and "founder" are alike then, "born" and "birth" are not
-MAX_PASSAGES = 4096  # whose words are kept: about 20 KB for a passage of 300 words
+_MOST_CLOSING = 16  # characters behind the end of a sentence that are looked at
+MAX_TOKENS = 1 << 20  # of passages whose words are kept, which take about 100 MB
 
 
 def split_words(text: str) -> list[str]:
@@ -67,20 +68,25 @@ class PassageWords:
     length: int
     sentences: tuple[Sentence, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.sentences[-1].stop
+
 
 class WordIndex:
     """Reads the words of passages and questions, and remembers those of the passages used last. Not safe to use from
     several threads at once, as tokenizers are not."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_passages: int = MAX_PASSAGES) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int = MAX_TOKENS) -> None:
         """Without a tokenizer each token is a word, and a passage is one sentence."""
-        self._max_passages = max_passages
+        self._max_tokens = max_tokens
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Read passages with another tokenizer from now on."""
         self._tokenizer = tokenizer
         self._known: OrderedDict[str, PassageWords] = OrderedDict()
+        self._num_tokens = 0
         self._token_texts: dict[int, str] = {}
 
     def passage(self, key: str, token_ids: Sequence[int]) -> PassageWords:
@@ -88,8 +94,9 @@ class WordIndex:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self.read(token_ids)
-            if len(self._known) > self._max_passages:
-                self._known.popitem(last=False)
+            self._num_tokens += known.num_tokens
+            while self._num_tokens > self._max_tokens:
+                self._num_tokens -= self._known.popitem(last=False)[1].num_tokens
         else:
             self._known.move_to_end(key)
         return known
@@ -118,16 +125,16 @@ class WordIndex:
             return [(0, len(token_ids))]
         pieces = list(self._pieces(token_ids))
         bounds: list[tuple[int, int]] = []
-        start, sentence = 0, ""
+        start, tail, has_word = 0, "", False
         for (stop, text), (_, following) in zip(pieces, [*pieces[1:], (0, "")], strict=True):
-            sentence += text
-            ends = "\n" in text or sentence.rstrip(_CLOSING + " ").endswith(_ENDS)
-            has_word = bool(_RUN.search(sentence))
+            tail = (tail + text)[-_MOST_CLOSING:]
+            has_word = has_word or bool(_RUN.search(text))
+            ends = "\n" in text or tail.rstrip(_CLOSING + " ").endswith(_ENDS)
             if stop == len(token_ids) and not has_word and bounds:  # a blank line, say, belongs to what precedes it
                 bounds[-1] = (bounds[-1][0], stop)
             elif stop == len(token_ids) or (ends and has_word and following[0] not in _CLOSING + _DIGITS):
                 bounds.append((start, stop))
-                start, sentence = stop, ""
+                start, tail, has_word = stop, "", False
         return bounds
 
     def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, str]]:
