@@ -104,6 +104,7 @@ class ParsedPrompt:
     relevance: tuple[tuple[float, ...], ...] = ()  # by signal, a score for every chunk
     order: Literal["given", "free"] = "given"
     is_ranked: bool = False  # the chunks stand in the order of their relevance
+    passages: tuple[int, ...] | None = None  # numbers of the chunks that may be ranked; None: all
     question: tuple[int, int] | None = None  # where the question stands, if that is not the whole suffix
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
@@ -127,7 +128,7 @@ class ParsedPrompt:
 
 def reorder_chunks(parsed: ParsedPrompt, order: Sequence[int]) -> ParsedPrompt:
     """Return a prompt with its chunks, which must follow one another, in another order: `order` has their numbers. A
-    chunk must not come before one that it `continues`."""
+    chunk must not come before one that it `continues`, and one that is no passage keeps its place."""
     place = {index: at for at, index in enumerate(order)}
     start, stop = parsed.chunk_bounds[0][0], parsed.chunk_bounds[-1][1]
     token_ids, bounds = parsed.token_ids[:start], []

@@ -29,13 +29,13 @@ def retention_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPla
     it.
 
     None if they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
-    another: what question attention repairs serves its own question alone.
+    another: what question attention repairs, or a rule that goes by what passages say, serves its own question alone.
     """
-    by_question = asked.selector.looks_at.asks and 0 < asked.shares[-1] < 1
+    selector = asked.selector
+    by_question = (selector.looks_at.asks or selector.chooses_passages) and 0 < asked.shares[-1] < 1
     if not (not by_question if parsed.retain is None else parsed.retain):
         return None
     context = parsed.token_ids[: asked.suffix_start]
-    selector = asked.selector
     settings = {
         "model": model.digest,
         "salt": parsed.salt.hex(),

@@ -57,7 +57,9 @@ class BlendPlanner:
         ranked = passages.ranked_pages()
         if ranked is None:
             return parsed
-        order = [index for page in ranked for index in passages.pages[page]]
+        numbers = _passage_numbers(parsed)
+        chosen = iter([numbers[index] for page in ranked for index in passages.pages[page]])
+        order = [next(chosen) if index in numbers else index for index in range(len(parsed.chunk_bounds))]
         return replace(reorder_chunks(parsed, order), is_ranked=True)
 
     def plan_stored(self, parsed: ParsedPrompt, segments: Sequence[Segment], keys: Mapping[int, str]) -> BlendPlan:
@@ -96,16 +98,27 @@ class BlendPlanner:
         )
 
     def _passages(self, parsed: ParsedPrompt, keys: Mapping[int, str]) -> PromptPassages:
+        numbers = _passage_numbers(parsed)
+        bounds = tuple(parsed.chunk_bounds[index] for index in numbers)
+        index_of = {number: index for index, number in enumerate(numbers)}
+        continues = [parsed.continues[number] for number in numbers] if parsed.continues else []
+
         def read_words() -> tuple[list[PassageWords], list[str]]:
             ids, words = parsed.token_ids, self.words
             start, stop = parsed.question or (parsed.chunk_bounds[-1][1], len(ids))
             passages = [
                 words.passage(keys[start], ids[start:stop]) if start in keys else words.read(ids[start:stop])
-                for start, stop in parsed.chunk_bounds
+                for start, stop in bounds
             ]
             return passages, words.question(ids[start:stop])
 
-        return PromptPassages(parsed.chunk_bounds, parsed.continues, parsed.relevance, read_words, parsed.is_ranked)
+        return PromptPassages(
+            bounds,
+            tuple(None if number is None else index_of.get(number) for number in continues),
+            tuple(tuple(signal[number] for number in numbers) for signal in parsed.relevance),
+            read_words,
+            parsed.is_ranked,
+        )
 
     def _with_controlled_ratio(self, plan: BlendPlan, parsed: ParsedPrompt) -> BlendPlan:
         """Return the plan with the ratio that the controller chooses, if the one it has is a floor."""
@@ -122,3 +135,8 @@ class BlendPlanner:
         choice = self.controller.choose_ratio(plan.ratio, loads, plan.suffix_start)
         shares = plan.selector.shares(choice.ratio, self.config.check_layers)
         return replace(plan, ratio=choice.ratio, shares=tuple(shares)) if choice.ratio > plan.ratio else plan
+
+
+def _passage_numbers(parsed: ParsedPrompt) -> Sequence[int]:
+    """Return the numbers of the chunks of a prompt that are passages."""
+    return range(len(parsed.chunk_bounds)) if parsed.passages is None else parsed.passages

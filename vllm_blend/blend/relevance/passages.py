@@ -45,6 +45,8 @@ class PromptPassages:
         that the first is linked to come next, or, with a given relevance, the pages by both: rankings are fused by
         reciprocal rank (Cormack et al., SIGIR 2009).
         """
+        if len(self.pages) < 2:
+            return None
         given = [[max(signal[index] for index in page) for page in self.pages] for signal in self.relevance]
         scores = _fuse(given) if given else self._words.scores()
         if min(scores) == max(scores) or not (given or _is_clear(scores)):
