@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_blend.chunks.messages import parse_conversations
@@ -14,7 +14,7 @@ from vllm_blend.entrypoints.llm import LLM as BlendLLM
 from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
 from vllm_blend.lmcache.config import load_config
-from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
+from vllm_blend.lmcache.prompts import BlendPrompt, parse_scores, split_prompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 
@@ -50,15 +50,24 @@ class LLM(BlendLLM):
         prompts: PromptType | Sequence[PromptType] | None = None,
         *arguments: Any,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
+        relevance: Sequence[Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete every prompt, as the base class does. The `prompt` of an output is the string that was given."""
+        """Complete every prompt, as the base class does. The `prompt` of an output is the string that was given.
+
+        `relevance` has a score for every piece of the prompt but the last, None for those that are no passages, such as
+        an instruction; for several prompts it is a list with such a list, or None, for each. The selector
+        relevant_passages goes by it (see `relevance` in `vllm_blend.inputs.ChunkedPrompt`). Raises ValueError or
+        TypeError for scores that do not fit the pieces.
+        """
         batch = as_batch(prompts, prompt_token_ids)
+        scores = _scores_by_prompt(relevance, len(batch), isinstance(prompts, str | dict))
         with self.llm_engine.lock:
             pieces = [self._pieces(prompt) for prompt in batch]
+            parsed = [parse_scores(scores[i], each, f"prompts[{i}]") for i, each in enumerate(pieces)]
             composed = [
-                prompt if each is None else self._compose(prompt, each)
-                for prompt, each in zip(batch, pieces, strict=True)
+                prompt if each is None else self._compose(prompt, each, signals)
+                for prompt, each, signals in zip(batch, pieces, parsed, strict=True)
             ]
         outputs = super().generate(composed, *arguments, **options)
         with self.llm_engine.lock:
@@ -113,14 +122,19 @@ class LLM(BlendLLM):
             return None
         return split_prompt(text, self.lmcache_config.separator)
 
-    def _compose(self, prompt: PromptType, pieces: Sequence[str]) -> Any:
+    def _compose(self, prompt: PromptType, pieces: Sequence[str], signals: Sequence[Sequence[float | None]]) -> Any:
         """Return the prompt for the base class: the pieces, and the prompt's other keys, which it checks. If nothing is
-        blended, the pieces stay apart all the same, so that the token ids are the same."""
-        others = {key: value for key, value in prompt.items() if key != "prompt"} if isinstance(prompt, dict) else {}
+        blended, the pieces stay apart all the same, so that the token ids are the same. `signals` are scores of all
+        pieces but the last."""
+        others: dict[str, Any] = {}
+        if isinstance(prompt, dict):
+            others = {key: value for key, value in prompt.items() if key != "prompt"}
         if len(pieces) < 2:
             return {**others, "prompt": "".join(pieces)}
         first, *rest = pieces
         chunks = [piece for piece in (self._without_bos(first), *rest[:-1]) if piece]
+        if signals:
+            others["relevance"] = [signal[len(pieces) - 1 - len(chunks) :] for signal in signals]
         salt = _salt(prompt)
         fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk, salt)]
         return {**others, "prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
@@ -159,6 +173,21 @@ def close_lmcache_engine() -> None:
             store.close()
             store.clear()
     _open.clear()
+
+
+def _scores_by_prompt(relevance: Any, num_prompts: int, is_one: bool) -> list[Any]:
+    """Return what `relevance` has for each prompt of a call."""
+    if relevance is None or is_one:
+        return [relevance] * num_prompts
+    if isinstance(relevance, str | bytes | Mapping) or not isinstance(relevance, Sequence):
+        raise TypeError(
+            f"relevance is a {type(relevance).__name__}: give a list with the scores of each prompt, or None"
+        )
+    if len(relevance) != num_prompts:
+        raise ValueError(
+            f"relevance has {len(relevance)} entries for {num_prompts} prompts: give the scores of each prompt, or None"
+        )
+    return list(relevance)
 
 
 def _salt(prompt: PromptType) -> bytes:
