@@ -158,6 +158,8 @@ def test_a_free_order_puts_the_relevant_passages_first() -> None:
     with engine(TINY, enable_blending=True) as llm:
         [output] = run(llm, prompt | {"blend_selector": "relevant_passages"}, PARAMS)
         assert recomputed_positions(llm, SUFFIX).tolist() == list(range(26, 26 + 3 + 10))  # a hole, and the budget
+        run(llm, prompt | {"blend_selector": "relevant_passages", "blend_recompute_ratio": 0.3}, PARAMS)
+        assert recomputed_positions(llm, SUFFIX).tolist() == list(range(26, 26 + 3 + 15))  # on into the next passage
         [given] = run(llm, tiny_prompt(chunks=first, blend_recompute_ratio=0.2, in_place_chunks=[1]), PARAMS)
         assert output.prompt_token_ids == given.prompt_token_ids
         [full] = run(llm, prompt | {"blend_recompute_ratio": 1.0}, PARAMS)

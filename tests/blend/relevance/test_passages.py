@@ -1,76 +1,13 @@
-"""Which passages matter for a question: BM25 against a library, pages, links, given scores, order of sentences."""
+"""Which passages matter for a question: pages, links, given scores, and the order of sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import bm25s
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from tests.engine.engines import DEMO
-from vllm_blend.blend.relevance.bm25 import bm25_scores
-from vllm_blend.blend.relevance.pages import Link, PageWords, group_pages
-from vllm_blend.blend.relevance.passages import PromptPassages
-from vllm_blend.blend.relevance.words import WordIndex, split_words
+from tests.blend.relevance.texts import ADA, CONTINUES, KEJOUX, PASSAGES, chosen_text, prompt
+from vllm_blend.blend.relevance.passages import _is_clear
 
 pytestmark = pytest.mark.cpu_only
-TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
-
-ADA = "Ada Brix was a chemist born in Wesgro in 1850. The family moved often."
-ADA_LATER = "Later she founded Kejoux Works. She married Ole Finn."
-WESGRO = "Wesgro is a city in Flaipia. It stands on the river Pamzou."
-OTHER_CITY = "Shassrou is a city in Klivia. It stands on the river Chossbeas."
-KEJOUX = "Kejoux Works makes clocks. Its director is Griol Maix."
-PASSAGES = [OTHER_CITY, KEJOUX, ADA, ADA_LATER, WESGRO]
-CONTINUES = (None, None, None, 2, None)
-
-
-def prompt(
-    texts: Sequence[str], question: str, continues: Sequence[int | None] = (), relevance: Sequence[Sequence[float]] = ()
-) -> tuple[PromptPassages, list[int]]:
-    """The passages of a prompt, behind a prefix of three tokens, and the token ids of all."""
-    index, ids, bounds = WordIndex(TOKENIZER), [0, 0, 0], []
-    for text in texts:
-        start = len(ids)
-        ids += TOKENIZER.encode(text, add_special_tokens=False)
-        bounds.append((start, len(ids)))
-
-    def read_words() -> tuple[list[Any], list[str]]:
-        return [index.read(ids[start:stop]) for start, stop in bounds], list(dict.fromkeys(split_words(question)))
-
-    return PromptPassages(tuple(bounds), tuple(continues), tuple(map(tuple, relevance)), read_words), ids
-
-
-def chosen_text(texts: Sequence[str], question: str, count: int, **options: Any) -> list[str]:
-    """The sentences that come first."""
-    passages, ids = prompt(texts, question, **options)
-    groups = passages.ranked_sentences()
-    assert groups is not None
-    spans = [span for group in groups for span in group]
-    return [str(TOKENIZER.decode(ids[slice(*span)])).strip() for span in spans[:count]]
-
-
-@given(
-    st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=12), min_size=1, max_size=8),
-    st.lists(st.sampled_from("abcdefgx"), min_size=1, max_size=6, unique=True),
-)
-def test_bm25_is_the_librarys(texts: list[list[str]], question: list[str]) -> None:
-    library = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
-    library.index(texts, show_progress=False)
-    known = [word for word in question if word in library.vocab_dict]
-    expected = library.get_scores(known) if known else np.zeros(len(texts))
-    scores = bm25_scores([[text.count(word) for text in texts] for word in question], list(map(len, texts)))
-    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_pages() -> None:
-    assert group_pages(3, ()) == [[0], [1], [2]]
-    assert group_pages(6, (None, 0, None, 1, 2, None)) == [[0, 1, 3], [2, 4], [5]]
 
 
 def test_the_page_that_is_about_the_question_comes_first() -> None:
@@ -101,15 +38,6 @@ def test_a_page_that_mentions_the_first_is_linked_to_it() -> None:
     assert [passages.pages[page] for page in ranked[:2]] == [[1], [2, 3]]
 
 
-def test_links_say_how_they_lead() -> None:
-    passages, _ = prompt(PASSAGES, "Where does the river at the birthplace of Ada Brix flow?")
-    words, question = passages.read_words()
-    other, _, ada, _, wesgro = PageWords([[each] for each in words], question).links(2)
-    assert ada == Link()
-    assert wesgro.words >= {"wesgro"} and wesgro.is_asked_for  # it has the river, which Ada's page lacks
-    assert wesgro.score > other.score
-
-
 def test_sentences_with_the_questions_words_come_before_others_of_their_page() -> None:
     assert chosen_text(PASSAGES, "Whom did Ada Brix marry?", 4, continues=CONTINUES) == [
         "Ada Brix was a chemist born in Wesgro in 1850.",
@@ -126,6 +54,21 @@ def test_a_question_about_two_pages_gets_the_sentences_of_both() -> None:
         "Later she founded Kejoux Works.",
         "Kejoux Works makes clocks.",
         "Its director is Griol Maix.",
+    ]
+
+
+def test_of_the_first_page_two_matching_sentences_come_before_the_second_page() -> None:
+    """And the one that links the pages, even if it has no word of the question."""
+    question, second = "Who is director of the company founded by Ada Brix?", KEJOUX.replace(". ", ".|").split("|")
+    head, found = "Ada Brix was head of Kejoux Works.", ["Her company was founded late.", "No company founded better."]
+    rest = ["Some say founded thrice.", "They moved often."]
+    page = " ".join([head, *rest[::-1], *found])
+    assert chosen_text([KEJOUX, page, *PASSAGES[:1]], question, 7) == [head, *found, *second, *rest]
+    page = "Ada Brix was a chemist. They moved often. Kejoux Works was hers."
+    assert chosen_text([KEJOUX, page, *PASSAGES[:1]], question, 4) == [
+        "Ada Brix was a chemist.",
+        "Kejoux Works was hers.",
+        *second,
     ]
 
 
@@ -152,6 +95,25 @@ def test_given_relevance_goes_before_words() -> None:
     # A page is as relevant as its best passage.
     first = chosen_text(PASSAGES, "?", 1, continues=CONTINUES, relevance=[[0.0, 0.0, 0.0, 1.0, 0.5]])
     assert first[0].startswith("Ada Brix")
+    twice, _ = prompt(PASSAGES, "?", CONTINUES, relevance=[[0.0, 5.0, 3.0, 3.0, 0.0]])
+    ranked = twice.ranked_pages()
+    assert ranked is not None and twice.pages[ranked[0]] == [1]
+
+
+def test_links_of_the_given_first_page_lead_to_the_second() -> None:
+    question = "Which river flows through the birthplace of Ada Brix?"
+    passages, _ = prompt(PASSAGES, question, CONTINUES, relevance=[[0.0, 0.0, 1.0, 1.0, 0.0]])
+    ranked = passages.ranked_pages()
+    assert ranked is not None and [passages.pages[page] for page in ranked[:2]] == [[2, 3], [4]]
+
+
+def test_pages_without_a_link_come_by_their_own_words() -> None:
+    passages, _ = prompt(["Long tales.", "Old men sailed.", "Ada Brix."], "Ada Brix sailed")
+    assert passages.ranked_pages() == [2, 1, 0]
+
+
+def test_the_best_page_is_clear_if_the_next_has_a_tenth_less() -> None:
+    assert _is_clear([0.0, 10.0, 9.0]) and not _is_clear([9.1, 0.0, 10.0])
 
 
 def test_several_scores_are_fused_by_rank() -> None:
@@ -159,6 +121,9 @@ def test_several_scores_are_fused_by_rank() -> None:
     passages, _ = prompt(PASSAGES, "?", relevance=[huge, small])
     ranked = passages.ranked_pages()
     assert ranked is not None and ranked[0] == 2  # 1/63 + 1/61 is more than 2/62 and 1/61 + 1/65
+    passages, _ = prompt(PASSAGES, "?", relevance=[[9.0, 8.0, 7.0, 6.0, 5.0], [2.0, 4.0, 3.0, 5.0, 1.0]])
+    ranked = passages.ranked_pages()
+    assert ranked is not None and ranked[0] == 1  # twice the second: 2/62 is more than 1/61 + 1/64
 
 
 @pytest.mark.parametrize("question", ["xyzzy?", "", "???"])

@@ -1,0 +1,86 @@
+"""The words of pages: BM25 against a library, how much a page is about a question, and where it leads."""
+
+from __future__ import annotations
+
+import bm25s
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.blend.relevance.texts import ADA, ADA_LATER, CONTINUES, KEJOUX, OTHER_CITY, PASSAGES, WESGRO, page_words
+from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
+from vllm_blend.blend.relevance.pages import Link, group_pages
+
+pytestmark = pytest.mark.cpu_only
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=12), min_size=1, max_size=8),
+    st.lists(st.sampled_from("abcdefgx"), min_size=1, max_size=6, unique=True),
+)
+def test_bm25_is_the_librarys(texts: list[list[str]], question: list[str]) -> None:
+    library = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    library.index(texts, show_progress=False)
+    known = [word for word in question if word in library.vocab_dict]
+    expected = library.get_scores(known) if known else np.zeros(len(texts))
+    scores = bm25_scores([[text.count(word) for text in texts] for word in question], list(map(len, texts)))
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_passages_are_grouped_by_the_page_that_they_continue() -> None:
+    assert group_pages(3, ()) == [[0], [1], [2]]
+    assert group_pages(6, (None, 0, None, 1, 2, None)) == [[0, 1, 3], [2, 4], [5]]
+    assert group_pages(5, CONTINUES) == [[0], [1], [2, 3], [4]]
+
+
+def test_it_does_not_matter_how_a_page_is_cut_into_passages() -> None:
+    question = "Who founded Kejoux Works, and which river stands in Wesgro?"
+    cut = page_words([[KEJOUX], [ADA + " ", ADA_LATER], [WESGRO]], question)
+    whole = page_words([[KEJOUX], [f"{ADA} {ADA_LATER}"], [WESGRO]], question)
+    assert cut.scores() == whole.scores()
+    assert [cut.links(best) for best in range(3)] == [whole.links(best) for best in range(3)]
+
+
+def test_a_page_that_begins_with_a_rare_word_goes_before_one_that_begins_with_common_ones() -> None:
+    common = ["Where in the town is it? Nothing.", *["It is old. Where in the town, I forget."] * 4]
+    about = "Bou lies far away. It is old, and so on, and so on, and so on."
+    scores = page_words([[text] for text in [*common, about]], "Where is the town of Bou?").scores()
+    assert scores.index(max(scores)) == 5
+
+
+def test_links_say_how_they_lead() -> None:
+    links = page_words([[text] for text in PASSAGES], "Where does the river at the birthplace of Ada Brix flow?").links(
+        2
+    )
+    other, _, ada, _, wesgro = links
+    assert ada == Link()
+    assert wesgro.words >= {"wesgro"} and wesgro.is_asked_for  # it has the river, which Ada's page lacks
+    assert wesgro.score > other.score
+
+
+def test_a_page_is_not_asked_for_by_words_that_the_best_one_has() -> None:
+    pages = [[KEJOUX], [ADA, ADA_LATER], [f"{WESGRO} The market is old."]]
+    founder = page_words(pages, "Kejoux Works?").links(0)[1]
+    assert founder.score > 0 and not founder.is_asked_for
+    market = page_words(pages, "Whom did Ada Brix marry?").links(1)[2]  # "marry" is in her second passage
+    assert market.score > 0 and not market.is_asked_for
+
+
+def test_a_page_is_linked_by_a_name_at_the_beginning_of_the_best_or_by_other_words_than_the_questions() -> None:
+    pages = [["Ada Brix sailed. She saw a river."], ["Brix Street: long."], ["Long river."], ["Nothing."]]
+    _, street, river, _ = page_words(pages, "Which river did Ada Brix see?").links(0)
+    assert street == Link(0.5 * rarity(2, 4))  # it mentions her, and is no word of hers besides
+    assert river == Link()  # the question's word, which is not what the best page is about
+
+
+def test_words_of_more_than_half_of_the_pages_tell_no_sentence_apart() -> None:
+    texts = ["Some here.", "Some few.", "Some few.", "None."]
+    words = page_words([[text] for text in texts], "Some few words")
+    some, few = (words.match(words.pages[index][0].sentences[0]) for index in (0, 1))
+    assert some == 0 and few == rarity(2, 4)
+
+
+def test_the_other_city_is_not_linked_before_the_birthplace() -> None:
+    scores = [link.score for link in page_words([[OTHER_CITY], [ADA], [WESGRO]], "Which river, Ada Brix?").links(1)]
+    assert scores[2] > scores[0]
