@@ -10,5 +10,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-flags_from_env CONFIG DATASET TOP_K MODEL_ID DTYPE DEVICE RETRIEVAL_JSON TOP_K_GPU MAX_SAMPLES OUTPUT_DIR
+flags_from_env CONFIG DATASET TOP_K MODEL_ID DTYPE DEVICE RETRIEVAL_JSON TOP_K_GPU PAGES MAX_SAMPLES OUTPUT_DIR
 exec "$PYTHON" -m vllm_blend.pipeline.build_kv_cache ${FLAGS[@]+"${FLAGS[@]}"} "$@"

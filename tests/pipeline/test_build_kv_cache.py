@@ -103,9 +103,9 @@ def test_passages_of_the_same_content_are_computed_once(tmp_path: Path, monkeypa
     encoded: list[int] = []
     encode = LLMEngine.encode_chunks
 
-    def counting(self: LLMEngine, prefix: str, chunks: list[str]) -> object:
+    def counting(self: LLMEngine, prefix: str, chunks: list[str], **options: Any) -> object:
         encoded.append(len(chunks))
-        return encode(self, prefix, chunks)
+        return encode(self, prefix, chunks, **options)
 
     monkeypatch.setattr(LLMEngine, "encode_chunks", counting)
     [sample] = demo_samples(1)

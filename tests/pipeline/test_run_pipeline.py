@@ -110,6 +110,7 @@ def test_mistakes_end_the_command_with_a_message(
         (["max_cache_tokens=10"], "max_cache_tokens=10 is below"),
         (["kvc_metric=guess"], "kvc_metric='guess' is unknown"),
         (["draft_tokens=4"], "enable_kvc and draft_tokens=4 exclude each other"),
+        (["pages=true"], "prefill.pages=False and decode.pages=True: give both the same"),
     ],
 )
 def test_what_the_last_stage_would_refuse_stops_the_first(

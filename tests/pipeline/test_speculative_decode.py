@@ -184,6 +184,28 @@ def test_the_retrievals_scores_are_in_the_prompts(built: Stages, monkeypatch: py
         assert result["blend"]["selector"] == "relevant_passages" and result["blend"]["num_recomputed_tokens"] > 0
 
 
+def test_pages_are_stored_and_found_in_any_order(built: Stages, tmp_path: Path) -> None:
+    """A chunk has one KV, whether or not a prompt has what precedes it on its page."""
+    stages = Stages.over(tmp_path, demo_samples(1))
+    stored = stages.build(pages=True)
+    options: dict[str, Any] = {"pages": True, "offload_mode": "none", "blend_selector": "none", "max_tokens": 1}
+    given = stages.decode(passages="all", **options)
+    free = stages.decode(passages="all", order="free", **options)
+    few = stages.decode(**options)
+    for output in (given, free, few):
+        counts = output["summary"]["chunks"]
+        assert counts["loaded"] > 3 and counts["missing"] == counts["damaged"] == counts["foreign"] == 0
+        assert output["summary"]["chunks_encoded"] == 0
+    exact = [output["results"][0]["blend"]["num_exact_tokens"] for output in (given, free)]
+    first_page = stored["samples"][0]["chunks"][:2]
+    assert exact[0] == stored["prefix"]["tokens"] + sum(chunk["tokens"] for chunk in first_page)
+    assert exact[1] != exact[0]  # another page stands first
+    with pytest.raises(ValueError, match=r"pages=False, but .* was written with pages=True: run both stages with the"):
+        stages.decode()
+    with pytest.raises(ValueError, match="order free needs offload_mode none, not exact"):
+        built.decode(order="free")
+
+
 def test_placements_are_those_of_stage_2(built: Stages, trace: dict[str, Any]) -> None:
     summary = json.loads((built.chunks / "musique_t_kv_top2.json").read_text())
     for described, result in zip(summary["samples"], trace["results"], strict=True):

@@ -11,7 +11,7 @@ import pytest
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.retrieval import run_retrieval
-from vllm_blend.pipeline.stage_inputs import read_stage_input, with_dataset
+from vllm_blend.pipeline.stage_inputs import page_predecessors, read_stage_input, with_dataset
 
 
 def sample(*texts: str, **extra: Any) -> dict[str, Any]:
@@ -76,6 +76,16 @@ def test_scores_travel_with_the_retrieved_passages(tmp_path: Path) -> None:
     assert found.relevance(found.best(9)) == [2.0, -0.5]
     assert found.relevance(found.chunks[1:2]) is None
     assert without.relevance(without.chunks) is None and nothing.relevance(nothing.chunks) is None
+
+
+def test_a_passage_knows_what_precedes_it_on_its_page(tmp_path: Path) -> None:
+    texts = {"one": "a", "two": "b", "three": "a", "four": None, "five": "a", "six": None}
+    ctxs = [{"title": "", "text": text} | ({} if page is None else {"page_id": page}) for text, page in texts.items()]
+    write_json(tmp_path / "musique_x.json", [sample() | {"ctxs": ctxs}])
+    [chunks] = [each.chunks for each in read_stage_input(config(tmp_path), "", 0).samples]
+    assert [chunk.text_before for chunk in chunks] == ["", "", "one\n\n", "", "one\n\nthree\n\n", ""]
+    assert page_predecessors(chunks) == [None, None, 0, None, 2, None]
+    assert page_predecessors([chunks[index] for index in (3, 0, 4, 2)]) == [None, None, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ results/kv_caches/<dataset>_kv_top<k>.json: {"config", "model", "prefix", "summa
 with its folder, key, tokens, rank (of the retrieval, from 0; null if it was not retrieved) and placement: "gpu" for the
 best k, "cpu" for the placeholders that may be promoted while decoding.
 
-A chunk is encoded after the data set's instruction, as the engine encodes it for a prompt. Running the stage again
+A chunk is encoded after the data set's instruction, as the engine encodes it for a prompt; with `pages` also after the
+passages that precede it on its page. Running the stage again
 computes only what is missing, damaged or another model's.
 """
 
@@ -46,17 +47,17 @@ class _ChunkFolder:
     name: str
     id: ChunkId
     text: str  # empty for the prefix
+    text_before: str = ""  # what it is encoded after, besides the prefix
 
 
 def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
     """Compute what is missing and write it; write and return the summary. Prints nothing but progress."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model=config.model_id, dtype=config.dtype, device=config.device, enable_blending=True)
-    )
+    common: dict[str, Any] = {"model": config.model_id, "dtype": config.dtype, "device": config.device}
+    engine = LLMEngine.from_engine_args(EngineArgs(**common, enable_blending=True, **page_arguments(config.pages)))
     directory = Path(config.output_dir)
     started = time.perf_counter()
-    entries, too_long = _entries(stage, engine)
+    entries, too_long = _entries(stage, engine, config.pages)
     missing = _missing(entries.values(), directory, engine)
     written = _compute(missing, entries, stage, directory, engine)
     summary = {
@@ -85,7 +86,13 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
     return output
 
 
-def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _ChunkFolder], list[str]]:
+def page_arguments(pages: bool) -> dict[str, Any]:
+    """Return the engine's arguments for chunks that are encoded after what precedes them on their pages, or not. All of
+    it counts, whether or not a prompt has it: so there is one KV of each chunk for all prompts."""
+    return {"blend_encoding_context": "given"} if pages else {}
+
+
+def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[str, _ChunkFolder], list[str]]:
     """Return the folders of the samples' chunks and of the prefix, by name, and the chunks that no prompt can hold."""
     entries: dict[str, _ChunkFolder] = {}
     too_long: list[str] = []
@@ -94,11 +101,12 @@ def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _ChunkFold
         # A search of the whole corpus may have found chunks of other samples.
         chunks = [chunk for chunk in (*sample.chunks, *(sample.retrieved or ())) if chunk.chunk_id not in seen]
         seen.update(chunk.chunk_id for chunk in chunks)
-        prefix, ids = engine.identify_chunks(stage.style.instruction, [chunk.text for chunk in chunks])
+        texts, before = [chunk.text for chunk in chunks], [chunk.text_before if pages else "" for chunk in chunks]
+        prefix, ids = engine.identify_chunks(stage.style.instruction, texts, encode_after=before)
         if prefix is not None:
             entries.setdefault(stage.prefix_id, _ChunkFolder(stage.prefix_id, prefix, ""))
         room = engine.max_model_len - (len(prefix.token_ids) if prefix is not None else 0)
-        for chunk, chunk_id in zip(chunks, ids, strict=True):
+        for chunk, chunk_id, text_before in zip(chunks, ids, before, strict=True):
             if len(chunk_id.token_ids) > room:
                 too_long.append(chunk.chunk_id)
                 logger.warning(
@@ -108,7 +116,7 @@ def _entries(stage: StageInput, engine: LLMEngine) -> tuple[dict[str, _ChunkFold
                     room,
                 )
             else:
-                entries[chunk.chunk_id] = _ChunkFolder(chunk.chunk_id, chunk_id, chunk.text)
+                entries[chunk.chunk_id] = _ChunkFolder(chunk.chunk_id, chunk_id, chunk.text, text_before)
     return entries, too_long
 
 
@@ -138,7 +146,8 @@ def _compute(
         for start in range(0, len(folders), BATCH):
             batch = folders[start : start + BATCH]
             chunks = [same[0] for same in batch if same[0].text]
-            kvs = engine.encode_chunks(stage.style.instruction, [entry.text for entry in chunks])
+            before = [entry.text_before for entry in chunks]
+            kvs = engine.encode_chunks(stage.style.instruction, [entry.text for entry in chunks], encode_after=before)
             computed = {entry.id.key: kv for entry, kv in zip(chunks, kvs, strict=True)}
             for same in batch:
                 if not same[0].text:  # the prefix is a chunk with nothing before it

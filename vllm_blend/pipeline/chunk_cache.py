@@ -26,6 +26,7 @@ class ChunkCache:
     directory: Path
     prefix: str  # text that every chunk was encoded after
     prefix_id: str  # folder of the prefix's KV
+    pages: bool = False  # whether chunks were encoded after what precedes them on their pages, too
     counts: Counter[Source] = field(default_factory=Counter)
     _seen: dict[str, Source] = field(default_factory=dict)  # key -> what became of it
 
@@ -35,7 +36,11 @@ class ChunkCache:
 
         A chunk that is not there is a warning, and the engine computes it when a prompt needs it.
         """
-        prefix, ids = self.engine.identify_chunks(self.prefix, [chunk.text for chunk in chunks])
+        prefix, ids = self.engine.identify_chunks(
+            self.prefix,
+            [chunk.text for chunk in chunks],
+            encode_after=[chunk.text_before for chunk in chunks] if self.pages else None,
+        )
         names = [chunk.chunk_id for chunk in chunks]
         if prefix is not None:
             ids, names = [prefix, *ids], [self.prefix_id, *names]

@@ -94,6 +94,9 @@ class PrefillConfig(Section):
     top_k_gpu: int = option(
         5, "best chunks of a sample that go to the GPU; the rest are CPU placeholders", check=at_least(0)
     )
+    pages: bool = option(
+        False, "encode a passage after those before it on its page, if the data set has page ids; as in decode"
+    )
     max_samples: int = option(0, "use only the first samples; 0 for all", check=at_least(0))
     output_dir: str = option("results/kv_caches", "folder for the chunks' KV and the summary")
 
@@ -112,6 +115,12 @@ class DecodeConfig(Section):
     load_cache_dir: str = option("results/kv_caches", "folder with the chunks' KV")
     passages: Literal["retrieved", "all"] = option(
         "all", "answer over all passages of a sample, or over the retrieved ones alone"
+    )
+    pages: bool = option(
+        False, "tell the engine which passages are of one page, and use KV that was stored so; as in prefill"
+    )
+    order: Literal["given", "free"] = option(
+        "given", "passages in the data set's order, or in one that the engine chooses (needs offload_mode none)"
     )
     blend_selector: str = option("question_attention", "selector of the tokens to recompute")
     blend_recompute_ratio: float = option(
@@ -142,6 +151,11 @@ class DecodeConfig(Section):
         if self.enable_kvc and self.offload_mode != "none":
             raise ValueError(
                 f"enable_kvc needs offload_mode none, not {self.offload_mode}: pages of single heads do not move"
+            )
+        if self.order == "free" and self.offload_mode != "none":
+            raise ValueError(
+                f"order free needs offload_mode none, not {self.offload_mode}: the trace names the chunks that move by "
+                "their places in the data set's order"
             )
         if self.enable_kvc and self.draft_tokens:
             raise ValueError(

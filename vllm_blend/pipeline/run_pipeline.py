@@ -35,6 +35,8 @@ def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: Dec
     kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
     KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
     prompt_for(retrieval.dataset_name)
+    if prefill.pages != decode.pages:
+        raise ValueError(f"prefill.pages={prefill.pages} and decode.pages={decode.pages}: give both the same")
     prefill = replace(prefill, retrieval_json=str(retrieval.output_path))
     decode = replace(decode, retrieval_json=str(retrieval.output_path))
     outputs = {"retrieval": run_retrieval(retrieval)}

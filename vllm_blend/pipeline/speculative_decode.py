@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -38,12 +38,12 @@ from vllm_blend.features.kv_compress.extension import KVCompression
 from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.outputs import RequestOutput
-from vllm_blend.pipeline.build_kv_cache import make_retrieval_config
+from vllm_blend.pipeline.build_kv_cache import make_retrieval_config, page_arguments
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import DecodeConfig, RetrievalConfig, add_section_flags, section_from_flags
 from vllm_blend.pipeline.evaluate import evaluate, format_table, score_prediction
 from vllm_blend.pipeline.files import read_json, write_json
-from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, page_predecessors, read_stage_input
 from vllm_blend.pipeline.timeline import WITHOUT, draw_timeline, load_pyplot
 from vllm_blend.sampling_params import SamplingParams
 
@@ -56,6 +56,7 @@ class Placements:
 
     path: Path
     by_sample: dict[str, dict[str, str]]
+    pages: bool = False  # whether the chunks were encoded with their pages
 
     @property
     def num_on_gpu(self) -> int:
@@ -75,25 +76,31 @@ class Placements:
         data = read_json(found[-1], "summary of the KV caches")
         try:
             by_sample = {s["id"]: {c["chunk_id"]: c["placement"] for c in s["chunks"]} for s in data["samples"]}
-        except (TypeError, KeyError) as error:
+            pages = bool(data.get("config", {}).get("pages", False))
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{found[-1]} is not a summary of stage 2 ({error!r}): run that stage again") from error
-        return cls(found[-1], by_sample)
+        return cls(found[-1], by_sample, pages)
 
 
 def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict[str, Any]:
     """Answer all samples, one after the other; write and return the trace."""
     stage = read_stage_input(retrieval, config.retrieval_json, config.max_samples)
     placements = Placements.read(Path(config.load_cache_dir), stage.dataset_name)
+    if placements.pages != config.pages:
+        raise ValueError(
+            f"pages={config.pages}, but {placements.path} was written with pages={placements.pages}: run both stages "
+            "with the same"
+        )
     if config.timeline:
         load_pyplot(WITHOUT)
     engine = LLMEngine.from_engine_args(_engine_args(config, placements))
-    cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id)
+    cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id, config.pages)
     params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.style.max_tokens, stop=["\n"])
     results = []
     for sample in tqdm(stage.samples, desc="decode", unit="sample"):
         chunks = chosen_chunks(sample, config.passages)
         wanted = placements.by_sample.get(sample.sample.sample_id, {})
-        results.append(_answer(sample, chunks, stage, engine, cache, params, wanted))
+        results.append(_answer(sample, chunks, stage, engine, cache, params, wanted, config.order))
     if all(result["error"] for result in results):
         raise ValueError(f"no sample could be answered; {results[0]['id']}: {results[0]['error']}")
     output = {
@@ -123,6 +130,7 @@ def _engine_args(config: DecodeConfig, placements: Placements) -> EngineArgs:
         enable_blending=True,
         blend_selector=config.blend_selector,
         blend_recompute_ratio=None if fixed else config.blend_recompute_ratio,
+        **page_arguments(config.pages),
         offload_mode=None if config.offload_mode == "none" else config.offload_mode,
         offload_predictor=config.offload_predictor,
         offload_resident_chunks=config.resident_chunks or max(1, placements.num_on_gpu),
@@ -154,6 +162,7 @@ def _answer(
     cache: ChunkCache,
     params: SamplingParams,
     wanted: dict[str, str],
+    order: Literal["given", "free"],
 ) -> dict[str, Any]:
     """Answer one sample and return its entry of the trace. `wanted` says where stage 2 wants each chunk."""
     view = sample.sample
@@ -165,7 +174,13 @@ def _answer(
             "prefix": stage.style.instruction,
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage.style.suffix(view.question),
+            "order": order,
         }
+        if cache.pages:
+            prompt |= {
+                "continues": page_predecessors(chunks),
+                "encode_after": [chunk.text_before for chunk in chunks],
+            }
         if (relevance := sample.relevance(chunks)) is not None:
             prompt["relevance"] = relevance
         if engine.extension(ChunkOffload) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassageChunk:
-    """A passage as a chunk. `chunk_id` names its folder in a KV cache directory; `position` orders all passages."""
+    """A passage as a chunk. `chunk_id` names its folder in a KV cache directory; `position` orders all passages.
+    `page_before` are the passages of its sample that precede it on its page, none if the data set knows no pages."""
 
     chunk_id: str
     text: str
     position: tuple[int, int]  # (sample, passage) in the data set
+    page_before: tuple[PassageChunk, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def text_before(self) -> str:
+        """Return the text that precedes it on its page."""
+        return "".join(chunk.text for chunk in self.page_before)
 
 
 @dataclass(frozen=True)
@@ -105,13 +112,27 @@ def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
     return named
 
 
+def page_predecessors(chunks: Sequence[PassageChunk]) -> list[int | None]:
+    """Return the `continues` of a prompt of these chunks: for each, the number of the last one before it that also
+    precedes it on its page; None if there is none."""
+    return [
+        max((i for i, other in enumerate(chunks[:number]) if other in chunk.page_before), default=None)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
 def _own_chunks(dataset_name: str, sample: Sample, index: int) -> list[PassageChunk]:
     # Samples without an id are called sample0, sample1, ... in every file: the data set's name keeps them apart.
     prefix = "" if sample.sample_id.startswith(dataset_name) else f"{dataset_name}-"
-    return [
-        PassageChunk(f"{prefix}{sample.chunk_id(i)}", render_passage(passage.title, passage.text), (index, i))
-        for i, passage in enumerate(sample.passages)
-    ]
+    chunks: list[PassageChunk] = []
+    pages: dict[str, tuple[PassageChunk, ...]] = {}
+    for i, passage in enumerate(sample.passages):
+        before = () if passage.page_id is None else pages.get(passage.page_id, ())
+        text = render_passage(passage.title, passage.text)
+        chunks.append(PassageChunk(f"{prefix}{sample.chunk_id(i)}", text, (index, i), before))
+        if passage.page_id is not None:
+            pages[passage.page_id] = (*before, chunks[-1])
+    return chunks
 
 
 def _retrieved(
