@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -154,10 +154,10 @@ def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...
     """
     if given is None:
         return ()
-    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
+    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__iter__"):
         raise TypeError(f"relevance must be a list with a score for each chunk, not {type(given).__name__}")
-    scores = list(given)
-    is_nested = bool(scores) and all(hasattr(entry, "__iter__") and not isinstance(entry, str) for entry in scores)
+    scores = given.tolist() if hasattr(given, "tolist") else list(given)  # rerankers give arrays and tensors
+    is_nested = bool(scores) and all(_is_list(entry) for entry in scores)
     signals = [list(signal) for signal in scores] if is_nested else [scores]
     for number, signal in enumerate(signals):
         name = f"relevance[{number}]" if is_nested else "relevance"
@@ -168,11 +168,22 @@ def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...
                 continue
             if not is_number(score):
                 raise TypeError(f"{name}[{index}] is {score!r}: give a score, a number")
-            if not math.isfinite(score):
+            if not _is_finite(score):
                 raise ValueError(f"{name}[{index}] is {score}: scores must be finite")
         if signal and all(score is None for score in signal):
             raise ValueError(f"{name} has no score but None: leave it out, or give the scores of some chunks")
     return tuple(tuple(-math.inf if score is None else float(score) for score in signal) for signal in signals)
+
+
+def _is_list(entry: Any) -> bool:
+    return hasattr(entry, "__iter__") and not isinstance(entry, str) and getattr(entry, "ndim", 1) > 0
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _check_order(order: Any) -> Literal["given", "free"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ def test_the_most_relevant_passages_are_computed_whole_where_they_stand() -> Non
         assert positions(llm, relevance=[0, 0, 1, 0], **options) == list(range(17, 41))
         assert positions(llm, relevance=[0, 0, 0, 1], **options) == [*range(17, 20), *range(41, 53)]
         assert positions(llm, relevance=[[0, 0, 0, 1], [0, 0, 0, 9]], **options) == [*range(17, 20), *range(41, 53)]
+        assert positions(llm, relevance=torch.tensor([[0, 0, 1.5, 0]]), **options) == list(range(17, 41))
         assert positions(llm, relevance=[None, None, -3, None], **options) == list(range(17, 41))  # None comes last
         prompt = tiny_prompt()
         words = [*prompt["chunks"][2][4:7], *prompt["suffix"][3:]]  # three words of the third chunk
@@ -94,7 +95,25 @@ def test_other_requests_of_the_step_change_nothing() -> None:
             assert blend_of(output) == blend_of(own)
 
 
-def test_a_rule_of_passages_that_fails_costs_its_own_request() -> None:
+def raising_spans() -> Iterator[Span]:
+    yield 17, 20
+    raise RuntimeError("no more pages")
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        (lambda: SELECTORS["no such page"], "KeyError("),
+        (raising_spans, "RuntimeError('no more pages')"),
+        (lambda: 5, "TypeError("),
+        (lambda: [(41, 20)], "choose_spans() returned (41, 20): return (start, stop) with 0 <= start <= stop <= 53"),
+        (lambda: [(-30, -5)], "choose_spans() returned (-30, -5)"),
+        (lambda: [(20, 54)], "choose_spans() returned (20, 54)"),
+        (lambda: [(17.5, 20)], "choose_spans() returned (17.5, 20)"),
+        (lambda: [(17, 18, 19)], "choose_spans() returned (17, 18, 19)"),
+    ],
+)
+def test_a_rule_of_passages_that_fails_costs_its_own_request(spans: Callable[[], Any], message: str) -> None:
     before = dict(SELECTORS)
 
     @register_selector
@@ -104,7 +123,8 @@ def test_a_rule_of_passages_that_fails_costs_its_own_request() -> None:
         chooses_passages: ClassVar[bool] = True
 
         def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-            raise KeyError("no such page")
+            found: list[Span] = spans()
+            return found
 
         def score(self, evidence: Evidence) -> torch.Tensor:
             raise AssertionError("it has failed already")
@@ -113,8 +133,36 @@ def test_a_rule_of_passages_that_fails_costs_its_own_request() -> None:
         with engine(TINY, enable_blending=True) as llm:
             [alone] = run(llm, tiny_prompt(), PARAMS)
             broken, good = run(llm, [tiny_prompt(blend_selector="broken_passages"), tiny_prompt()], PARAMS)
-            assert broken.error is not None and "'broken_passages' failed: KeyError('no such page')" in broken.error
+            assert broken.error is not None and "the selector 'broken_passages' failed: " in broken.error
+            assert message in broken.error
+            assert (
+                broken.blend is not None and broken.blend.num_recomputed_tokens == SUFFIX
+            )  # no more work than it asked for
             assert_same_logprobs(good, alone)
+    finally:
+        SELECTORS.clear()
+        SELECTORS.update(before)
+
+
+def test_spans_that_overlap_are_computed_once() -> None:
+    before = dict(SELECTORS)
+
+    @register_selector
+    @dataclass(frozen=True)
+    class Overlapping(Selector):
+        name: ClassVar[str] = "overlapping_passages"
+        chooses_passages: ClassVar[bool] = True
+
+        def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+            return [(30, 41), (25, 35), (0, 53)]
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            raise AssertionError("it has chosen already")
+
+    try:
+        with engine(TINY, enable_blending=True) as llm:
+            options = {"blend_selector": "overlapping_passages", "blend_recompute_ratio": 0.2}
+            assert positions(llm, **options) == list(range(17, 27))  # the budget, from the first candidate on
     finally:
         SELECTORS.clear()
         SELECTORS.update(before)
@@ -137,6 +185,9 @@ def test_levers_that_change_scores_are_refused() -> None:
         ([1, 2, 3, "4"], r"relevance\[3\] is '4': give a score, a number"),
         ([None] * 4, "relevance has no score but None: leave it out"),
         ([1, 2, 3, True], r"relevance\[3\] is True: give a score, a number"),
+        ([1, 2, 3, 10**400], r"relevance\[3\] is 10+: scores must be finite"),
+        ([torch.tensor(1.0)] * 4, r"relevance\[0\] is tensor\(1.\): give a score, a number"),
+        ({1, 2, 3, 4}, "relevance must be a list with a score for each chunk, not set"),
         ([1, 2, 3, float("nan")], r"relevance\[3\] is nan: scores must be finite"),
         ([[1, 2, 3, 4], [1, 2]], r"relevance\[1\] has 2 scores for 4 chunks"),
         ([[1, 2, 3, 4], 5, 6, 7], r"relevance\[0\] is \[1, 2, 3, 4\]: give a score"),
@@ -191,3 +242,29 @@ def test_the_order_is_kept_where_nothing_says_another() -> None:
     with engine(TINY) as llm:  # one that does not blend computes the prompt as it is
         [output] = run(llm, tiny_prompt(order="free", relevance=[0, 1, 2, 3]), PARAMS)
         assert output.prompt_token_ids == plain(tiny_prompt())["prompt_token_ids"]
+
+
+@pytest.mark.cpu_only
+def test_only_prompts_that_are_accepted_are_read() -> None:
+    """Reading takes time, while other requests wait."""
+    with engine(TINY, enable_blending=True) as llm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine.planner.words, "read", lambda token_ids: pytest.fail("a passage was read"))
+        with pytest.raises(ValueError, match="the prompt has 106 tokens, but max_model_len=96 must hold it"):
+            run(llm, tiny_prompt(order="free", suffix=[5] * 53), PARAMS)
+
+
+@pytest.mark.cpu_only
+def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it() -> None:
+    with engine(TINY, enable_blending=True) as llm, pytest.MonkeyPatch.context() as patch:
+
+        def decode(*arguments: Any, **options: Any) -> str:
+            raise KeyError("no such token")
+
+        [alone] = run(llm, tiny_prompt(), PARAMS)
+        with patch.context() as broken:
+            broken.setattr(llm.get_tokenizer(), "decode", decode)
+            with pytest.raises(ValueError, match="passages cannot be ranked: the tokenizer raised KeyError"):
+                prompt: Any = tiny_prompt(order="free", cache_salt="unread")
+                llm.llm_engine.add_request("broken", prompt, PARAMS)
+        [again] = run(llm, tiny_prompt(), PARAMS)
+        assert_same_logprobs(again, alone)

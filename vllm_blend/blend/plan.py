@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from vllm_blend.blend.relevance.passages import PromptPassages
+from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors import LooksAt, Selector
 from vllm_blend.checks import check_layer_numbers, check_shares
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -118,17 +119,30 @@ class BlendPlan:
         if not (self.selector.chooses_passages and 0 < budget < len(self.candidates)):
             return self
         before = np.concatenate([[0], np.cumsum(self._kinds == 1)])  # candidates before each position
+        is_chosen = np.zeros(self.suffix_start, bool)
         try:
             spans = self.selector.choose_spans(passages, lambda span: int(before[span[1]] - before[span[0]]), budget)
-        except Exception as error:  # a user's selector may raise anything
+            if spans is None:
+                return self
+            for span in spans:
+                start, stop = self._check_span(span)
+                is_chosen[start:stop] = True
+        except Exception as error:  # a user's selector, and what it returns, may raise anything
             return replace(self, error=f"the selector {self.selector.name!r} failed: {error!r}")
-        if spans is None:
-            return self
-        is_chosen = np.zeros(self.suffix_start, bool)
-        for start, stop in spans:
-            is_chosen[start:stop] = True
         chosen = np.flatnonzero(is_chosen & (self._kinds == 1))[:budget]
         return replace(self, chosen=torch.from_numpy(chosen))
+
+    def _check_span(self, span: Span) -> Span:
+        try:
+            start, stop = map(operator.index, span)
+        except (TypeError, ValueError):
+            start, stop = -1, -1
+        if not 0 <= start <= stop <= self.suffix_start:
+            raise ValueError(
+                f"choose_spans() returned {span!r}: return (start, stop) with 0 <= start <= stop <= "
+                f"{self.suffix_start}, positions before the suffix"
+            )
+        return start, stop
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -48,13 +48,16 @@ class BlendPlanner:
         tells them apart.
 
         What stands first after the prefix is what it was encoded as, and so exact; what comes next can be made exact by
-        computing it from its beginning on.
+        computing it from its beginning on. Raises ValueError if the tokenizer cannot read its words.
         """
         if parsed.order != "free" or not self.blends(parsed):
             return parsed
         keys = {start: context_id(parsed.token_ids[start:stop], parsed.salt) for start, stop in parsed.chunk_bounds}
         passages = self._passages(parsed, keys)
-        ranked = passages.ranked_pages()
+        try:
+            ranked = passages.ranked_pages()
+        except Exception as error:  # a user's own tokenizer may raise anything
+            raise ValueError(f"the prompt's passages cannot be ranked: the tokenizer raised {error!r}") from error
         if ranked is None:
             return parsed
         numbers = _passage_numbers(parsed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -197,10 +196,9 @@ class LLMEngine:
         """Queue a request whose prompt is token ids, as `add_request` does."""
         if new.request_id in self.requests.by_id:
             raise ValueError(f"request_id {new.request_id!r} is in use: give every running request an id of its own")
-        new = replace(new, parsed=self.planner.arrange(new.parsed))
         group = self.builder.build(new, (other.thread for other in self.requests.by_id.values()))
         for extension in self.extensions:
-            extension.begin(group.requests, new.parsed, new.params)
+            extension.begin(group.requests, group.parsed, new.params)
         if group.requests[0].blend is not None:
             self.decoder.cache_fuse_metadata["check"] = False
         self.requests.add(group)

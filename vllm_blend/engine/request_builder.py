@@ -70,8 +70,8 @@ class RequestBuilder:
 
         `threads` are those that added the unfinished requests.
         """
-        parsed, params = new.parsed, new.params
         bad_words = self._check(new)
+        parsed, params = self.planner.arrange(new.parsed), new.params  # reads no prompt that is refused anyway
         blends = self.planner.blends(parsed)
         retention = self._retention_key(parsed, blends)
         check_one_thread(self.hooks, threads)

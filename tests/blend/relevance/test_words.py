@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.engine.engines import DEMO
+from tests.engine.tiny_tokenizers import byte_fallback, byte_level, slow
 from vllm_blend.blend.relevance.words import WordIndex, split_words
 
 pytestmark = pytest.mark.cpu_only
@@ -69,13 +71,33 @@ def test_without_a_tokenizer_tokens_are_words() -> None:
 
 
 def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
-    index = WordIndex(tokenizer, max_tokens=4)
+    index = WordIndex(tokenizer, max_tokens=36)  # each passage counts 16 besides its tokens
     first = index.passage("a", [5, 6])
     index.passage("b", [7])
     assert index.passage("a", [5, 6]) is first
     index.passage("c", [8, 9])  # "b" leaves
     assert index.passage("a", [5, 6]) is first
     assert set(index._known) == {"a", "c"}
-    assert index.passage("long", [5] * 5).num_tokens == 5 and not index._known  # too long to be remembered
+    assert index.passage("long", [5] * 21).num_tokens == 21 and not index._known  # too long to be remembered
     index.set_tokenizer(None)  # another tokenizer reads other words
     assert index.passage("a", [5, 6]).counts == {"5": 1, "6": 1}
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, slow])
+def test_tokens_are_decoded_in_linear_time(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that decode to nothing, and bytes that are no character."""
+    tokenizer, decoded = make(), 0
+    byte = tokenizer.encode("é", add_special_tokens=False)[-1]
+    decode = tokenizer.decode
+
+    def counted(token_ids: list[int], **options: Any) -> Any:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    special = tokenizer.all_special_ids[0]
+    for ids in ([special] * 200, [byte] * 200, [special] * 4 + [byte] * 196, [special, byte] * 100):
+        words = WordIndex(tokenizer).read(ids)
+        assert words.num_tokens == 200
+    assert decoded <= 4 * 200 * 5  # sentences, and up to four times each token that is a part of a character

@@ -27,6 +27,7 @@ _INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
 _MAX_BYTES = 4  # of a character, each of which may be a token
 _STEM_LETTERS = 3  # "founded" and "founder" are alike then, "born" and "birth" are not
 _MOST_CLOSING = 16  # characters behind the end of a sentence that are looked at
+_TOKENS_BESIDES = 16  # which take as much memory as a passage takes beside its tokens
 MAX_TOKENS = 1 << 20  # of passages whose words are kept, which take about 100 MB
 
 
@@ -94,9 +95,9 @@ class WordIndex:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self.read(token_ids)
-            self._num_tokens += known.num_tokens
+            self._num_tokens += known.num_tokens + _TOKENS_BESIDES
             while self._num_tokens > self._max_tokens:
-                self._num_tokens -= self._known.popitem(last=False)[1].num_tokens
+                self._num_tokens -= self._known.popitem(last=False)[1].num_tokens + _TOKENS_BESIDES
         else:
             self._known.move_to_end(key)
         return known
@@ -143,12 +144,11 @@ class WordIndex:
         for stop, token in enumerate(token_ids, 1):
             parts.append(token)
             text = self._token_text(token) if len(parts) == 1 else self._text(parts)
-            if not text.endswith(_INCOMPLETE) or len(parts) == _MAX_BYTES or stop == len(token_ids):
-                if text:
-                    yield stop, text
-                    parts = []
-                elif stop == len(token_ids):
-                    yield stop, " "
+            if text.endswith(_INCOMPLETE) and len(parts) < _MAX_BYTES and stop < len(token_ids):
+                continue
+            parts = []  # also where they decode to nothing: they belong to the piece that follows
+            if text or stop == len(token_ids):
+                yield stop, text or " "
 
     def _token_text(self, token: int) -> str:
         if token not in self._token_texts:

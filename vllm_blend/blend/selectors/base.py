@@ -100,8 +100,9 @@ class Selector(ABC):
         """Choose spans of positions by what the passages say, before anything is computed.
 
         `cost` gives the number of candidates in a span, and `budget` is how many may be chosen: those that spans hold
-        beyond that are left out, from the end of the prompt. Return None to have candidates chosen by `score`. It is
-        called if `chooses_passages` is set.
+        beyond that are left out, from the end of the prompt. Return None to have candidates chosen by `score`. What it
+        raises, or a span that is not of the context, is an error of its own request. It is called if `chooses_passages`
+        is set.
         """
         return None
 
