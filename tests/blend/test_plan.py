@@ -16,6 +16,8 @@ from tests.engine.engines import engine, greedy, hf_model, tiny_model
 from vllm_blend.attention.context import NewKV
 from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
+from vllm_blend.blend.relevance.passages import PromptPassages
+from vllm_blend.blend.relevance.words import WordIndex
 from vllm_blend.blend.selectors import LooksAt, make_selector
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.ops.paged_kv import PagedKV
@@ -114,6 +116,19 @@ def test_a_step_just_over_a_tile_of_rows_is_cut_to_it(ratio: float, context: int
 def test_a_suffix_is_needed() -> None:
     with pytest.raises(ValueError, match="suffix must hold at least the last"):
         make_plan([], [1, 2], 2, make_selector("full"), None, [1], None, LAYERS)
+
+
+@pytest.mark.cpu_only
+def test_a_plan_that_has_chosen_looks_at_nothing_and_counts_what_it_chose() -> None:
+    kv, bounds, index = torch.zeros(LAYERS, 10, 1, 1), ((0, 10), (10, 20), (20, 30)), WordIndex(None)
+    segments = [Segment(start, ChunkKV(kv, kv)) for start, _ in bounds]
+    selector, ids = make_selector("relevant_passages"), list(range(34))
+    plan = make_plan(segments, ids, 30, selector, 0.5, [1], None, LAYERS)
+    assert (plan.looks_at, plan.final_budget, plan.num_scheduled_tokens) == (LooksAt.QUESTION, 15, 15 + 4)
+    words = [index.read(ids[start:stop]) for start, stop in bounds]
+    chosen = plan.choose_passages(PromptPassages(bounds, (), ((0.0, 1.0, 0.0),), lambda: (words, [])))
+    assert chosen.chosen is not None and chosen.chosen.tolist() == list(range(10, 20))
+    assert (chosen.looks_at, chosen.final_budget, chosen.num_scheduled_tokens) == (LooksAt.POSITIONS, 10, 10 + 4)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
+from tests.blend.relevance.texts import CONTINUES, PASSAGES, prompt_of
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, blend_of
 from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, run, tiny_model
 from vllm_blend import LLM, Evidence, Selector, register_selector
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors import SELECTORS, make_selector
+from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
 
 TINY = tiny_model("llama")
 PARAMS = greedy(6, logprobs=2, ignore_eos=True)
@@ -47,6 +49,16 @@ def test_of_a_passage_too_long_for_the_budget_the_beginning_is_computed() -> Non
     with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
         options = {"relevance": [0, 0, 1, 0], "blend_recompute_ratio": 0.04}  # 2 of 53 tokens
         assert positions(llm, **options) == [20, 21]
+
+
+def test_the_beginning_is_that_of_the_first_sentence_that_costs_anything() -> None:
+    passages, _ = prompt_of(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
+    groups = passages.ranked_sentences()
+    assert groups is not None
+    (exact, first, *_), *_ = groups
+    rule = RelevantPassages()
+    assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 8) == [first]
+    assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 9) == [exact, first]
 
 
 def test_a_page_that_is_exact_costs_nothing() -> None:

@@ -29,7 +29,7 @@ SEEDS_PER_RUN = 10_000  # each --seed has its own
 ROWS_PER_SEED = 256
 CHECKED_WORLDS = 20  # tried before training begins
 DEMO_LENGTH = 1024  # of the demo model's rows
-MOST_FAMILIES = 8  # of a world; about 230 tokens each, with the demo model's tokenizer
+MOST_FAMILIES = 8  # of a world; 210 to 250 tokens each, with the demo model's tokenizer
 TOKENS_PER_FAMILY = 320  # of a row, with questions
 
 

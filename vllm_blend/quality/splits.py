@@ -2,8 +2,9 @@
 
 - **Training**: what models are trained on. `inputs/demo-model` had seeds 1,000 to 1,059, `finetune/worlds.py`
   gives seeds from 100,000 on. A training seed begins a stream of worlds, which one `Random` draws one after the other,
-  so all that a split can promise is that no other split begins at this seed. Names have so many syllables that streams
-  do not meet by chance either (`tests/quality/test_splits.py` looks at a sample).
+  so all that a split can promise is that no other split begins at this seed. Full names of people
+  have four syllables out of so many that streams do not meet by chance either (`tests/quality/test_splits.py` looks at
+  a sample); names of one word may.
 - **Development**: everything that is looked at to choose a rule, a setting, or when to stop training. New questions
   have seeds from 3,000,000 on. The files in `inputs` (seeds from 1,100,000, 1,200,000 and 1,300,000 on) belong here
   too: rules were chosen on them, and the training of `inputs/demo-model-reuse` was stopped by them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.blend.relevance.texts import ADA, CONTINUES, KEJOUX, PASSAGES, chosen_text, prompt
+from tests.blend.relevance.texts import ADA, CONTINUES, KEJOUX, PASSAGES, chosen_text, prompt_of
 from vllm_blend.blend.relevance.passages import _is_clear
 
 pytestmark = pytest.mark.cpu_only
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cpu_only
 def test_the_page_that_is_about_the_question_comes_first() -> None:
     """More pages mention the name, and one of them twice."""
     mention = "The mayor had few friends. Ada Brix was one. Ada Brix came often."
-    passages, _ = prompt(
+    passages, _ = prompt_of(
         [mention, *PASSAGES], "What was the profession of Ada Brix?", (None, None, None, None, 3, None)
     )
     ranked = passages.ranked_pages()
@@ -21,18 +21,18 @@ def test_the_page_that_is_about_the_question_comes_first() -> None:
 
 
 def test_links_lead_from_the_first_page_to_the_second() -> None:
-    passages, _ = prompt(PASSAGES, "Which river flows through the birthplace of Ada Brix?", CONTINUES)
+    passages, _ = prompt_of(PASSAGES, "Which river flows through the birthplace of Ada Brix?", CONTINUES)
     ranked = passages.ranked_pages()
     assert ranked is not None
     assert [passages.pages[page] for page in ranked[:2]] == [[2, 3], [4]]  # and not the other city with a river
-    passages, _ = prompt(PASSAGES, "What does the company founded by Ada Brix make?", CONTINUES)
+    passages, _ = prompt_of(PASSAGES, "What does the company founded by Ada Brix make?", CONTINUES)
     ranked = passages.ranked_pages()
     assert ranked is not None
     assert [passages.pages[page] for page in ranked[:2]] == [[2, 3], [1]]
 
 
 def test_a_page_that_mentions_the_first_is_linked_to_it() -> None:
-    passages, _ = prompt(PASSAGES, "Who founded Kejoux Works?", CONTINUES)
+    passages, _ = prompt_of(PASSAGES, "Who founded Kejoux Works?", CONTINUES)
     ranked = passages.ranked_pages()
     assert ranked is not None
     assert [passages.pages[page] for page in ranked[:2]] == [[1], [2, 3]]
@@ -73,17 +73,17 @@ def test_of_the_first_page_two_matching_sentences_come_before_the_second_page() 
 
 
 def test_only_what_is_needed() -> None:
-    passages, _ = prompt(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
+    passages, _ = prompt_of(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
     needed = passages.ranked_sentences(only_needed=True)
     assert needed is not None and list(map(len, needed)) == [4]  # all of Ada's page
-    passages, _ = prompt(PASSAGES, "Who is director of the company founded by Ada Brix?", CONTINUES)
+    passages, _ = prompt_of(PASSAGES, "Who is director of the company founded by Ada Brix?", CONTINUES)
     needed, ranked = passages.ranked_sentences(only_needed=True), passages.ranked_sentences()
     assert needed is not None and ranked is not None and list(needed) == list(ranked)
 
 
 @pytest.mark.parametrize("question", ["Ada Brix", "Which river flows through the birthplace of Ada Brix?"])
 def test_every_token_is_ranked_once(question: str) -> None:
-    passages, ids = prompt(PASSAGES, question, CONTINUES)
+    passages, ids = prompt_of(PASSAGES, question, CONTINUES)
     groups = passages.ranked_sentences()
     assert groups is not None
     assert sorted(p for group in groups for span in group for p in range(*span)) == list(range(3, len(ids)))
@@ -95,20 +95,20 @@ def test_given_relevance_goes_before_words() -> None:
     # A page is as relevant as its best passage.
     first = chosen_text(PASSAGES, "?", 1, continues=CONTINUES, relevance=[[0.0, 0.0, 0.0, 1.0, 0.5]])
     assert first[0].startswith("Ada Brix")
-    twice, _ = prompt(PASSAGES, "?", CONTINUES, relevance=[[0.0, 5.0, 3.0, 3.0, 0.0]])
+    twice, _ = prompt_of(PASSAGES, "?", CONTINUES, relevance=[[0.0, 5.0, 3.0, 3.0, 0.0]])
     ranked = twice.ranked_pages()
     assert ranked is not None and twice.pages[ranked[0]] == [1]
 
 
 def test_links_of_the_given_first_page_lead_to_the_second() -> None:
     question = "Which river flows through the birthplace of Ada Brix?"
-    passages, _ = prompt(PASSAGES, question, CONTINUES, relevance=[[0.0, 0.0, 1.0, 1.0, 0.0]])
+    passages, _ = prompt_of(PASSAGES, question, CONTINUES, relevance=[[0.0, 0.0, 1.0, 1.0, 0.0]])
     ranked = passages.ranked_pages()
     assert ranked is not None and [passages.pages[page] for page in ranked[:2]] == [[2, 3], [4]]
 
 
 def test_pages_without_a_link_come_by_their_own_words() -> None:
-    passages, _ = prompt(["Long tales.", "Old men sailed.", "Ada Brix."], "Ada Brix sailed")
+    passages, _ = prompt_of(["Long tales.", "Old men sailed.", "Ada Brix."], "Ada Brix sailed")
     assert passages.ranked_pages() == [2, 1, 0]
 
 
@@ -118,23 +118,23 @@ def test_the_best_page_is_clear_if_the_next_has_a_tenth_less() -> None:
 
 def test_several_scores_are_fused_by_rank() -> None:
     huge, small = [1e6, 10.0, 9.0, 0.0, 0.0], [0.1, 0.4, 0.5, 0.3, 0.2]  # ranks 1 2 3 4 4 and 5 2 1 3 4
-    passages, _ = prompt(PASSAGES, "?", relevance=[huge, small])
+    passages, _ = prompt_of(PASSAGES, "?", relevance=[huge, small])
     ranked = passages.ranked_pages()
     assert ranked is not None and ranked[0] == 2  # 1/63 + 1/61 is more than 2/62 and 1/61 + 1/65
-    passages, _ = prompt(PASSAGES, "?", relevance=[[9.0, 8.0, 7.0, 6.0, 5.0], [2.0, 4.0, 3.0, 5.0, 1.0]])
+    passages, _ = prompt_of(PASSAGES, "?", relevance=[[9.0, 8.0, 7.0, 6.0, 5.0], [2.0, 4.0, 3.0, 5.0, 1.0]])
     ranked = passages.ranked_pages()
     assert ranked is not None and ranked[0] == 1  # twice the second: 2/62 is more than 1/61 + 1/64
 
 
 @pytest.mark.parametrize("question", ["xyzzy?", "", "???"])
 def test_without_a_signal_there_is_no_ranking(question: str) -> None:
-    passages, _ = prompt(PASSAGES, question, CONTINUES)
+    passages, _ = prompt_of(PASSAGES, question, CONTINUES)
     assert passages.ranked_pages() is None and passages.ranked_sentences() is None
     twice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", KEJOUX]
-    assert prompt(twice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the two?
-    passages, _ = prompt(PASSAGES, question, relevance=[[2.0] * 5])
+    assert prompt_of(twice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the two?
+    passages, _ = prompt_of(PASSAGES, question, relevance=[[2.0] * 5])
     assert passages.ranked_sentences() is None
-    passages, _ = prompt([ADA], "Ada Brix")  # a single page
+    passages, _ = prompt_of([ADA], "Ada Brix")  # a single page
     assert passages.ranked_sentences() is None
 
 

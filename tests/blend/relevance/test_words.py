@@ -55,6 +55,39 @@ def test_sentences(tokenizer: Any) -> None:
     assert sentences(tokenizer, "no end") == ["no end"]
 
 
+class Pieces:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self.texts[token] for token in token_ids)
+
+
+def bounds(tokenizer: Any, ids: list[int]) -> list[tuple[int, int]]:
+    return [(sentence.start, sentence.stop) for sentence in WordIndex(tokenizer).read(ids).sentences]
+
+
+def test_a_token_may_end_a_sentence_and_have_the_space_behind_it() -> None:
+    tokenizer: Any = Pieces("It is old. ", "Was it", "?) ", "No")
+    assert bounds(tokenizer, [0, 1, 2, 3]) == [(0, 1), (1, 3), (3, 4)]
+
+
+def test_sentences_reach_the_end_whatever_the_last_token_is(tokenizer: Any) -> None:
+    """A special token has no text, and a part of a character is none."""
+    ids = tokenizer.encode("It is old. It is so", add_special_tokens=False)
+    special = WordIndex(tokenizer).read([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id])
+    assert [sentence.stop for sentence in special.sentences][-1] == len(ids) + 2 == special.num_tokens
+    assert special.counts == {"it": 2, "is": 2, "old": 1, "so": 1}
+    part = tokenizer.encode("\U00020000", add_special_tokens=False)
+    assert len(part) == 4
+    assert bounds(tokenizer, ids + part[:2])[-1][1] == len(ids) + 2 and bounds(tokenizer, part[:2]) == [(0, 2)]
+    assert (
+        len(bounds(tokenizer, tokenizer.encode("\U00020000。京。", add_special_tokens=False))) == 2
+    )  # a word of four tokens
+
+
 def test_what_is_read(tokenizer: Any) -> None:
     ids = tokenizer.encode("Founded late. The founder left the firm.", add_special_tokens=False)
     words = WordIndex(tokenizer).read(ids)
@@ -79,8 +112,18 @@ def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
     assert index.passage("a", [5, 6]) is first
     assert set(index._known) == {"a", "c"}
     assert index.passage("long", [5] * 21).num_tokens == 21 and not index._known  # too long to be remembered
-    index.set_tokenizer(None)  # another tokenizer reads other words
-    assert index.passage("a", [5, 6]).counts == {"5": 1, "6": 1}
+
+
+def test_another_tokenizer_reads_all_anew() -> None:
+    first: Any = Pieces("no ", "yes. ", "so")
+    second: Any = Pieces("tea. ", "milk", "sugar")
+    index = WordIndex(first, max_tokens=35)
+    assert index.passage("a", [0, 1]).counts == {"no": 1, "yes": 1}
+    index.set_tokenizer(second)
+    read = index.passage("a", [0, 1])
+    assert read.counts == {"tea": 1, "milk": 1} and len(read.sentences) == 2
+    index.passage("b", [2])
+    assert set(index._known) == {"a", "b"}  # what was forgotten takes no room
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, slow])

@@ -34,7 +34,7 @@ def page_words(pages: Sequence[Sequence[str]], question: str) -> PageWords:
     return PageWords(read, different_words(question))
 
 
-def prompt(
+def prompt_of(
     texts: Sequence[str], question: str, continues: Sequence[int | None] = (), relevance: Sequence[Sequence[float]] = ()
 ) -> tuple[PromptPassages, list[int]]:
     """Return the passages of a prompt, behind a prefix of three tokens, and the token ids of all."""
@@ -52,7 +52,7 @@ def prompt(
 
 def chosen_text(texts: Sequence[str], question: str, count: int, **options: Any) -> list[str]:
     """Return the sentences that come first."""
-    passages, ids = prompt(texts, question, **options)
+    passages, ids = prompt_of(texts, question, **options)
     groups = passages.ranked_sentences()
     assert groups is not None
     spans = [span for group in groups for span in group]

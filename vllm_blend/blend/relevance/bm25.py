@@ -2,7 +2,7 @@
 the variant of Lucene).
 
 A library would index all words of all texts for each prompt. Here only the question's few words are looked up, in
-counts that are kept from prompt to prompt: a hundred passages take a fraction of a millisecond, while a step waits.
+counts that are kept from prompt to prompt, as a step waits for it: seven words and a hundred passages take 0.1 ms.
 """
 
 from __future__ import annotations

@@ -40,10 +40,12 @@ class PromptPassages:
         """Return the pages, the most relevant first; None if no signal tells them apart.
 
         The first is that of the best given relevance (a page is as relevant as its best passage), or the one that the
-        question's words find. If they find two pages almost equally, they have found none: of development questions
-        that named their subject 95% were clear, and 99% of those right; with the name hidden, 17% were clear. Pages
-        that the first is linked to come next, or, with a given relevance, the pages by both: rankings are fused by
-        reciprocal rank (Cormack et al., SIGIR 2009).
+        question's words find. If they find two pages almost equally, they have found none. (Of 300 questions about 100
+        plain worlds of the development split, 8 families each, 96% were clear, and all of those right; without the name
+        of their subject 16% were clear. About wild worlds 82% were clear, and for 84% of those the page was one that
+        the question needs. `tests/blend/relevance/test_worlds.py` looks at some of them.) Pages that the first is
+        linked to come next, or, with a given relevance, the pages by both: rankings are fused by reciprocal rank
+        (Cormack et al., SIGIR 2009).
         """
         if len(self.pages) < 2:
             return None
