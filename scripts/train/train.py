@@ -5,10 +5,10 @@ r"""Train a demo model on synthetic worlds: from scratch with any shape, or on f
         --vocabulary 3072 --lengths 1024 2048 4096 --short-share 0.4 --minutes 9
 
 It is the loop of `vllm-blend finetune`, but every prompt is computed in full, so that the model knows nothing about
-reuse. A row is a world with some of its questions, as far as they fit; an answer weighs as much as 40 tokens of context. Worlds
-come from the training split, and another --seed gives others; --target ends the training by the development split.
-A run that was paused (--pause-minutes) or broken off goes on with --resume. The exit status is 0, or 2 for bad input
-(before any work) and if training diverges.
+reuse. A row is a world with some of its questions, as far as they fit; an answer weighs as much as 40 tokens of
+context. Worlds come from the training split, and another --seed gives others; --target ends the training by the
+development split. A run that was paused (--pause-minutes) or broken off goes on with --resume. The exit status is 0, or
+2 for bad input (before any work) and if training diverges.
 """
 
 from __future__ import annotations
