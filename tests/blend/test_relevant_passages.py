@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, bl
 from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, run, tiny_model
 from vllm_blend import LLM, Evidence, Selector, register_selector
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
+from vllm_blend.blend.relevance.words import PassageWords
 from vllm_blend.blend.selectors import SELECTORS, make_selector
 from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
 
@@ -280,3 +281,23 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it() -> None:
                 llm.llm_engine.add_request("broken", prompt, PARAMS)
         [again] = run(llm, tiny_prompt(), PARAMS)
         assert_same_logprobs(again, alone)
+
+
+@pytest.mark.cpu_only
+def test_each_passage_is_read_once() -> None:
+    """Also one that is computed in place, and is not stored; other salts read their own."""
+    with engine(TINY, enable_blending=True, enable_prefix_caching=False) as llm, pytest.MonkeyPatch.context() as patch:
+        words, num_read = llm.llm_engine.planner.words, 0
+        words.set_tokenizer(llm.get_tokenizer())
+        read = words.read
+
+        def counted(token_ids: Sequence[int]) -> PassageWords:
+            nonlocal num_read
+            num_read += 1
+            return read(token_ids)
+
+        patch.setattr(words, "read", counted)
+        options: dict[str, Any] = {"blend_selector": "relevant_passages", "in_place_chunks": [1]}
+        for salt, count in (({}, 3), ({}, 3), ({"cache_salt": "other"}, 6), ({}, 6)):
+            run(llm, tiny_prompt(**options, **salt), PARAMS)
+            assert num_read == count

@@ -52,8 +52,7 @@ class BlendPlanner:
         """
         if parsed.order != "free" or not self.blends(parsed):
             return parsed
-        keys = {start: context_id(parsed.token_ids[start:stop], parsed.salt) for start, stop in parsed.chunk_bounds}
-        passages = self._passages(parsed, keys)
+        passages = self._passages(parsed, {})
         try:
             ranked = passages.ranked_pages()
         except Exception as error:  # a user's own tokenizer may raise anything
@@ -101,6 +100,8 @@ class BlendPlanner:
         )
 
     def _passages(self, parsed: ParsedPrompt, keys: Mapping[int, str]) -> PromptPassages:
+        """Return the passages of a prompt. Their words are kept under the `keys` of its pieces by where they begin, and
+        those of others by their content: both keep apart what salts do."""
         numbers = _passage_numbers(parsed)
         bounds = tuple(parsed.chunk_bounds[index] for index in numbers)
         index_of = {number: index for index, number in enumerate(numbers)}
@@ -109,10 +110,10 @@ class BlendPlanner:
         def read_words() -> tuple[list[PassageWords], list[str]]:
             ids, words = parsed.token_ids, self.words
             start, stop = parsed.question or (parsed.chunk_bounds[-1][1], len(ids))
-            passages = [
-                words.passage(keys[start], ids[start:stop]) if start in keys else words.read(ids[start:stop])
-                for start, stop in bounds
-            ]
+            passages = []
+            for first, last in bounds:
+                own = ids[first:last]
+                passages.append(words.passage(keys.get(first) or context_id(own, parsed.salt), own))
             return passages, words.question(ids[start:stop])
 
         return PromptPassages(

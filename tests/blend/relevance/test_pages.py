@@ -24,7 +24,8 @@ def test_bm25_is_the_librarys(texts: list[list[str]], question: list[str]) -> No
     library.index(texts, show_progress=False)
     known = [word for word in question if word in library.vocab_dict]
     expected = library.get_scores(known) if known else np.zeros(len(texts))
-    scores = bm25_scores([[text.count(word) for text in texts] for word in question], list(map(len, texts)))
+    counts = [{word: text.count(word) for word in question if word in text} for text in texts]
+    scores = bm25_scores(counts, list(map(len, texts)))
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -40,6 +41,14 @@ def test_it_does_not_matter_how_a_page_is_cut_into_passages() -> None:
     whole = page_words([[KEJOUX], [f"{ADA} {ADA_LATER}"], [WESGRO]], question)
     assert cut.scores() == whole.scores()
     assert [cut.links(best) for best in range(3)] == [whole.links(best) for best in range(3)]
+
+
+def test_the_order_of_words_changes_no_rounding() -> None:
+    """Sets of words have another order in each process, and what is equally relevant must stay so."""
+    counts = {word: 1 + index % 3 for index, word in enumerate("abcdefghij")}
+    rarer = [dict(list(counts.items())[:number]) for number in range(1, 10)]
+    *_, forwards, backwards = bm25_scores([*rarer, counts, dict(reversed(counts.items()))], [20] * 11)
+    assert forwards == backwards
 
 
 def test_a_page_that_begins_with_a_rare_word_goes_before_one_that_begins_with_common_ones() -> None:

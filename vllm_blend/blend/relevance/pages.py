@@ -6,10 +6,11 @@ The constants were chosen on worlds of the development split; docs/selection.md 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
+from math import fsum
 
 from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
 from vllm_blend.blend.relevance.words import PassageWords, Sentence, stems_of
@@ -52,10 +53,11 @@ class PageWords:
         """Return how much each page is about the question: BM25 over whole pages, and once more the weight of each
         word of the question in a page's first sentence. A page that begins with a name is about it, while others only
         mention it."""
-        scores = bm25_scores([self._counts(word) for word in self.question], self._lengths)
-        weights = self._rarities(frozenset(self.question))
+        asked = set(self.question)
+        scores = bm25_scores(self._counts(asked), self._lengths)
+        weights = self._rarities(asked)
         for index, head in enumerate(self._heads):
-            scores[index] += sum(weight for word, weight in weights.items() if word in head.places)
+            scores[index] += fsum(weights[word] for word in asked & head.places.keys())
         return scores
 
     def links(self, best: int) -> list[Link]:
@@ -69,11 +71,11 @@ class PageWords:
         introduced = self._introduced(best)
         named = frozenset(word for word in self.question if word in self._heads[best].places)
         weights = self._rarities(named.union(*introduced))
-        lacking = [stem for stem in self._stems if not any(stem in own.stem_counts for own in self.pages[best])]
-        answers = bm25_scores([self._counts(stem, stems=True) for stem in lacking], self._lengths)
+        lacking = self._stems.keys() - self._page_stems[best]
+        answers = bm25_scores(self._counts(lacking, stems=True), self._lengths)
         links = []
         for index, words in enumerate(introduced):
-            mentions = sum(weights[word] for word in named & self._words[index])
+            mentions = fsum(weights[word] for word in named & self._words[index])
             score = max(map(weights.__getitem__, words), default=0.0) + MENTION_WEIGHT * mentions
             is_linked = score > 0 and index != best
             links.append(Link(score + answers[index], words, answers[index] > 0) if is_linked else Link())
@@ -82,7 +84,7 @@ class PageWords:
     def match(self, sentence: Sentence) -> float:
         """Return the weight of the question's words that begin as words of a sentence do. Words of most pages tell no
         sentence apart and count nothing."""
-        return sum(weight for stem, weight in self._stems.items() if stem in sentence.stems)
+        return fsum(self._stems[stem] for stem in self._stems.keys() & sentence.stems)
 
     def _introduced(self, best: int) -> list[frozenset[str]]:
         """Return the words of the page `best` that each page introduces: its first sentence has them soonest."""
@@ -109,12 +111,11 @@ class PageWords:
         ]
 
     @cached_property
-    def _word_counts(self) -> list[Mapping[str, int]]:
-        return [own.counts for page in self.pages for own in page]
-
-    @cached_property
-    def _stem_counts(self) -> list[Mapping[str, int]]:
-        return [own.stem_counts for page in self.pages for own in page]
+    def _page_stems(self) -> list[Set[str]]:
+        return [
+            frozenset().union(*(own.stem_counts for own in page)) if len(page) > 1 else page[0].stem_counts.keys()
+            for page in self.pages
+        ]
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -123,20 +124,24 @@ class PageWords:
     @cached_property
     def _stems(self) -> dict[str, float]:
         """Return the beginnings of the question's words, with their weights in `match`."""
-        num = len(self.pages)
-        num_with = {stem: num - self._counts(stem, stems=True).count(0) for stem in stems_of(self.question)}
-        return {stem: rarity(count, num) if 2 * count <= num else 0.0 for stem, count in num_with.items()}
+        stems, num = stems_of(self.question), len(self.pages)
+        num_with = Counter(chain.from_iterable(stems.keys() & own for own in self._page_stems))
+        return {stem: rarity(num_with[stem], num) if 2 * num_with[stem] <= num else 0.0 for stem in stems}
 
-    def _counts(self, word: str, stems: bool = False) -> list[int]:
-        """Return how often a word, or a stem, stands in each page."""
-        kept = self._stem_counts if stems else self._word_counts
-        counts = [own.get(word, 0) for own in kept]
-        if len(counts) == len(self.pages):
-            return counts
-        passages = iter(counts)
-        return [sum(islice(passages, len(page))) for page in self.pages]
+    def _counts(self, words: set[str], stems: bool = False) -> list[dict[str, int]]:
+        """Return how often each page has each of some words, or stems, that it has at all. An intersection takes as
+        long as its smaller side is large (CPython looks for the smaller one if they are no frozensets)."""
+        counts: list[dict[str, int]] = []
+        for page in self.pages:
+            own: dict[str, int] = {}
+            for passage in page:
+                kept = passage.stem_counts if stems else passage.counts
+                for word in words & kept.keys():
+                    own[word] = own.get(word, 0) + kept[word]
+            counts.append(own)
+        return counts
 
-    def _rarities(self, words: frozenset[str]) -> dict[str, float]:
+    def _rarities(self, words: Set[str]) -> dict[str, float]:
         """Return the weight of each of `words`."""
         num_with = Counter(chain.from_iterable(words & own for own in self._words))
         return {word: rarity(num_with[word], len(self.pages)) for word in words}
