@@ -120,15 +120,16 @@ def test_a_suffix_is_needed() -> None:
 
 @pytest.mark.cpu_only
 def test_a_plan_that_has_chosen_looks_at_nothing_and_counts_what_it_chose() -> None:
+    """Of three passages the second has a hole of three tokens, which are computed anyway."""
     kv, bounds, index = torch.zeros(LAYERS, 10, 1, 1), ((0, 10), (10, 20), (20, 30)), WordIndex(None)
-    segments = [Segment(start, ChunkKV(kv, kv)) for start, _ in bounds]
+    segments = [Segment(start, ChunkKV(kv[:, :size], kv[:, :size])) for start, size in ((0, 10), (10, 7), (20, 10))]
     selector, ids = make_selector("relevant_passages"), list(range(34))
-    plan = make_plan(segments, ids, 30, selector, 0.5, [1], None, LAYERS)
-    assert (plan.looks_at, plan.final_budget, plan.num_scheduled_tokens) == (LooksAt.QUESTION, 15, 15 + 4)
+    plan = make_plan(segments, ids, 30, selector, 0.6, [1], None, LAYERS)
+    assert (plan.looks_at, plan.final_budget, plan.num_scheduled_tokens) == (LooksAt.QUESTION, 18, 18 + 3 + 4)
     words = [index.read(ids[start:stop]) for start, stop in bounds]
-    chosen = plan.choose_passages(PromptPassages(bounds, (), ((0.0, 1.0, 0.0),), lambda: (words, [])))
-    assert chosen.chosen is not None and chosen.chosen.tolist() == list(range(10, 20))
-    assert (chosen.looks_at, chosen.final_budget, chosen.num_scheduled_tokens) == (LooksAt.POSITIONS, 10, 10 + 4)
+    chosen = plan.choose_passages(PromptPassages(bounds, (), ((0.0, 2.0, 1.0),), lambda: (words, [])))
+    assert chosen.chosen is not None and chosen.chosen.tolist() == [*range(10, 17), *range(20, 30)]
+    assert (chosen.looks_at, chosen.final_budget, chosen.num_scheduled_tokens) == (LooksAt.POSITIONS, 17, 17 + 3 + 4)
 
 
 @dataclass(frozen=True)

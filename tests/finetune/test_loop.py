@@ -116,6 +116,19 @@ def test_the_loss_is_cross_entropy_and_divergence_however_many_logits_at_once(mo
         hidden.grad = None
 
 
+def test_only_answers_count_as_right() -> None:
+    answers, kinds = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 0]]).bool(), torch.tensor([0, 1, 1])
+    right = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]]).bool()
+    assert losses.accuracies(right, answers, kinds) == {"full": 0.5, "isolated": 0.5}
+    assert losses.accuracies(right, answers, None) == {"full": 0.5}
+
+
+def test_a_teacher_is_frozen() -> None:
+    model = new_model().train()
+    teacher = FrozenModel(model)
+    assert not teacher.model.training and not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_the_teacher_computes_in_full_and_stays_as_it_is() -> None:
     """In full, a student that is its teacher has nothing to learn from it: the divergence adds no loss."""
     plan = replace(PLAN, steps=1, shares=replace(TrainingPlan(steps=1).shares or pytest.fail(), full=1.0, isolated=0.0))

@@ -77,6 +77,10 @@ def test_saved_weights_compute_what_the_adapter_does_and_the_teacher_is_without_
                 parameter.normal_(0, 0.1)
         adapted = model(input_ids=ids).logits
     assert torch.allclose(WithoutAdapter(model, adapter).hidden(batch), untouched, atol=1e-5)
+    merged_weights, layer = adapter.merged_weights(), model.model.layers[0].self_attn.q_proj
+    product = layer.lora_B.default.weight @ layer.lora_A.default.weight
+    expected = layer.base_layer.weight + 8 / 4 * product  # alpha / rank
+    assert torch.allclose(merged_weights["model.layers.0.self_attn.q_proj.weight"], expected, atol=1e-6)
     Student(model, _Tokenizer(), torch.float32, adapter).save(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():

@@ -116,6 +116,13 @@ def test_chunks_that_see_fewer_tokens_were_encoded_right_behind_those() -> None:
     assert rows[7:] == [list(range(8)), list(range(9))] and reuse.shift.tolist() == [[0, 0, 1, 1, 1, 4, 4, 0, 0]]
 
 
+def test_a_prefix_shorter_than_the_sinks_is_seen_as_a_whole() -> None:
+    few, all_of_it = (
+        make_reuse(CHUNKS, torch.tensor([ISOLATED]), torch.zeros(CHUNKS.shape), 0, None, n) for n in (5, None)
+    )
+    assert torch.equal(few.shift, all_of_it.shift) and torch.equal(visible(CHUNKS, few), visible(CHUNKS, all_of_it))
+
+
 @pytest.mark.parametrize("shares, kind", [(MaskShares(1.0, 0.0), FULL), (MaskShares(0.0, 1.0), ISOLATED)])
 def test_shares_of_one_leave_no_choice(shares: MaskShares, kind: int) -> None:
     assert (draw_reuse(batch_of(20), shares, torch.Generator().manual_seed(0)).kinds == kind).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from vllm_blend.quality import held_out
 from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
 from vllm_blend.quality.held_out_report import render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
-from vllm_blend.quality.splits import TEST
+from vllm_blend.quality.splits import DEVELOPMENT
+from vllm_blend.quality.sweep import sweep
 
 ABOUT = {"command": "python -m x", "model": "m", "weights": "w", "dtype": "float32", "split": "test"}
 
@@ -34,18 +36,21 @@ def measured(*runs: Answered, first: int = 5_000_000) -> HeldOut:
 
 
 def test_questions_are_of_the_split_and_of_all_kinds() -> None:
-    parts = held_out_questions(TEST, 2, samples=49, per_world=3)
+    parts = held_out_questions(DEVELOPMENT, 2, samples=49, per_world=3)
     samples = [sample for part in parts for sample in part.samples]
     assert [len(part.samples) for part in parts] == [48, 1] and parts[0].name == "2 families, plain"
     worlds = [int(world_of(sample.sample_id)) for sample in samples]
-    assert worlds == [worlds[0] + number // 3 for number in range(49)] and worlds[0] in TEST.seeds
+    assert worlds == [worlds[0] + number // 3 for number in range(49)] and worlds[0] in DEVELOPMENT.seeds
     assert [sample.kind for sample in samples[:6]] == ["1hop", "cross", "2hop"] * 2
     assert len({sample.sample_id for sample in samples}) == 49 and all(s.gold and s.answers[0] for s in samples)
-    [later] = held_out_questions(TEST, 2, samples=3, per_world=3, first_world=2)
+    [later] = held_out_questions(DEVELOPMENT, 2, samples=3, per_world=3, first_world=2)
     assert later.samples == tuple(samples[6:9])
     assert digest_of(later.samples) == digest_of(samples[6:9]) != digest_of(samples[6:8])
-    [wild] = held_out_questions(TEST, 2, "wild", samples=3, titles=True)
-    assert wild.name == "2 families, wild, titled" and wild.style.name == "wikimqa"
+    [wild] = held_out_questions(DEVELOPMENT, 2, "wild", samples=3, titles=True, pages=False)
+    assert wild.name == "2 families, wild, titled, without pages" and wild.style.name == "wikimqa"
+    assert parts[0].pages and not wild.pages
+    other = replace(samples[6], passages=samples[6].passages[1:])
+    assert digest_of([other]) != digest_of(samples[6:7])
 
 
 def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
@@ -61,6 +66,7 @@ def test_a_file_gives_back_what_was_measured(tmp_path: Path) -> None:
         '{"about": {}}',
         "[]",
         (tmp_path / "a.json").read_text().replace('"correct":"1101"', '"correct":"1111"'),
+        (tmp_path / "a.json").read_text().replace('"correct":"1101"', '"correct":"11011"'),
     ):
         (tmp_path / "b.json").write_text(text)
         with pytest.raises(ValueError, match="does not hold answers of held-out questions"):
@@ -92,6 +98,37 @@ def test_the_table_compares_over_the_same_questions() -> None:
         render([HeldOut(ABOUT | {"runs": []}, (Cell("c", ("test-1-1",), ("1hop",), (1, 1), "d"),))])
 
 
+def test_intervals_are_over_worlds_and_allow_for_one_that_was_not_seen() -> None:
+    """Worlds whose questions are all answered alike tell no more with three questions each than with one."""
+    tables = []
+    for each in (1, 3):
+        names = tuple(f"test-{world}-{number}" for world in range(12) for number in range(each))
+        runs = [
+            answered(setting, ratio, "".join(one * each for one in correct))
+            for setting, ratio, correct in (
+                ("full prefill", None, "1" * 12),
+                ("plain reuse", 0.0, "010101010101"),
+                ("rule", 0.1, "1" * 12),
+            )
+        ]
+        cell = Cell("c", names, ("1hop",) * len(names), (1, 1), "d", (), tuple(runs))
+        tables.append([line for line in render([HeldOut(ABOUT | {"runs": []}, (cell,))]).splitlines() if "|" in line])
+    assert tables[0] == tables[1]
+    kept = tables[0][-1].split("|")[-3].strip()
+    assert kept.startswith("100.0 (7") and kept != "100.0 (100.0 to 100.0)"  # 1 - 0.025 ** (1 / 12) may be lost
+
+
+def test_what_was_measured_again_or_over_other_texts_is_shown_apart() -> None:
+    first, again = measured(answered("rule", 0.15, "1100")), measured(answered("rule", 0.15, "0011"))
+    lines = [line.split("|")[1].strip() for line in render([first, again]).splitlines() if line.startswith("| ")]
+    assert lines == ["setting", "full prefill", "plain reuse", "rule", "rule (again)"]
+    for other in (
+        HeldOut(first.about, (replace(first.cells[0], digest="e"),)),
+        HeldOut(dict(first.about) | {"dtype": "bfloat16"}, first.cells),
+    ):
+        assert render([first, other]).count("4 questions about 2 worlds") == 2
+
+
 def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Path) -> None:
     write_held_out(tmp_path / "a.json", measured(answered("rule", 0.15, "1111")))
     [line] = find_read(
@@ -101,7 +138,10 @@ def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Pa
     for other in (
         measured(answered("rule", 0.1, "1111")),
         measured(answered("rule", 0.15, "1111"), first=5_000_002),
-        HeldOut(dict(measured().about) | {"runs": [["rule", 0.15]], "weights": "v"}, measured().cells),
+        *(
+            HeldOut(dict(measured().about) | {"runs": [["rule", 0.15]], name: "other"}, measured().cells)
+            for name in ("weights", "dtype", "split")
+        ),
     ):
         assert find_read(tmp_path, other) == []
     assert find_read(tmp_path / "none", measured(answered("rule", 0.15, "1111"))) == []
@@ -110,10 +150,31 @@ def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Pa
         find_read(tmp_path, measured(answered("rule", 0.15, "1111")))
 
 
-def test_the_command_measures_the_test_split_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def interrupted(*args: Any, check: Any, **options: Any) -> Any:
+    """Sweep until all is checked, and no further."""
+
+    def then_fail(*checked: Any) -> None:
+        check(*checked)
+        raise RuntimeError("the power failed")
+
+    return sweep(*args, check=then_fail, **options)
+
+
+def test_the_command_measures_the_test_split_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", max_position_embeddings=1536)
     flags = ["--split", "test", "--families", "1", "--samples", "2", "--per-world", "1", "--dtype", "float32"]
     flags += ["--settings", "first_tokens@0.1", "oracle: gold passages", "--ratios", "0.5", "--batch", "2"]
+    monkeypatch.setattr(held_out, "sweep", interrupted)
+    with pytest.raises(SystemExit):
+        held_out.main([model, *flags, "--output", str(tmp_path / "begun.json")])
+    assert "the power failed" in capsys.readouterr().err
+    monkeypatch.undo()
+    with pytest.raises(SystemExit):
+        held_out.main([model, *flags, "--output", str(tmp_path / "a.json")])
+    assert "begun.json (1 family, plain): first_tokens at 10%" in capsys.readouterr().err
+    (tmp_path / "begun.json").unlink()
     held_out.main([model, *flags, "--output", str(tmp_path / "a.json")])
     said = capsys.readouterr().out
     found = read_held_out(tmp_path / "a.json")

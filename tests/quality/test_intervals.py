@@ -54,6 +54,9 @@ def test_nothing_is_recovered_where_nothing_is_lost() -> None:
     once = known(bootstrap.recovered(better, full, better))  # a third of the resamples lack the one question in four
     assert (once.value, once.low, once.high) == (1.0, None, None)
     assert bootstrap.ratio(full, np.zeros(4)) is None
+    most, some = np.ones(10), np.array([1.0] * 6 + [0.0] * 4)  # 0.6% of the resamples lack what is lost
+    often = known(Bootstrap(10, 0).recovered(most, some, most))
+    assert (often.low, often.high) == (1.0, 1.0)
     assert known(bootstrap.ratio(full, better)).value == pytest.approx(2 / 3)
 
 
@@ -163,5 +166,17 @@ def test_a_world_of_its_own_for_each_question_changes_nothing() -> None:
     values = np.random.default_rng(5).random(40)
     for kind in (Bootstrap, SmallSampleIntervals):
         assert kind(40, 3).score(values) == kind(40, 3, range(40)).score(values)
+
+
+def test_worlds_weigh_as_much_as_they_have_questions() -> None:
+    ones, one_each = np.ones(6), SmallSampleIntervals(2, 3).score(np.ones(2))
+    exact = Bootstrap(6, 0, [0, 0, 0, 0, 0, 1]).mean(ones)
+    assert (exact.low, exact.high) == (1, 1)
+    assert SmallSampleIntervals(6, 3, [0, 0, 0, 1, 1, 1]).score(ones).low == pytest.approx(one_each.low)
+    lopsided = SmallSampleIntervals(6, 3, [0, 0, 0, 0, 0, 1]).score(ones)  # another world may have five questions
+    assert lopsided.low is not None and one_each.low is not None and lopsided.low < one_each.low
+
+
+def test_as_many_worlds_as_questions_are_needed() -> None:
     with pytest.raises(ValueError, match="39 worlds for 40 questions"):
         Bootstrap(40, 3, range(39))

@@ -17,8 +17,8 @@ from vllm_blend.quality.splits import DEVELOPMENT, TEST, TRAINING
 
 def test_a_file_of_new_worlds_is_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--families", "4", "--style", "wild", "--samples", "20", "--per-world", "3"]
-    main(["--split", "test", *asked, "--output-dir", str(tmp_path)])
-    path = tmp_path / "musique_test_wild_4.json"
+    main(["--split", "development", *asked, "--output-dir", str(tmp_path)])
+    path = tmp_path / "musique_development_wild_4.json"
     assert capsys.readouterr().out == f"20 questions about 7 worlds: {path}\n"
     questions = read_questions(path)
     assert questions.style.name == "musique" and len(questions.samples) == 20
@@ -30,17 +30,25 @@ def test_a_file_of_new_worlds_is_a_data_set(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_questions_about_a_world_differ_and_name_it() -> None:
-    made = make_samples(TEST, 8, "plain", 45, per_world=15)
+    made = make_samples(DEVELOPMENT, 8, "plain", 45, per_world=15)
     worlds: dict[str, list[dict[str, Any]]] = {}
     for sample in made:
         worlds.setdefault(sample["world"], []).append(sample)
     assert [len(questions) for questions in worlds.values()] == [15, 15, 15]
     for world, questions in worlds.items():
-        assert int(world) in TEST.seeds
+        assert int(world) in DEVELOPMENT.seeds
         assert len({question["question"] for question in questions}) == 15
         assert all(question["ctxs"] == questions[0]["ctxs"] for question in questions)
     assert len({sample["id"] for sample in made}) == 45
     assert all(normalize_sample(sample).kind == KINDS[index % 3] for index, sample in enumerate(made))
+
+
+def test_kinds_take_turns_over_worlds_and_small_worlds_may_lack_some() -> None:
+    made = make_samples(DEVELOPMENT, 4, "plain", 9, per_world=2)
+    assert [sample["kind"] for sample in made] == [KINDS[index % 3] for index in range(9)]
+    small = make_samples(DEVELOPMENT, 1, "wild", 60, per_world=15)
+    assert len({(sample["world"], sample["question"]) for sample in small}) == 60
+    assert {sample["kind"] for sample in small} == set(KINDS)
 
 
 def test_every_size_and_style_has_worlds_of_its_own() -> None:
@@ -86,3 +94,6 @@ def test_files_without_answers_can_not_be_measured() -> None:
     sample = {"ctxs": [{"text": "It rained."}], "question": "What fell?", "answers": ["snow"]}
     with pytest.raises(ValueError, match="no passage holds an answer"):
         bm25_hits.answer_hits([sample])
+    with pytest.raises(ValueError, match="no passage holds an answer"):
+        bm25_hits.answer_hits([sample | {"answers": ["rain"]}])  # a part of a word
+    assert bm25_hits.answer_hits([sample | {"answers": ["RAINED"]}]).shares == (1.0, 1.0, 1.0)
