@@ -224,18 +224,8 @@ def test_training_ends_when_the_development_rows_are_answered(
 ) -> None:
     """It is distilled, in parts, with whole chunks among reused ones: all of it at once still learns."""
     options = ["--steps", 200, "--batch-size", 8, "--learning-rate", 0.02, "--warmup-steps", 5, "--decay-share", 0.1]
-    options += [
-        "--development",
-        dataset,
-        "--target",
-        1.0,
-        "--evaluate-steps",
-        10,
-        "--mixed",
-        0.3,
-        "--max-recomputed",
-        0,
-    ]
+    options += ["--development", dataset, "--target", 1.0, "--evaluate-steps", 10]
+    options += ["--mixed", 0.3, "--max-recomputed", 0]
     options += ["--distill", 0.1, "--accumulate", 2, "--checkpoint-activations", "--device", "cpu"]
     Path(dataset).write_text(json.dumps(SAMPLES[:1]))
     assert finetune(model, "--output", tmp_path / "new", "--dataset", dataset, *options) == 0
