@@ -53,10 +53,10 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `relevance` has a score
     for every chunk, as retrievers and rerankers give them (larger is more relevant, on any scale; None for a chunk that
     has none, which comes last), or several lists of them, which are fused by reciprocal rank: the selector
-    relevant_passages goes by it. With the `order` "free" chunks
-    may be put into another order: the pages that matter for the question stand first then, by `relevance` or by the
-    question's words, where they are exact or cheap to make exact; `output.prompt` shows the order. `chunk_ranking` has
-    numbers of chunks, most relevant first: if chunks move while decoding, the first ones are on the device at first.
+    relevant_passages goes by it. With the `order` "free" chunks may be put into another order: the pages that matter
+    for the question stand first then, by `relevance` or by the question's words, where they are exact or cheap to make
+    exact; `output.prompt` shows the order. `chunk_ranking` has numbers of chunks, most relevant first: if chunks move
+    while decoding, the first ones are on the device at first.
     `in_place_chunks` has numbers of chunks that are not worth storing: if nothing is stored for such a chunk, it is
     computed where it stands, as prefill does it, and leaves nothing in the store. `continues` names, for every chunk,
     the chunk before it in the prompt that it continues on its own page, or None: it may be encoded after that one.

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.engine.engines import tiny_model
-from vllm_blend.finetune import attention, losses
-from vllm_blend.finetune.loop import Surroundings, TrainingProgress, compile_layers, train
+from vllm_blend.finetune import attention, evaluation, losses, masks
+from vllm_blend.finetune.evaluation import Development
+from vllm_blend.finetune.loop import Surroundings, TrainingProgress, _optimizer, compile_layers, train
 from vllm_blend.finetune.losses import Taught, weighted_loss
 from vllm_blend.finetune.plan import TrainingPlan
-from vllm_blend.finetune.rows import RowPool, RowPools, Rows, make_row, pad_rows, row_batch
+from vllm_blend.finetune.rows import RowBatch, RowPool, RowPools, Rows, make_row, pad_rows, row_batch
 from vllm_blend.finetune.state import TrainingState, load_state, save_state
 from vllm_blend.finetune.teacher import FrozenModel
 
@@ -35,6 +36,11 @@ def rows(count: int) -> Rows:
         for i in range(count)
     ]
     return pad_rows([row for row in made if row is not None], LENGTH, 0)
+
+
+def batch_of(count: int) -> RowBatch:
+    given = rows(count)
+    return row_batch(*(torch.from_numpy(numbers) for numbers in (given.ids, given.weights, given.chunks)))
 
 
 def new_model(architecture: str = "llama") -> Any:
@@ -68,6 +74,59 @@ def test_without_shares_a_stock_model_is_trained() -> None:
     _, lines = trained(replace(PLAN, steps=10, log_steps=5), model)
     assert [line.step for line in lines] == [1, 5, 10] and lines[-1].loss < lines[0].loss
     assert set(lines[-1].accuracy) == {"full"} and lines[-1].ended == "the limit is reached"
+    before, batch = AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32), batch_of(4)
+    with torch.no_grad():
+        each = F.cross_entropy(before(batch.ids).logits[:, :-1].transpose(1, 2), batch.ids[:, 1:], reduction="none")
+    weights = batch.weights[:, 1:]
+    assert lines[0].loss == pytest.approx((each * weights).sum().item() / weights.sum().item(), rel=1e-4)
+
+
+def test_the_learning_rate_is_the_plans() -> None:
+    assert_same_weights(trained(replace(PLAN, steps=2, warmup_steps=10**9))[0], new_model())
+
+
+def test_norms_do_not_decay() -> None:
+    matrices, norms = _optimizer(new_model(), replace(PLAN, weight_decay=0.1), fused=False).param_groups
+    assert (matrices["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in matrices["params"]} == {2} and {p.dim() for p in norms["params"]} == {1}
+
+
+def test_the_first_batches_are_the_shortest() -> None:
+    asked: list[bool] = []
+
+    class Pools(RowPools):
+        def draw(self, shortest: bool = False) -> RowBatch:
+            asked.append(shortest)
+            return super().draw(shortest)
+
+    pools = Pools([RowPool(4, LENGTH, torch.device("cpu"), 0)], [1.0], 4, 0)
+    train(new_model(), pools, iter([rows(4)]), replace(PLAN, steps=4, short_share=0.5), Surroundings(lambda line: None))
+    assert asked == [True, True, False, False]
+
+
+def test_training_ends_when_the_development_rows_are_right_in_full_and_isolated() -> None:
+    lines, found = list[TrainingProgress](), iter(({"full": 1.0, "isolated": 0.8}, {"full": 0.9, "isolated": 0.95}))
+    pools = RowPools([RowPool(4, LENGTH, torch.device("cpu"), 0)], [1.0], 4, 0)
+    plan = replace(PLAN, target=0.9, evaluate_steps=1, log_steps=1)
+    train(new_model(), pools, iter([rows(4)]), plan, Surroundings(lines.append, evaluate=lambda: next(found)))
+    assert [line.step for line in lines] == [1, 2] and "the target is reached" in lines[-1].ended
+
+
+def test_development_rows_are_asked_in_full_and_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained(replace(PLAN, steps=30))
+    asked, batch = Development([rows(4)], [3], torch.device("cpu")), batch_of(4)
+    with torch.no_grad():
+        right = (model(batch.ids).logits[:, :-1].argmax(-1) == batch.ids[:, 1:])[batch.answers[:, 1:]]
+    assert right.any() and asked.accuracy(model, None) == {"full": right.float().mean().item()}
+    made: list[tuple[int, int | None]] = []
+
+    def noted(chunks: torch.Tensor, kinds: torch.Tensor, *args: Any, **options: Any) -> Any:
+        made.append((int(kinds[0]), options["sinks"]))
+        return masks.make_reuse(chunks, kinds, *args, **options)
+
+    monkeypatch.setattr(evaluation, "make_reuse", noted)
+    assert set(asked.accuracy(model, masks.MaskShares(sinks=1))) == {"full", "isolated"}
+    assert made == [(masks.FULL, 1)] * 2 + [(masks.ISOLATED, 1)] * 2  # four rows, three at once
 
 
 @pytest.mark.parametrize("change", [{"accumulate": 4}, {"checkpoint_activations": True}])
@@ -86,6 +145,9 @@ def test_a_run_in_two_processes_is_the_run_in_one(tmp_path: Path) -> None:
     assert state.step == 1 and state.rows == 4
     second, lines = trained(whole, resumed=state)
     assert lines[-1].step == PLAN.steps
+    paused: list[TrainingState] = []
+    trained(replace(whole, pause_minutes=1e-9), save=paused.append, resumed=state)
+    assert (paused[0].step, paused[0].rows) == (2, 8)  # what comes next are rows that no process has seen
     assert_same_weights(second, trained(whole)[0])
     with pytest.raises(ValueError, match=r"learning_rate was 0\.01 and is 0\.02"):
         load_state(tmp_path, replace(whole, learning_rate=0.02))
@@ -94,8 +156,7 @@ def test_a_run_in_two_processes_is_the_run_in_one(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_cross_entropy_and_divergence_however_many_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = rows(3)
-    batch = row_batch(*(torch.from_numpy(numbers) for numbers in (given.ids, given.weights, given.chunks)))
+    batch = batch_of(3)
     torch.manual_seed(0)
     head, other = torch.nn.Linear(8, 420, bias=False), torch.nn.Linear(8, 420, bias=False)
     hidden, seen = torch.randn(3, LENGTH, 8, requires_grad=True), torch.randn(3, LENGTH, 8)

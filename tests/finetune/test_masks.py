@@ -116,6 +116,26 @@ def test_chunks_that_see_fewer_tokens_were_encoded_right_behind_those() -> None:
     assert rows[7:] == [list(range(8)), list(range(9))] and reuse.shift.tolist() == [[0, 0, 1, 1, 1, 4, 4, 0, 0]]
 
 
+def test_spans_are_recomputed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "HEADS_SHARE", 0.0)
+    monkeypatch.setattr(masks, "SPANS", (5,))
+    batch, shares = batch_of(200), MaskShares(full=0.0, isolated=0.0)
+    reuse = draw_reuse(batch, shares, torch.Generator().manual_seed(4))
+    replaced = ~reuse.current[:, : batch.ids.shape[1]]
+    whole = replaced.sum(1) < shares.recompute_slots(batch.ids.shape[1])  # else some at random stay as they were
+    spans = replaced[whole][:, 10:90].unflatten(1, (-1, 5))
+    assert (spans.all(2) == spans.any(2)).all() and 0.05 < spans.float().mean() < 0.2
+    assert MaskShares().recompute_slots(1024) == 128
+
+
+def test_a_part_of_a_batch_is_reused_as_in_the_whole() -> None:
+    batch, generator = batch_of(12), torch.Generator().manual_seed(5)
+    reuse = draw_reuse(batch, MaskShares(0.2, 0.2, mixed=0.3, sinks=4), generator)
+    part, chunks = reuse.part(slice(2, 9)), batch.chunks[2:9]
+    assert len(reuse.kinds.unique()) > 2 and torch.equal(part.kinds, reuse.kinds[2:9])
+    assert torch.equal(visible(chunks, part), visible(batch.chunks, reuse)[2:9])
+
+
 def test_a_prefix_shorter_than_the_sinks_is_seen_as_a_whole() -> None:
     few, all_of_it = (
         make_reuse(CHUNKS, torch.tensor([ISOLATED]), torch.zeros(CHUNKS.shape), 0, None, n) for n in (5, None)

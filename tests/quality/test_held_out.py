@@ -14,6 +14,8 @@ from vllm_blend.quality import held_out
 from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
 from vllm_blend.quality.held_out_report import render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
+from vllm_blend.quality.questions import Questions
+from vllm_blend.quality.session import Session
 from vllm_blend.quality.splits import DEVELOPMENT
 from vllm_blend.quality.sweep import sweep
 
@@ -150,14 +152,14 @@ def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Pa
         find_read(tmp_path, measured(answered("rule", 0.15, "1111")))
 
 
-def interrupted(*args: Any, check: Any, **options: Any) -> Any:
+def interrupted(*args: Any, **options: Any) -> Any:
     """Sweep until all is checked, and no further."""
 
-    def then_fail(*checked: Any) -> None:
-        check(*checked)
+    def then_fail(session: Session, data: list[Questions]) -> None:
+        options["check"](session, data)
         raise RuntimeError("the power failed")
 
-    return sweep(*args, check=then_fail, **options)
+    return sweep(*args, **(options | {"check": then_fail}))
 
 
 def test_the_command_measures_the_test_split_once(

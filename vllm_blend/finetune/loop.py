@@ -49,8 +49,8 @@ def _percent(shares: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a training run calls: with its progress, to keep checkpoints, and to ask the development rows. `save` is
-    called every `save_minutes` and at a pause, but not at the end."""
+    """The functions that a training run calls: to report its progress, to keep checkpoints, and to ask the development
+    rows. `save` is called every `save_minutes` and at a pause, but not at the end."""
 
     report: Callable[[TrainingProgress], None]
     save: Callable[[TrainingState], None] = lambda state: None

@@ -38,7 +38,7 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model computes as it did without the adapter."""
+        """Have the model compute as it does without the adapter."""
         with self._wrapped.disable_adapter():
             yield
 

@@ -21,8 +21,8 @@ LOGITS_AT_ONCE = 2**27  # numbers; 512 MiB in float32
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch gave. `loss` sums over tokens, times their weights. `right` says, for each token but the first of a
-    row, whether the model found it likeliest: bool [rows, length - 1]."""
+    """The outcome of a batch. `loss` sums over tokens, times their weights. `right` says, for each token but the first
+    of a row, whether the model found it likeliest: bool [rows, length - 1]."""
 
     loss: torch.Tensor
     right: torch.Tensor

@@ -29,7 +29,7 @@ FLOAT, HALF = 4, 2  # bytes
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that training takes, by a formula. docs/finetune.md derives it; only `measure` says what is so."""
+    """Bytes that training takes, by a formula. docs/finetune.md derives it; `measure` tells what it really is."""
 
     weights: float
     activations: float

@@ -2,8 +2,8 @@
 
     python -m vllm_blend.quality.bm25_hits inputs/musique_s.json
 
-Only questions count whose answer some passage of theirs holds. Pages count as a whole if the file says them: a page is
-ranked by its best passage, as a rule that computes whole pages sees it.
+Only questions with a passage that holds their answer count. If the file names pages, they are counted as well: a page
+is ranked by its best passage, and holds what any of its passages holds, as a rule that computes whole pages sees it.
 """
 
 from __future__ import annotations

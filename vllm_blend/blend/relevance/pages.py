@@ -20,7 +20,7 @@ MENTION_WEIGHT = 0.5  # of a page that mentions the best page, beside one that t
 
 def group_pages(num_passages: int, continues: Sequence[int | None]) -> list[list[int]]:
     """Return the passages of each page, ascending, and the pages in the order of their first passages. `continues` has,
-    for each passage, an earlier one that it continues on its page, or None; empty: each passage is a page."""
+    for each passage, an earlier one that it continues on its page, or None; if it is empty, each passage is a page."""
     pages: list[list[int]] = []
     page_of: list[list[int]] = []
     for index in range(num_passages):

@@ -60,8 +60,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class PassageWords:
-    """What stands in a passage: how often each word and each stem does, how many words there are, and its
-    sentences."""
+    """The words of a passage: how often each word and each stem occurs, how many words there are, and the sentences."""
 
     words: frozenset[str]
     counts: Mapping[str, int]
@@ -120,8 +119,9 @@ class WordIndex:
         return list(dict.fromkeys(split_words(self._text(token_ids))))
 
     def _sentence_bounds(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return where sentences begin and stop. One ends with the token that ends it or its line, and the quotation
-        marks and brackets behind it, but not in 3.14. Each has a word, if the passage has one."""
+        """Return where sentences begin and stop. A sentence ends with the token that ends it or its line, and includes
+        the quotation marks and brackets behind that; the point in 3.14 ends none. Each has a word, if the passage has
+        one."""
         if self._tokenizer is None:
             return [(0, len(token_ids))]
         pieces = list(self._pieces(token_ids))
