@@ -16,12 +16,13 @@ from vllm_blend.quality.rows import FULL, estimate_columns
 from vllm_blend.quality.settings import PLAIN_REUSE
 
 LEGEND = """\
-Synthetic worlds in MuSiQue's format. Exact match, shares and their 95% intervals are in percent. `token-layers`: all
-that the prefill put through the model, passes that only choose tokens and the question included, as a share of full
-prefill; computing the stored chunks is apart, and of an oracle, so is finding out what it names. `over {baseline}`: the
-difference over the same questions. `kept`: the share of full prefill's score. Intervals are over worlds, as questions
-about one world share its passages. Those of scores and differences are percentiles of a bootstrap; those of `kept`
-also allow for a world that is worse, or better, than all that were seen (`vllm_blend/quality/intervals.py`)."""
+Synthetic worlds in MuSiQue's format (titled ones: 2WikiMultihopQA's). Exact match, shares and their 95% intervals are
+in percent. `token-layers`: all that the prefill put through the model, passes that only choose tokens and the
+question included, as a share of full prefill; computing the stored chunks is apart, and of an oracle, so is finding
+out what it names. `over {baseline}`: the difference over the same questions. `kept`: the share of full prefill's
+score. Intervals are over worlds, as questions about one world share its passages. Those of scores and differences are
+percentiles of a bootstrap; those of `kept` also allow for a world that is worse, or better, than all that were seen
+(`vllm_blend/quality/intervals.py`)."""
 
 
 @dataclass(frozen=True)
