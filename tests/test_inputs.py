@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,5 +41,6 @@ def test_all_that_a_prompt_says_of_its_chunks_moves_with_them() -> None:
         encode_after=[after[index] for index in ORDER],
     )
     assert reorder_chunks(given, range(4)) == given
+    assert reorder_chunks(replace(given, text="as it was"), ORDER).text is None
     bare = parsed(chunks=CHUNKS)
     assert reorder_chunks(bare, ORDER) == parsed(chunks=[CHUNKS[index] for index in ORDER])

@@ -32,12 +32,15 @@ def questions() -> list[tuple[dict[str, Any], str]]:
     return asked
 
 
-def right_answers(model: str, selector: str) -> int:
+def right_answers(model: str, *selectors: str) -> list[int]:
+    """Return how many answers are right by each selector."""
     asked = questions()
+    prompts = [{**prompt, "blend_selector": selector} for selector in selectors for prompt, _ in asked]
     with engine(model, enable_blending=True) as llm:
-        prompts = [{**prompt, "blend_selector": selector} for prompt, _ in asked]
         outputs = run(llm, prompts, greedy(STYLE.max_tokens, stop="\n"))
-    return sum(output.outputs[0].text.strip() == answer for output, (_, answer) in zip(outputs, asked, strict=True))
+    right = [output.outputs[0].text.strip() for output in outputs]
+    parts = (right[first : first + len(asked)] for first in range(0, len(right), len(asked)))
+    return [sum(text == answer for text, (_, answer) in zip(part, asked, strict=True)) for part in parts]
 
 
 def test_worlds_are_none_that_it_was_trained_on() -> None:
@@ -45,10 +48,10 @@ def test_worlds_are_none_that_it_was_trained_on() -> None:
 
 
 def test_it_answers_as_well_from_reused_chunks_as_in_full() -> None:
-    full, reused = right_answers(REUSE_FRIENDLY, "full"), right_answers(REUSE_FRIENDLY, "none")
+    full, reused = right_answers(REUSE_FRIENDLY, "full", "none")
     assert full >= 9 and reused >= full - 2
 
 
 def test_the_model_it_was_trained_from_does_not() -> None:
-    full, reused = right_answers(DEMO, "full"), right_answers(DEMO, "none")
+    full, reused = right_answers(DEMO, "full", "none")
     assert full >= 9 and reused <= full / 2

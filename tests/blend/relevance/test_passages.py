@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.blend.relevance.texts import ADA, CONTINUES, KEJOUX, PASSAGES, chosen_text, prompt_of
-from vllm_blend.blend.relevance.passages import _is_clear
+from vllm_blend.blend.relevance.passages import _fuse, _is_clear
 
 pytestmark = pytest.mark.cpu_only
 
@@ -110,6 +110,10 @@ def test_links_of_the_given_first_page_lead_to_the_second() -> None:
 def test_pages_without_a_link_come_by_their_own_words() -> None:
     passages, _ = prompt_of(["Long tales.", "Old men sailed.", "Ada Brix."], "Ada Brix sailed")
     assert passages.ranked_pages() == [2, 1, 0]
+
+
+def test_equal_scores_have_the_best_of_their_ranks() -> None:
+    assert _fuse([[5.0, 5.0, 0.0]]) == [1 / 61, 1 / 61, 1 / 63]
 
 
 def test_the_best_page_is_clear_if_the_next_has_a_tenth_less() -> None:
