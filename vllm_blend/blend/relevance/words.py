@@ -11,6 +11,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +42,12 @@ def split_words(text: str) -> list[str]:
         else:
             words += [found[at : at + 2] for at in range(len(found) - 1)]
     return words
+
+
+@lru_cache(1 << 16)
+def has_word(text: str) -> bool:
+    """Return whether there is a word, or a part of one, in a text."""
+    return bool(_RUN.search(text))
 
 
 def stems_of(words: Iterable[str]) -> dict[str, None]:
@@ -106,8 +113,8 @@ class WordIndex:
         counts: Counter[str] = Counter()
         stem_counts: Counter[str] = Counter()
         sentences = []
-        for start, stop in self._sentence_bounds(token_ids):
-            words = split_words(self._text(token_ids[start:stop]))
+        for start, stop, text in self._split(token_ids):
+            words = split_words(text)
             counts.update(words)
             stem_counts.update(word[:_STEM_LETTERS] for word in words)
             places = {word: place for place, word in reversed(list(enumerate(words)))}
@@ -118,25 +125,29 @@ class WordIndex:
         """Return the different words of a question."""
         return list(dict.fromkeys(split_words(self._text(token_ids))))
 
-    def _sentence_bounds(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return where sentences begin and stop. A sentence ends with the token that ends it or its line, and includes
-        the quotation marks and brackets behind that; the point in 3.14 ends none. Each has a word, if the passage has
-        one."""
+    def _split(self, token_ids: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Return where sentences begin and stop, and their texts. A sentence ends with the token that ends it or its
+        line, and includes the quotation marks and brackets behind that; the point in 3.14 ends none. Each has a word,
+        if the passage has one."""
+        whole = self._text(token_ids)
         if self._tokenizer is None:
-            return [(0, len(token_ids))]
+            return [(0, len(token_ids), whole)]
         pieces = list(self._pieces(token_ids))
-        bounds: list[tuple[int, int]] = []
-        start, tail, has_word = 0, "", False
-        for (stop, text), (_, following) in zip(pieces, [*pieces[1:], (0, "")], strict=True):
+        bounds: list[tuple[int, int]] = []  # in pieces
+        start, tail, found = 0, "", False
+        for at, (_, text) in enumerate(pieces, 1):
             tail = (tail + text)[-_MOST_CLOSING:]
-            has_word = has_word or bool(_RUN.search(text))
+            found = found or has_word(text)
             ends = "\n" in text or tail.rstrip(_CLOSING + " ").endswith(_ENDS)
-            if stop == len(token_ids) and not has_word and bounds:  # a blank line, say, belongs to what precedes it
-                bounds[-1] = (bounds[-1][0], stop)
-            elif stop == len(token_ids) or (ends and has_word and following[0] not in _CLOSING + _DIGITS):
-                bounds.append((start, stop))
-                start, tail, has_word = stop, "", False
-        return bounds
+            if at == len(pieces) and not found and bounds:  # a blank line, say, belongs to what precedes it
+                bounds[-1] = (bounds[-1][0], at)
+            elif at == len(pieces) or (ends and found and pieces[at][1][0] not in _CLOSING + _DIGITS):
+                bounds.append((start, at))
+                start, tail, found = at, "", False
+        stops = [0, *(stop for stop, _ in pieces)]
+        if "".join(text for _, text in pieces) == whole:  # which saves to decode every sentence by itself
+            return [(stops[a], stops[b], "".join(text for _, text in pieces[a:b])) for a, b in bounds]
+        return [(stops[a], stops[b], self._text(token_ids[stops[a] : stops[b]])) for a, b in bounds]
 
     def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, str]]:
         """Yield the texts of tokens, and where each stops. Tokens that make one character are one piece."""
