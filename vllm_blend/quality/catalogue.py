@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
-from vllm_blend.blend.selectors import BEST, SELECTORS
+from vllm_blend.blend.selectors import AUTO, BEST, SELECTORS
 from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
 from vllm_blend.quality.arrangements import nearest_passage, relevant_first, with_pages
 from vllm_blend.quality.oracles import (
@@ -92,12 +92,15 @@ LEVERS = [
         ratios=(0.0, *GOALS),
     ),
     _choice(f"{RELEVANT_PASSAGES}+mean_shift", "with AgentKVShift's correction of chunks that are computed in part"),
-    Setting(
-        f"{RELEVANT_PASSAGES}, order free",
-        {"blend_selector": RELEVANT_PASSAGES, "order": "free"},
-        arrange=with_pages,
-        paper="the pages that the question's words lead to first, where they are exact; 100% is full prefill so",
-        ratios=(0.0, *GOALS, 1.0),
+    *(
+        Setting(
+            f"{selector}, order free",
+            {"blend_selector": selector, "order": "free"},
+            arrange=with_pages,
+            paper="the pages that the question's words lead to first, where they are exact; 100% is full prefill so",
+            ratios=(0.0, *GOALS, 1.0),
+        )
+        for selector in (RELEVANT_PASSAGES, AUTO)
     ),
     _encoded("bos", "Prompt Cache (Gim et al., MLSys 2024), section 3.4: no instruction before a chunk"),
     _encoded("page", "after the passages that it continues on its page", with_pages),

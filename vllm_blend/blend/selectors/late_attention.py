@@ -15,8 +15,8 @@ class LateAttention(QuestionAttention):
     and 11, counted from 0.
 
     The question passes all layers before anything is chosen, whereas `QuestionAttention` stops at three quarters. On
-    the demo model that pays off together with `mean_shift`; docs/selection.md compares both at equal cost on three
-    models.
+    the demo model that pays off together with `mean_shift`; benchmarks/results/selection_tables.md compares both on
+    three models.
     """
 
     name: ClassVar[str] = "late_attention"
