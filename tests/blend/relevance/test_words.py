@@ -97,6 +97,14 @@ def test_what_is_read(tokenizer: Any) -> None:
     assert words.sentences[0].stems == {"fou", "lat"}
 
 
+def test_what_was_read_cannot_be_changed(tokenizer: Any) -> None:
+    """Other prompts are ranked by it too, and a user's selector is given it."""
+    words: Any = WordIndex(tokenizer).read(tokenizer.encode("Founded late.", add_special_tokens=False))
+    for mapping in (words.counts, words.stem_counts, words.sentences[0].places):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            mapping["late"] = 7
+
+
 def test_without_a_tokenizer_tokens_are_words() -> None:
     words = WordIndex(None).read([7, 3, 7])
     assert words.counts == {"7": 2, "3": 1}

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -118,8 +119,10 @@ class WordIndex:
             counts.update(words)
             stem_counts.update(word[:_STEM_LETTERS] for word in words)
             places = {word: place for place, word in reversed(list(enumerate(words)))}
-            sentences.append(Sentence(start, stop, places, frozenset(stems_of(words))))
-        return PassageWords(frozenset(counts), counts, stem_counts, counts.total(), tuple(sentences))
+            sentences.append(Sentence(start, stop, MappingProxyType(places), frozenset(stems_of(words))))
+        # What other prompts will be read from is not for a user's selector to change.
+        own, own_stems = MappingProxyType(counts), MappingProxyType(stem_counts)
+        return PassageWords(frozenset(counts), own, own_stems, counts.total(), tuple(sentences))
 
     def question(self, token_ids: Sequence[int]) -> list[str]:
         """Return the different words of a question."""
