@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.engine.engines import DEMO
+from vllm_blend.finetune import sources
+from vllm_blend.finetune.sources import WorldOptions, world_source
 from vllm_blend.finetune.worlds import (
     DEVELOPMENT_WORLD,
     ROWS_PER_SEED,
     TRAINING_SEEDS,
+    RowShape,
     WorldRows,
     development_rows,
     draw_episode,
@@ -22,7 +26,9 @@ from vllm_blend.finetune.worlds import (
     world_shards,
 )
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
+from vllm_blend.quality.make_datasets import MOST_FAMILIES, WORLDS_PER_CELL
 from vllm_blend.quality.splits import DEVELOPMENT, TRAINING
+from vllm_blend.quality.worlds import STYLES, question_episode
 
 
 def source(length: int = 1024) -> WorldRows:
@@ -68,10 +74,32 @@ def test_longer_rows_have_larger_worlds_and_more_questions() -> None:
     assert row_shape(2048).families == (1, 6) and row_shape(4096).families == (3, 8)
 
 
-def test_development_rows_are_none_of_training() -> None:
-    development, training = development_rows(source(), 4), source().shard(TRAINING_SEEDS.start, 4)
-    assert len(development) == 4 and not (development.ids == training.ids).all(1).any()
-    assert DEVELOPMENT.seed(DEVELOPMENT_WORLD) in DEVELOPMENT.seeds
+def test_development_rows_are_of_development_worlds_that_nothing_is_measured_on() -> None:
+    seed = DEVELOPMENT.seed(DEVELOPMENT_WORLD)
+    assert np.array_equal(development_rows(source(), 3).ids, source().shard(seed, 3).ids)
+    cells = 1 + len(STYLES) * MOST_FAMILIES  # the first worlds are in none
+    assert cells * WORLDS_PER_CELL <= DEVELOPMENT_WORLD
+
+
+def test_wild_worlds_are_drawn_in_their_share_and_change_no_draw_where_there_are_none() -> None:
+    shape = RowShape(summaries=0.0)
+    for style, wild in (("plain", 0.0), ("wild", 1.0)):
+        rng = Random(TRAINING_SEEDS.start)
+        for _ in range(2 if wild else 1):  # whether to summarise, and whether to be wild
+            rng.random()
+        expected = question_episode(rng, style=style)
+        assert draw_episode(Random(TRAINING_SEEDS.start), shape, wild).passages == expected.passages
+
+
+def test_shorter_rows_are_more_and_a_later_process_goes_on_with_other_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(sources, "world_shards", lambda makers, jobs, workers: given.append(list(jobs)))
+    options = WorldOptions([1024, 2048], [1.0, 1.0], 9 * ROWS_PER_SEED, seed=0, workers=0, development=0)
+    tokenizer = source().tokenizer_json
+    for received in (0, 4 * ROWS_PER_SEED):
+        made = world_source(replace(options, received=received), tokenizer, 0, 2)
+        assert made.capacities == [6 * ROWS_PER_SEED, 3 * ROWS_PER_SEED]
+    assert given[1] == given[0][4:] + given[0][:4] and len(set(given[0])) == 9
 
 
 def test_seeds_are_shared_out_evenly_from_the_beginning() -> None:
