@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_blend.finetune.rows import ANSWER_WEIGHT, CONTEXT_WEIGHT, RowPool, Rows, make_row, pad_rows
+from vllm_blend.finetune.rows import ANSWER_WEIGHT, CONTEXT_WEIGHT, RowPool, RowPools, Rows, make_row, pad_rows
 
 BOS = 1
 
@@ -66,3 +66,15 @@ def test_a_batch_may_be_larger_than_the_pool() -> None:
     batch = pool.draw(5)
     assert batch.ids.shape == (5, 8) and set(batch.ids[:, 0].tolist()) == {10, 11}
     assert batch.answers.sum() == 5 and batch.weights[0, :3].tolist() == pytest.approx([0.5, 20.0, 0.0])
+
+
+def test_batches_of_longer_rows_have_as_many_tokens_and_their_share() -> None:
+    long, short = (RowPool(8, length, torch.device("cpu"), 0) for length in (16, 8))
+    pools = RowPools([long, short], [1.0, 0.0], batch_size=4, seed=0)
+    pools.add(numbered(10, 8))
+    assert not pools.have(1) and pools.received == 8  # there are no long rows yet
+    rows = numbered(20, 8)
+    pools.add(Rows(*(np.pad(array, ((0, 0), (0, 8))) for array in (rows.ids, rows.weights, rows.chunks))))
+    assert pools.have(2) and pools.received == 16
+    assert {tuple(pools.draw().ids.shape) for _ in range(5)} == {(2, 16)}
+    assert pools.draw(shortest=True).ids.shape == (4, 8)
