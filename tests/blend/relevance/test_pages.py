@@ -58,6 +58,11 @@ def test_a_page_that_begins_with_a_rare_word_goes_before_one_that_begins_with_co
     assert scores.index(max(scores)) == 5
 
 
+def test_pages_without_words_are_about_nothing() -> None:
+    words = page_words([["..."], ["!?"]], "Where?")
+    assert words.scores() == [0, 0] and words.links(0) == [Link(), Link()]
+
+
 def test_links_say_how_they_lead() -> None:
     links = page_words([[text] for text in PASSAGES], "Where does the river at the birthplace of Ada Brix flow?").links(
         2
