@@ -105,6 +105,8 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--worlds", "--steps", "1", "--teacher", DEMO], "without --distill"),
         (["--dataset", MUSIQUE, "--steps", "1", "--target", "0.9"], "--target 0.9 needs development rows"),
         (["--dataset", MUSIQUE, "--steps", "1", "--lora-rank", "-1"], "--lora-rank is -1"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--lora-rank", "100000"], "--lora-rank is 100000: use at most 1024"),
+        (["--dataset", MUSIQUE, "--steps", "1", "--decay-share", "2"], "--decay-share is 2.0: it must be a number in"),
         ([], "give --worlds, or --dataset FILE"),
     ],
 )

@@ -86,6 +86,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
     assert "the number of families is 0: use 1 to 8" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        main(["--per-world", "3", "--output-dir", str(tmp_path)])
+    assert "--per-world is for new worlds: give --split too" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
         bm25_hits.main([str(tmp_path / "missing.json")])
     assert "missing.json" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_RANK = 1024
 ADAPTER = "default"  # peft's name of the first adapter
 
 
@@ -17,6 +18,8 @@ def check_lora(rank: int, alpha: int) -> None:
     """Raise ValueError for a rank or alpha that cannot be, or if `peft` is missing. A rank of 0 is no adapter."""
     if rank < 0:
         raise ValueError(f"--lora-rank is {rank}: use 0 for no adapter, or a rank such as 16")
+    if rank > MAX_RANK:
+        raise ValueError(f"--lora-rank is {rank}: use at most {MAX_RANK}, or leave it out to train all weights")
     if alpha <= 0:
         raise ValueError(f"--lora-alpha is {alpha}: it must be above 0, such as twice the rank")
     if rank and importlib.util.find_spec("peft") is None:

@@ -54,6 +54,7 @@ class TrainingPlan:
         for name in ("warmup_steps", "weight_decay", "distill"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "at least 0")
         self._check("target", self.target is None or 0 < self.target <= 1, "in (0, 1]")
+        self._check("decay_share", 0 < self.decay_share <= 1, "in (0, 1]")
         self._check("short_share", 0 <= self.short_share < 1, "in [0, 1)")
         if self.batch_size % self.accumulate:
             raise ValueError(f"--batch-size {self.batch_size} must be a multiple of --accumulate {self.accumulate}")

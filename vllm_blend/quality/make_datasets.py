@@ -136,7 +136,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--style", choices=STYLES, default=STYLES[0], help="with --split: style of the worlds (default: %(default)s)")
     add("--samples", type=int, default=500, help="with --split: number of questions (default: %(default)s)")
     add("--per-world", type=int, default=1, help="with --split: questions about each world (default: %(default)s)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    changed = [
+        name
+        for name in ("families", "style", "samples", "per_world")
+        if getattr(args, name) != parser.get_default(name)
+    ]
+    if args.split is None and changed:
+        parser.error(f"--{changed[0].replace('_', '-')} is for new worlds: give --split too")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
