@@ -33,9 +33,8 @@ from vllm_blend.finetune import attention  # noqa: E402
 from vllm_blend.finetune.options import add_training_options, make_plan  # noqa: E402
 from vllm_blend.finetune.plan import TrainingPlan  # noqa: E402
 from vllm_blend.finetune.run import Student, run_training  # noqa: E402
-from vllm_blend.finetune.saving import check_output  # noqa: E402
 from vllm_blend.finetune.sources import WorldOptions, leading_bos, world_source  # noqa: E402
-from vllm_blend.finetune.state import check_resumable, load_state  # noqa: E402
+from vllm_blend.finetune.state import begin_or_resume  # noqa: E402
 from vllm_blend.finetune.worlds import TRAINING_SEEDS  # noqa: E402
 from vllm_blend.models.loader import load_hf_config  # noqa: E402
 
@@ -148,12 +147,7 @@ def make_model(args: argparse.Namespace, config: Any) -> Any:
 def run(args: argparse.Namespace, say: Any) -> None:
     """Train, and write the model. Raises ValueError or OSError for bad input."""
     plan = make_plan(args, shares=None, short_share=args.short_share)
-    resumed = None
-    if args.resume:
-        check_resumable(args.output)
-        resumed = load_state(args.output, plan)
-    else:
-        check_output(args.output)
+    resumed = begin_or_resume(args.output, plan, args.resume)
     shares = args.length_shares or [1.0] * len(args.lengths)
     received = 0 if resumed is None else resumed.rows
     options = WorldOptions(

@@ -31,9 +31,8 @@ from vllm_blend.finetune.options import add_training_options, make_plan
 from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE
 from vllm_blend.finetune.run import Student, run_training
-from vllm_blend.finetune.saving import check_output
 from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
-from vllm_blend.finetune.state import check_resumable, load_state
+from vllm_blend.finetune.state import begin_or_resume
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
 from vllm_blend.models.loader import load_hf_config
 
@@ -56,12 +55,7 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
         check_vocabulary(config, load_hf_config(args.teacher), args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     plan = make_plan(args, mask_shares(args, leading_bos(tokenizer)), args.distill)
-    resumed = None
-    if args.resume:
-        check_resumable(args.output)
-        resumed = load_state(args.output, plan)
-    else:
-        check_output(args.output)
+    resumed = begin_or_resume(args.output, plan, args.resume)
     source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, say)
     if plan.target is not None and not source.development:
         raise ValueError(f"--target {plan.target} needs development rows: give --development FILE, or --worlds")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.saving import check_output
 
 STATE_FILE = "training_state.pt"
 FREE_TO_CHANGE = ("pause_minutes", "save_minutes", "log_steps", "compile", "accumulate", "checkpoint_activations")
@@ -37,7 +38,7 @@ def save_state(state: TrainingState, output: Path) -> None:
     os.replace(temporary, output / STATE_FILE)
 
 
-def check_resumable(output: Path) -> None:
+def _check_resumable(output: Path) -> None:
     """Raise FileNotFoundError if a folder has no run to go on with."""
     if not (output / STATE_FILE).is_file():
         raise FileNotFoundError(
@@ -51,7 +52,7 @@ def load_state(output: Path, plan: TrainingPlan) -> TrainingState:
 
     Raises FileNotFoundError if there is none, and ValueError that names the options that are not those of the run.
     """
-    check_resumable(output)
+    _check_resumable(output)
     content = torch.load(output / STATE_FILE, map_location="cpu", weights_only=True)
     now = asdict(plan)
     changed = [name for name in now if name not in FREE_TO_CHANGE and now[name] != content["plan"].get(name)]
@@ -59,6 +60,15 @@ def load_state(output: Path, plan: TrainingPlan) -> TrainingState:
         values = ", ".join(f"{name} was {content['plan'].get(name)} and is {now[name]}" for name in changed)
         raise ValueError(f"--resume {output}: the run has other settings: {values}. Give the same options")
     return TrainingState(**{**content, "plan": plan})
+
+
+def begin_or_resume(output: Path, plan: TrainingPlan, resume: bool) -> TrainingState | None:
+    """Return the checkpoint to go on from with `resume`, otherwise None. Raises what `load_state` or `check_output`
+    does."""
+    if resume:
+        return load_state(output, plan)
+    check_output(output)
+    return None
 
 
 def restore(state: TrainingState, model: Any) -> None:
