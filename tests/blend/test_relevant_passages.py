@@ -11,6 +11,7 @@ import torch
 
 from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
 from tests.blend.relevance.texts import CONTINUES, PASSAGES, prompt_of
+from tests.blend.rules import selectors_restored
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, blend_of
 from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, run, tiny_model
 from vllm_blend import LLM, Evidence, Selector, register_selector
@@ -127,22 +128,23 @@ def raising_spans() -> Iterator[Span]:
     ],
 )
 def test_a_rule_of_passages_that_fails_costs_its_own_request(spans: Callable[[], Any], message: str) -> None:
-    before = dict(SELECTORS)
+    with selectors_restored():
 
-    @register_selector
-    @dataclass(frozen=True)
-    class Broken(Selector):
-        name: ClassVar[str] = "broken_passages"
-        chooses_passages: ClassVar[bool] = True
+        @register_selector
+        @dataclass(frozen=True)
+        class Broken(Selector):
+            name: ClassVar[str] = "broken_passages"
+            chooses_passages: ClassVar[bool] = True
 
-        def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-            found: list[Span] = spans()
-            return found
+            def choose_spans(
+                self, passages: PromptPassages, cost: Callable[[Span], int], budget: int
+            ) -> list[Span] | None:
+                found: list[Span] = spans()
+                return found
 
-        def score(self, evidence: Evidence) -> torch.Tensor:
-            raise AssertionError("it has failed already")
+            def score(self, evidence: Evidence) -> torch.Tensor:
+                raise AssertionError("it has failed already")
 
-    try:
         with engine(TINY, enable_blending=True) as llm:
             [alone] = run(llm, tiny_prompt(), PARAMS)
             broken, good = run(llm, [tiny_prompt(blend_selector="broken_passages"), tiny_prompt()], PARAMS)
@@ -152,33 +154,28 @@ def test_a_rule_of_passages_that_fails_costs_its_own_request(spans: Callable[[],
                 broken.blend is not None and broken.blend.num_recomputed_tokens == SUFFIX
             )  # no more work than it asked for
             assert_same_logprobs(good, alone)
-    finally:
-        SELECTORS.clear()
-        SELECTORS.update(before)
 
 
 def test_spans_that_overlap_are_computed_once() -> None:
-    before = dict(SELECTORS)
+    with selectors_restored():
 
-    @register_selector
-    @dataclass(frozen=True)
-    class Overlapping(Selector):
-        name: ClassVar[str] = "overlapping_passages"
-        chooses_passages: ClassVar[bool] = True
+        @register_selector
+        @dataclass(frozen=True)
+        class Overlapping(Selector):
+            name: ClassVar[str] = "overlapping_passages"
+            chooses_passages: ClassVar[bool] = True
 
-        def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-            return [(30, 41), (25, 35), (0, 53)]
+            def choose_spans(
+                self, passages: PromptPassages, cost: Callable[[Span], int], budget: int
+            ) -> list[Span] | None:
+                return [(30, 41), (25, 35), (0, 53)]
 
-        def score(self, evidence: Evidence) -> torch.Tensor:
-            raise AssertionError("it has chosen already")
+            def score(self, evidence: Evidence) -> torch.Tensor:
+                raise AssertionError("it has chosen already")
 
-    try:
         with engine(TINY, enable_blending=True) as llm:
             options = {"blend_selector": "overlapping_passages", "blend_recompute_ratio": 0.2}
             assert positions(llm, **options) == list(range(17, 27))  # the budget, from the first candidate on
-    finally:
-        SELECTORS.clear()
-        SELECTORS.update(before)
 
 
 @pytest.mark.cpu_only

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.blend.prompts import assert_counts_add_up, recomputed_positions, tiny_prompt
+from tests.blend.rules import selectors_restored
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, blend_of
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
-from vllm_blend.blend.selectors import SELECTORS, make_selector, top_indices
+from vllm_blend.blend.selectors import make_selector, top_indices
 from vllm_blend.blend.selectors.late_attention import LateAttention
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
@@ -25,10 +26,8 @@ PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 @pytest.fixture
 def register() -> Iterator[Callable[[type[Selector]], type[Selector]]]:
     """`register_selector`, for the time of a test."""
-    before = dict(SELECTORS)
-    yield register_selector
-    SELECTORS.clear()
-    SELECTORS.update(before)
+    with selectors_restored():
+        yield register_selector
 
 
 def evidence(n: int, **fields: Any) -> Evidence:

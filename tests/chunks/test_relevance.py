@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.blend.prompts import recomputed_positions
+from tests.blend.rules import selectors_restored
 from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import greedy
 from vllm_blend import ChunkedLLM, Evidence, RequestOutput, Selector, register_selector
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
-from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.chunks.chunk import Chunk
 from vllm_blend.chunks.composition import ChunkComposition
 
@@ -73,27 +73,25 @@ def test_scores_change_nothing_for_rules_that_do_not_go_by_them(case: Case) -> N
 def test_a_rule_sees_the_context_and_its_scores(case: Case) -> None:
     """The system prompt is no passage, so that it cannot be the one which the question's words find."""
     seen: list[PromptPassages] = []
-    before = dict(SELECTORS)
+    with selectors_restored():
 
-    @register_selector
-    @dataclass(frozen=True)
-    class Watching(Selector):
-        name: ClassVar[str] = "watching"
-        chooses_passages: ClassVar[bool] = True
+        @register_selector
+        @dataclass(frozen=True)
+        class Watching(Selector):
+            name: ClassVar[str] = "watching"
+            chooses_passages: ClassVar[bool] = True
 
-        def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-            seen.append(passages)
-            return [passages.bounds[-1]]
+            def choose_spans(
+                self, passages: PromptPassages, cost: Callable[[Span], int], budget: int
+            ) -> list[Span] | None:
+                seen.append(passages)
+                return [passages.bounds[-1]]
 
-        def score(self, evidence: Evidence) -> torch.Tensor:
-            raise AssertionError("it has chosen already")
+            def score(self, evidence: Evidence) -> torch.Tensor:
+                raise AssertionError("it has chosen already")
 
-    try:
         case.computed(selector="watching", relevance=[0.5, None, 2])
         case.computed(selector="watching")
-    finally:
-        SELECTORS.clear()
-        SELECTORS.update(before)
     scored, plain = seen[-2:]
     assert scored.bounds == plain.bounds == case.places
     assert scored.relevance == ((0.5, float("-inf"), 2.0),) and plain.relevance == ()

@@ -10,23 +10,15 @@ import pytest
 import torch
 
 from tests.engine.compare import assert_same_logprobs
-from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, feature, greedy, run, tiny_model
+from tests.engine.engines import TINY_VOCABULARY, engine, feature, greedy, run, tiny_model
+from tests.features.kv_compress.test_together import SETTINGS as TOGETHER
 from vllm_blend import LLM
 from vllm_blend.features.kv_compress.extension import KVCompression
 from vllm_blend.features.kv_compress.graphs import CompressedGraphs
 from vllm_blend.features.kv_compress.passes import CompressionPasses
 
 TINY = tiny_model("llama")
-SETTINGS: dict[str, Any] = {
-    "enable_kvc": True,
-    "protected_window_size": 6,
-    "num_sinks": 1,
-    "kvc_interval": 4,
-    "prefill_metric_collection_window_size": 8,
-    "max_cache_tokens": 16,
-    "block_size": BLOCK_SIZE,
-    "max_num_seqs": 8,
-}
+SETTINGS: dict[str, Any] = TOGETHER | {"max_num_seqs": 8}
 PARAMS = greedy(20, logprobs=2, ignore_eos=True)
 
 
