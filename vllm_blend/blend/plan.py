@@ -113,10 +113,10 @@ class BlendPlan:
         return self.selector.looks_at if free else LooksAt.POSITIONS
 
     def choose_passages(self, passages: PromptPassages) -> BlendPlan:
-        """Return this plan with what its selector chooses by the passages alone, if it chooses that way. An error of
-        the selector costs its own request only, when that is computed."""
+        """Return this plan with what its selector, which `chooses_passages`, chooses by them alone. An error of the
+        selector costs its own request only, when that is computed."""
         budget = self.final_budget
-        if not (self.selector.chooses_passages and 0 < budget < len(self.candidates)):
+        if not 0 < budget < len(self.candidates):
             return self
         before = np.concatenate([[0], np.cumsum(self._kinds == 1)])  # candidates before each position
         is_chosen = np.zeros(self.suffix_start, bool)

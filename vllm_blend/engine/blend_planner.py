@@ -1,4 +1,4 @@
-"""The plan of a blended prompt, from the prompt's wishes, the engine's settings and the controller."""
+"""The plan of a blended prompt, from the prompt's options, the engine's settings and the controller."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class BlendPlanner:
         """Return the plan of a prompt whose stored pieces are `segments`. `keys` has the keys of its pieces by where
         they begin."""
         plan = self._with_controlled_ratio(self.plan(parsed, segments), parsed)
-        plan = plan.choose_passages(self._passages(parsed, keys))
+        if plan.selector.chooses_passages:
+            plan = plan.choose_passages(self._passages(parsed, keys))
         if self.rounds and plan.ratio >= 1:  # a prefix that stands where it was encoded is exact but for its bits
             plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         return plan

@@ -11,7 +11,6 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
@@ -43,12 +42,6 @@ def split_words(text: str) -> list[str]:
         else:
             words += [found[at : at + 2] for at in range(len(found) - 1)]
     return words
-
-
-@lru_cache(1 << 16)
-def has_word(text: str) -> bool:
-    """Return whether there is a word, or a part of one, in a text."""
-    return bool(_RUN.search(text))
 
 
 def stems_of(words: Iterable[str]) -> dict[str, None]:
@@ -140,7 +133,7 @@ class WordIndex:
         start, tail, found = 0, "", False
         for at, (_, text) in enumerate(pieces, 1):
             tail = (tail + text)[-_MOST_CLOSING:]
-            found = found or has_word(text)
+            found = found or bool(_RUN.search(text))
             ends = "\n" in text or tail.rstrip(_CLOSING + " ").endswith(_ENDS)
             if at == len(pieces) and not found and bounds:  # a blank line, say, belongs to what precedes it
                 bounds[-1] = (bounds[-1][0], at)
