@@ -120,7 +120,7 @@ def test_a_suffix_is_needed() -> None:
 
 @pytest.mark.cpu_only
 def test_a_plan_that_has_chosen_looks_at_nothing_and_counts_what_it_chose() -> None:
-    """Of three passages the second has a hole of three tokens, which are computed anyway."""
+    """The second of three passages has a hole of three tokens, which are computed anyway."""
     kv, bounds, index = torch.zeros(LAYERS, 10, 1, 1), ((0, 10), (10, 20), (20, 30)), WordIndex(None)
     segments = [Segment(start, ChunkKV(kv[:, :size], kv[:, :size])) for start, size in ((0, 10), (10, 7), (20, 10))]
     selector, ids = make_selector("relevant_passages"), list(range(34))

@@ -35,9 +35,9 @@ class Source:
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """Which worlds: the lengths of rows and the share of batches of each, how many rows in all, the seed of the run,
-    the processes that make them, how many development rows of each length to ask, the share of wild worlds, and how
-    many rows a paused run has received before."""
+    """The worlds to train on: the lengths of rows and the share of batches of each, how many rows there are in all, the
+    seed of the run, the number of processes that make them, how many development rows of each length are asked, the
+    share of wild worlds, and how many rows a paused run has received before."""
 
     lengths: Sequence[int]
     shares: Sequence[float]

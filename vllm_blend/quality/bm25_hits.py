@@ -26,7 +26,8 @@ RANKS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class AnswerHits:
-    """Of `questions` whose answer is in their passages, the shares that the first `ranks` places answer."""
+    """The number of questions whose answer is in their passages, and the share of them that the first `ranks` places
+    answer."""
 
     questions: int
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which seeds of synthetic worlds are for training, for development and for the test.
+"""The seeds of synthetic worlds that are for training, for development and for the test.
 
 - **Training**: what models are trained on. `inputs/demo-model` had seeds 1,000 to 1,059, `finetune/worlds.py`
   gives seeds from 100,000 on. A training seed begins a stream of worlds, which one `Random` draws one after the other,

@@ -1,4 +1,4 @@
-"""Which passages matter for a question: pages, links, given scores, and the order of sentences."""
+"""Passages are ranked by pages, links and given scores, and their sentences follow in order of relevance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_question_about_two_pages_gets_the_sentences_of_both() -> None:
 
 
 def test_of_the_first_page_two_matching_sentences_come_before_the_second_page() -> None:
-    """And the one that links the pages, even if it has no word of the question."""
+    """The sentence that links the pages comes before it as well, even if it has no word of the question."""
     question, second = "Who is director of the company founded by Ada Brix?", KEJOUX.replace(". ", ".|").split("|")
     head, found = "Ada Brix was head of Kejoux Works.", ["Her company was founded late.", "No company founded better."]
     rest = ["Some say founded thrice.", "They moved often."]

@@ -1,1 +1,1 @@
-"""Which passages of a prompt matter for its question, by their words: on the host, before anything is computed."""
+"""Rank the passages of a prompt by what they say: on the host, before anything is computed."""
