@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, run, tiny_model
-from vllm_blend.finetune.attention import NAME, check_supported, register, reuse_arguments
+from vllm_blend.finetune.attention import FLEX, NAME, check_supported, register, reuse_arguments
 from vllm_blend.finetune.masks import FULL, ISOLATED, MIXED, PARTLY, make_reuse
 
 LIKELIEST = 5
@@ -144,3 +144,18 @@ def test_a_model_with_another_attention_is_refused(name: str, field: str, value:
     setattr(config, field, value)
     with pytest.raises(ValueError, match=f"here: .*{message}"):
         check_supported(config, "here", 96)
+
+
+def test_flex_attention_computes_what_the_dense_mask_does() -> None:
+    chunks = torch.tensor([[0] * 40 + [1] * 90 + [2] * 70 + [-1] * 56] * 4, dtype=torch.int16)
+    ids = torch.randint(3, 200, chunks.shape, generator=torch.Generator().manual_seed(1))
+    again = torch.zeros(chunks.shape)
+    again[:, 60:90] = 1
+    reuse = make_reuse(chunks, torch.tensor([FULL, ISOLATED, PARTLY, MIXED]), again, 32, chunks == 2, sinks=8)
+    dense = trained(TINY["qwen3"])
+    flexible = AutoModelForCausalLM.from_pretrained(TINY["qwen3"], dtype=torch.float32, attn_implementation=FLEX).eval()
+    with torch.no_grad():
+        one, other = (
+            model(**reuse_arguments(model, ids, chunks, reuse), use_cache=False).logits for model in (dense, flexible)
+        )
+    torch.testing.assert_close(other[:, :256], one[:, :256], atol=2e-5, rtol=1e-4)

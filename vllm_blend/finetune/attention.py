@@ -8,21 +8,28 @@ All other scores are right as they are: within a chunk only the difference of po
 chunks afterwards see their keys rotated to where they stand.
 
 Both kinds of scores come from one call: queries [q, q turned back] against keys [k or 0, 0 or k in the prefix].
+
+The mask is dense, or, in models loaded with `FLEX`, one of blocks for FlexAttention (Dong et al., arXiv:2412.05496),
+which leaves out the blocks that no token sees: in isolated rows almost all of them.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from vllm_blend.finetune.masks import Reuse, additive, visible
+from vllm_blend.finetune.masks import Reuse, additive, sees, visible
 from vllm_blend.finetune.rows import PREFIX
 
 NAME = "vllm_blend_reuse"  # among transformers' attention implementations
+FLEX = NAME + "_flex"
+IMPLEMENTATIONS = {"dense": NAME, "flex": FLEX}
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the same frequencies at every length
 
@@ -37,7 +44,7 @@ def reuse_attention(
     query: torch.Tensor,  # [batch, heads, length, head size], rotated
     key: torch.Tensor,  # [batch, KV heads, length, head size], rotated
     value: torch.Tensor,  # as key
-    attention_mask: torch.Tensor | None,  # [batch, 1, length, length], added to the scores
+    attention_mask: torch.Tensor | BlockMask | None,  # [batch, 1, length, length]; a tensor is added to the scores
     scaling: float | None = None,
     dropout: float = 0.0,
     reuse_turn: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -53,6 +60,10 @@ def reuse_attention(
         query = torch.cat([query, turned], -1)
         nothing = torch.zeros((), dtype=value.dtype, device=key.device)
         key = torch.cat([torch.where(reuse_prefix, nothing, key), torch.where(reuse_prefix, key, nothing)], -1)
+    if isinstance(attention_mask, BlockMask):
+        attended = flex_attention(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
+        assert isinstance(attended, torch.Tensor)
+        return attended.transpose(1, 2).contiguous(), None
     causal = attention_mask is None
     if not causal:  # with a mask, no fast kernel shares the heads of keys among those of queries
         groups = query.shape[1] // key.shape[1]
@@ -64,8 +75,9 @@ def reuse_attention(
 
 
 def register() -> None:
-    """Make the attention known to transformers, as `attn_implementation=NAME`. It may be called again."""
-    AttentionInterface.register(NAME, reuse_attention)
+    """Make the attention known to transformers, as `attn_implementation=NAME` and `FLEX`. It may be called again."""
+    for name in IMPLEMENTATIONS.values():
+        AttentionInterface.register(name, reuse_attention)
 
 
 def reuse_arguments(
@@ -77,15 +89,30 @@ def reuse_arguments(
     `ids` and `chunks` are [batch, length], see `Rows`. `dtype` is that of the scores' mask, in which attention
     computes.
     """
+    flex = model.config._attn_implementation == FLEX
     angles = reuse.shift[:, None, :, None] * -model.model.rotary_emb.inv_freq.float()
     prefix = chunks.gather(1, reuse.source) == PREFIX
     return {
         "input_ids": ids.gather(1, reuse.source),
         "position_ids": reuse.source,
-        "attention_mask": additive(visible(chunks, reuse), dtype),
+        "attention_mask": block_mask(chunks, reuse) if flex else additive(visible(chunks, reuse), dtype),
         "reuse_turn": (angles.cos(), angles.sin()),
         "reuse_prefix": prefix[:, None, :, None],
     }
+
+
+def block_mask(chunks: torch.Tensor, reuse: Reuse) -> BlockMask:
+    """Return the mask of FlexAttention for a batch. On a GPU it is made by a compiled function, as the dense one that
+    it is made from would not fit the memory with longer rows."""
+    rows, slots = reuse.source.shape
+    make = _compiled_block_mask() if chunks.is_cuda else create_block_mask
+    made: BlockMask = make(sees(chunks, reuse), rows, None, slots, slots, device=chunks.device)
+    return made
+
+
+@cache
+def _compiled_block_mask() -> Any:
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 def check_supported(config: Any, where: str, length: int) -> None:

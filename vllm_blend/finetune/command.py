@@ -69,6 +69,8 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that are bad whatever the model."""
     check_lora(args.lora_rank, args.lora_alpha)
+    if args.attention == "flex" and resolve_device(args.device).type != "cuda":
+        raise ValueError("--attention flex needs a GPU, as FlexAttention has no backward pass on a CPU: use dense")
     if args.teacher and not args.distill:
         raise ValueError(f"--teacher {args.teacher} without --distill does nothing: give --distill 1 too")
     if args.measure_only:
@@ -126,14 +128,15 @@ def make_student(args: argparse.Namespace, config: Any, tokenizer: Any, device: 
     """Load what is trained: float32, but a model that only gets an adapter keeps its own dtype on a GPU."""
     own = config.dtype or torch.bfloat16
     dtype = own if args.lora_rank and device.type == "cuda" else torch.float32
-    model = load_model(args.model, dtype, device)
+    model = load_model(args.model, dtype, device, args.attention)
     adapter = Adapter(model, args.lora_rank, args.lora_alpha) if args.lora_rank else None
     return Student(model, tokenizer, own, adapter)
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a causal model that can attend as reuse does."""
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention.NAME)
+def load_model(name: str, dtype: torch.dtype, device: torch.device, kind: str = "dense") -> Any:
+    """Load a causal model that can attend as reuse does, with a `kind` of `attention.IMPLEMENTATIONS`."""
+    implementation = attention.IMPLEMENTATIONS[kind]
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=implementation)
     return model.to(device)
 
 
@@ -200,6 +203,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="weight of a frozen teacher's distribution on answers, beside 1 for the answers themselves (default: 0)",
     )
     add("--teacher", help="the teacher, with the same tokenizer (default: the model as it is at the start)")
+    add(
+        "--attention",
+        choices=list(attention.IMPLEMENTATIONS),
+        default="dense",
+        help="how masks are computed: flex needs a GPU, and leaves out blocks that no token sees (default: dense)",
+    )
     add("--lora-rank", type=int, default=0, help="train an adapter of this rank alone; 0 trains all (default: 0)")
     add("--lora-alpha", type=int, default=32, help="weight of the adapter, times its rank (default: %(default)s)")
     add(

@@ -14,6 +14,7 @@ the same position.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -145,17 +146,26 @@ def chunk_starts(chunks: torch.Tensor) -> torch.Tensor:
     return torch.where(begins, position, 0).cummax(1).values
 
 
+def sees(chunks: torch.Tensor, reuse: Reuse) -> Callable[..., torch.Tensor]:
+    """Return the function that says whether row b's slot q sees its slot k: of (b, head, q, k), which may be tensors
+    that broadcast, and the head does not matter. It is a `mask_mod` of FlexAttention. `chunks` is [batch, length]."""
+    number, source, fresh, current = chunks.gather(1, reuse.source), reuse.source, reuse.fresh, reuse.current
+    length, sinks = chunks.shape[1], chunks.shape[1] if reuse.sinks is None else reuse.sinks
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        asking, asked = number[b, q], number[b, k]
+        sink = (asked == PREFIX) & (source[b, k] < sinks)
+        own = (asked == asking) & (asked != PREFIX)
+        before = source[b, k] <= source[b, q]
+        return before & torch.where(fresh[b, q], current[b, k], (k < length) & (sink | own))
+
+    return mask_mod
+
+
 def visible(chunks: torch.Tensor, reuse: Reuse) -> torch.Tensor:
     """Return which slots see which: bool [batch, slots (looking), slots (looked at)]. `chunks` is [batch, length]."""
-    number = chunks.gather(1, reuse.source)
-    before = reuse.source[:, None, :] <= reuse.source[:, :, None]
-    encoded = torch.arange(number.shape[1], device=chunks.device) < chunks.shape[1]
-    sink = number == PREFIX
-    if reuse.sinks is not None:
-        sink = sink & (reuse.source < reuse.sinks)
-    own = (number[:, None, :] == number[:, :, None]) & (number[:, None, :] != PREFIX)
-    with_it = encoded & (sink[:, None, :] | own)
-    return before & torch.where(reuse.fresh[:, :, None], reuse.current[:, None, :], with_it)
+    rows, slots = (torch.arange(size, device=chunks.device) for size in reuse.source.shape)
+    return sees(chunks, reuse)(rows[:, None, None], rows[:1], slots[:, None], slots)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.blend.relevance.texts import ADA, ADA_LATER, CONTINUES, KEJOUX, OTHER_CITY, PASSAGES, WESGRO, page_words
 from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
-from vllm_blend.blend.relevance.pages import Link, group_pages
+from vllm_blend.blend.relevance.pages import LATER_SHARE, Link, group_pages
 
 pytestmark = pytest.mark.cpu_only
 
@@ -99,3 +99,25 @@ def test_words_of_more_than_half_of_the_pages_tell_no_sentence_apart() -> None:
 def test_the_other_city_is_not_linked_before_the_birthplace() -> None:
     scores = [link.score for link in page_words([[OTHER_CITY], [ADA], [WESGRO]], "Which river, Ada Brix?").links(1)]
     assert scores[2] > scores[0]
+
+
+def test_common_words_lead_nowhere() -> None:
+    """The other chemist is no part of the question. Where all is in lower case, every word may be a name."""
+    pages = [[ADA], ["Ole Finn was a chemist. He was young."], [WESGRO]]
+    _, chemist, wesgro = page_words(pages, "In which country was Ada Brix born?").links(0)
+    assert chemist == Link() and wesgro.words == {"wesgro"}
+    lowered = [[text.lower() for text in page] for page in pages]
+    _, chemist, wesgro = page_words(lowered, "in which country was ada brix born?").links(0)
+    assert chemist.words >= {"chemist"} and wesgro.words >= {"wesgro"}
+
+
+@pytest.mark.parametrize(("question", "nearer"), [("Where was Ada Brix born?", 2), ("What did Ada Brix found?", 1)])
+def test_names_in_the_sentence_that_the_question_asks_for_lead_further(question: str, nearer: int) -> None:
+    scores = [link.score for link in page_words([[ADA, ADA_LATER], [KEJOUX], [WESGRO], ["Nil."]], question).links(0)]
+    assert scores.index(max(scores)) == nearer
+
+
+def test_a_page_that_has_a_name_later_is_linked_less() -> None:
+    native = "Born in Wesgro in 1870, Ole Finn worked as a painter."
+    _, finn, wesgro = page_words([[ADA], [f"A {native}"], [WESGRO]], "In which country was Ada Brix born?").links(0)
+    assert finn.words == wesgro.words == {"wesgro"} and finn.score == LATER_SHARE * wesgro.score

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.blend.relevance.texts import ADA, CONTINUES, KEJOUX, PASSAGES, chosen_text, prompt_of
+from tests.blend.relevance.texts import (
+    ADA,
+    CONTINUES,
+    KEJOUX,
+    OTHER_CITY,
+    PASSAGES,
+    WESGRO,
+    chosen_text,
+    prompt_of,
+)
 from vllm_blend.blend.relevance.passages import _fuse, _is_clear
 
 pytestmark = pytest.mark.cpu_only
@@ -116,8 +125,15 @@ def test_equal_scores_have_the_best_of_their_ranks() -> None:
     assert _fuse([[5.0, 5.0, 0.0]]) == [1 / 61, 1 / 61, 1 / 63]
 
 
-def test_the_best_page_is_clear_if_the_next_has_a_tenth_less() -> None:
-    assert _is_clear([0.0, 10.0, 9.0]) and not _is_clear([9.1, 0.0, 10.0])
+def test_the_best_page_is_clear_if_the_next_has_a_tenth_less_or_only_one_is_near() -> None:
+    assert _is_clear([0.0, 10.0, 9.0]) and _is_clear([9.1, 5.0, 10.0])
+    assert not _is_clear([9.1, 5.1, 10.0]) and not _is_clear([9.1, 9.1, 10.0, 0.0])
+
+
+def test_two_pages_that_are_alike_come_before_those_that_they_lead_to() -> None:
+    twice = ["Ada Brix was a chemist. She came to Wesgro.", "Ada Brix was a sailor.", WESGRO, KEJOUX, OTHER_CITY]
+    ranked = prompt_of(twice, "What did Ada Brix do?")[0].ranked_pages()
+    assert ranked is not None and sorted(ranked[:2]) == [0, 1] and ranked[2] == 2
 
 
 def test_several_scores_are_fused_by_rank() -> None:
@@ -134,8 +150,8 @@ def test_several_scores_are_fused_by_rank() -> None:
 def test_without_a_signal_there_is_no_ranking(question: str) -> None:
     passages, _ = prompt_of(PASSAGES, question, CONTINUES)
     assert passages.ranked_pages() is None and passages.ranked_sentences() is None
-    twice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", KEJOUX]
-    assert prompt_of(twice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the two?
+    thrice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", "Ada Brix was a painter.", KEJOUX]
+    assert prompt_of(thrice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the three?
     passages, _ = prompt_of(PASSAGES, question, relevance=[[2.0] * 5])
     assert passages.ranked_sentences() is None
     passages, _ = prompt_of([ADA], "Ada Brix")  # a single page

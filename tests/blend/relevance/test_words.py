@@ -152,3 +152,9 @@ def test_tokens_are_decoded_in_linear_time(make: Callable[[], Any], monkeypatch:
         words = WordIndex(tokenizer).read(ids)
         assert words.num_tokens == 200
     assert decoded <= 4 * 200 * 5  # sentences, and up to four times each token that is a part of a character
+
+
+def test_words_that_stand_in_lower_case(tokenizer: Any) -> None:
+    ids = tokenizer.encode("The Firm sold clocks. The firm's 7 Clocks tick. 京都", add_special_tokens=False)
+    assert WordIndex(tokenizer).read(ids).lower >= {"sold", "clocks", "firm", "s", "tick"}
+    assert not WordIndex(tokenizer).read(ids).lower & {"the", "7", "京都"}

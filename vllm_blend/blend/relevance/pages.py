@@ -16,6 +16,7 @@ from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
 from vllm_blend.blend.relevance.words import PassageWords, Sentence, stems_of
 
 MENTION_WEIGHT = 0.5  # of a page that mentions the best page, beside one that the best page leads to
+LATER_SHARE = 0.6  # of a page whose first sentence has a name, but later than another page's has it
 
 
 def group_pages(num_passages: int, continues: Sequence[int | None]) -> list[list[int]]:
@@ -63,22 +64,26 @@ class PageWords:
     def links(self, best: int) -> list[Link]:
         """Return how the page `best` leads to each page.
 
-        A question such as "In which country was Ada born?" needs a second page, which the first one names. Each word of
-        `best` leads to the page whose first sentence has it soonest. A page that mentions `best` is linked as well: it
-        has a word of the question that stands in the first sentence of `best`. Of linked pages, those matter most that
-        a rare word links, and that have what the question asks and `best` lacks.
+        A question such as "In which country was Ada born?" needs a second page, which the first one names. Each name on
+        `best` leads to the page whose first sentence has it soonest, and less to others that have it there. A page that
+        mentions `best` is linked as well: it has a name of the question that stands in the first sentence of `best`. Of
+        linked pages, those matter most that a rare name links, that are linked by a sentence with other words of the
+        question ("born"), and that have what the question asks and `best` lacks.
         """
         introduced = self._introduced(best)
-        named = frozenset(word for word in self.question if word in self._heads[best].places)
+        about = frozenset(self.question) & self._heads[best].places.keys()
+        named = self._names(about) or about
         weights = self._rarities(named.union(*introduced))
+        near = {word: self._asked_near(best, {word}) for word in frozenset().union(*introduced)}
         lacking = self._stems.keys() - self._page_stems[best]
         answers = bm25_scores(self._counts(lacking, stems=True), self._lengths)
         links = []
         for index, words in enumerate(introduced):
+            leads = max((share * (weights[word] + near[word]) for word, share in words.items()), default=0.0)
             mentions = fsum(weights[word] for word in named & self._words[index])
-            score = max(map(weights.__getitem__, words), default=0.0) + MENTION_WEIGHT * mentions
+            score = leads + (MENTION_WEIGHT * mentions + self._asked_near(index, named) if mentions else 0.0)
             is_linked = score > 0 and index != best
-            links.append(Link(score + answers[index], words, answers[index] > 0) if is_linked else Link())
+            links.append(Link(score + answers[index], frozenset(words), answers[index] > 0) if is_linked else Link())
         return links
 
     def match(self, sentence: Sentence) -> float:
@@ -86,19 +91,28 @@ class PageWords:
         sentence apart and count nothing."""
         return fsum(self._stems[stem] for stem in self._stems.keys() & sentence.stems)
 
-    def _introduced(self, best: int) -> list[frozenset[str]]:
-        """Return the words of the page `best` that each page introduces: its first sentence has them soonest."""
+    def _introduced(self, best: int) -> list[dict[str, float]]:
+        """Return the names of the page `best` that each page introduces: they are in its first sentence. Each has a
+        share: 1 for the page whose first sentence has it soonest, and less for others."""
+        heads = [head.places if index != best else {} for index, head in enumerate(self._heads)]
         words = self._words[best].difference(self.question)
-        soonest: dict[str, tuple[int, int]] = {}  # of a word: its place in the first sentence of a page, and the page
-        for index, head in enumerate(self._heads):
-            for word in words.intersection(head.places):
-                found = head.places[word], index
-                if word not in soonest or found < soonest[word]:
-                    soonest[word] = found
-        introduced: list[set[str]] = [set() for _ in self.pages]
-        for word, (_, index) in soonest.items():
-            introduced[index].add(word)
-        return list(map(frozenset, introduced))
+        shared = words & frozenset().union(*heads)
+        names = self._names(shared) or shared  # people write all in lower case, too
+        introduced: list[dict[str, float]] = [dict.fromkeys(names & head.keys(), LATER_SHARE) for head in heads]
+        for name in names:
+            soonest = min((head[name], index) for index, head in enumerate(heads) if name in head)[1]
+            introduced[soonest][name] = 1.0
+        return introduced
+
+    def _names(self, words: frozenset[str]) -> frozenset[str]:
+        """Return those of some words that stand in no passage in lower case. Scripts without capitals have no lower
+        case either."""
+        return words.difference(*(passage.lower & words for page in self.pages for passage in page))
+
+    def _asked_near(self, page: int, words: Set[str]) -> float:
+        """Return how much of what the question asks stands in one sentence of a page with one of `words`."""
+        near = (own for passage in self.pages[page] for own in passage.sentences if words & own.places.keys())
+        return max((fsum(self._asked[stem] for stem in self._asked.keys() & own.stems) for own in near), default=0.0)
 
     @cached_property
     def _heads(self) -> list[Sentence]:
@@ -120,6 +134,13 @@ class PageWords:
     @cached_property
     def _lengths(self) -> list[int]:
         return [sum(own.length for own in page) for page in self.pages]
+
+    @cached_property
+    def _asked(self) -> dict[str, float]:
+        """Return `_stems` without the names: not whom or what the question is about, but what it asks."""
+        known = frozenset(word for word in self.question if any(word in own for own in self._words))
+        asked = stems_of(set(self.question) - self._names(known))
+        return {stem: weight for stem, weight in self._stems.items() if stem in asked}
 
     @cached_property
     def _stems(self) -> dict[str, float]:
