@@ -142,3 +142,39 @@ def test_pinned_chunks_stay() -> None:
     assert store.bytes_of("later") == TOKEN_BYTES and store.free_bytes == 9 * TOKEN_BYTES
     store.put("f", chunk(9))
     assert "later" in store and "e" not in store and store.bytes_of("e") == 0
+
+
+def test_retained_chunks_leave_after_all_others() -> None:
+    """Those of the lowest level first, whatever their use. When their time has come, they are like any others."""
+    now = 0.0
+    store = MemoryChunkStore(3 * TOKEN_BYTES, now=lambda: now)
+    for key, level in (("high", 9), ("low", 1), ("none", 0)):
+        store.retain(key, level, 10)  # also before it is there
+        store.put(key, chunk(1))
+    for _ in range(5):
+        store.get("none")
+    store.put("other", chunk(1))
+    assert [key in store for key in ("high", "low", "none")] == [True, True, False]
+    store.put("large", chunk(2))
+    assert "high" in store and "low" not in store
+    now = 10.0
+    store.put("next", chunk(1))
+    assert "high" not in store and "large" in store
+    store.retain("large", 5, 60)
+    store.put("whole", chunk(3))  # retention is soft
+    assert len(store) == 1 and "whole" in store
+    store.retain("whole", 5, 60)
+    store.retain("whole", 0, 60)
+    store.put("last", chunk(1))
+    assert len(store) == 1 and "last" in store
+
+
+def test_retention_takes_no_memory() -> None:
+    now = 0.0
+    store = MemoryChunkStore(4 * TOKEN_BYTES, now=lambda: now)
+    for number in range(2000):
+        now = float(number)
+        store.retain("often", 1, 1e6)
+        store.retain(f"short {number}", 1, 0.5)
+        store.put(f"short {number}", chunk(1))
+    assert len(store._expiries) < 200 and len(store._by_priority) < 100 and len(store._retained) < 10

@@ -219,7 +219,7 @@ class DiskChunkStore:
             self.stats.count_miss("absent")
             return None
         try:
-            header = ChunkHeader.decode(entry.header, key, self.config.model, self.config.exact)
+            header = ChunkHeader.decode(entry.header, key, self.config.model, self.config.exact, self.config.signer)
             if header.layout.payload_bytes != entry.extent.num_bytes:
                 raise ChunkFault("damaged", f"it has {entry.extent.num_bytes} bytes in the index")
             header.check(expected, entry.token_ids)
@@ -302,7 +302,7 @@ class DiskChunkStore:
                     return "first_use"
         try:
             memory = self._stage(new.layout.payload_bytes)
-            serialized = serialize(key, self.config.model, new.chunk, new.layout, memory)
+            serialized = serialize(key, self.config.model, new.chunk, new.layout, memory, self.config.signer)
         except NotQuantizable as error:
             self._warn_once("not_quantizable", error)
             return "not_quantizable"

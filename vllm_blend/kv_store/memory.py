@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,6 +26,7 @@ class _StoredChunk:
     num_bytes: int  # of the budget
     num_uses: int = 0
     last_use: int = 0  # number of the last use in the store
+    priority: float = 0.0
 
     @property
     def cost_per_byte(self) -> float:
@@ -37,13 +40,16 @@ class MemoryChunkStore:
 
     A priority is uses x recompute cost / bytes, plus a clock (GreedyDual-Size-Frequency; Cherkasova, HP Labs 1998): the
     priority of the last chunk that left, added when a chunk arrives or is used. Without it, what was once popular would
-    never leave. Of equal chunks, the least recently used one leaves.
+    never leave. Of equal chunks, the least recently used one leaves. Chunks that are retained leave after all others,
+    those of the lowest level first, for as long as was asked for.
 
     Chunks are kept on `device`, or where they are (None). The tensors are never written to: code that places a chunk
     copies it into pages of its own.
     """
 
-    def __init__(self, budget_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, device: torch.device | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         positive("budget_bytes", budget_bytes)
         self.budget_bytes, self.device = budget_bytes, device
         self.num_bytes = 0
@@ -53,7 +59,11 @@ class MemoryChunkStore:
         self._pins: Counter[str] = Counter()
         self._clock = 0.0
         self._use_numbers = count()
-        self._by_priority: list[tuple[float, int, str]] = []  # a heap: priority, last_use, key; also outdated entries
+        # A heap of level, priority, last_use and key; also outdated entries.
+        self._by_priority: list[tuple[int, float, int, str]] = []
+        self._now = now
+        self._retained: dict[str, tuple[int, float]] = {}  # key -> level, and until when
+        self._expiries: list[tuple[float, str]] = []  # a heap: until, key; also outdated entries
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -112,6 +122,19 @@ class MemoryChunkStore:
         if self._pins[key] <= 0:
             del self._pins[key]
 
+    def retain(self, key: str, level: int, seconds: float) -> None:
+        """Have what is stored under `key`, now or later, leave after all chunks of a lower level for so many seconds.
+        A level of 0 is that of chunks that are not retained."""
+        self._retained.pop(key, None)
+        if level > 0 and seconds > 0:
+            until = self._now() + seconds
+            self._retained[key] = level, until
+            heapq.heappush(self._expiries, (until, key))
+            if len(self._expiries) > 4 * len(self._retained) + 64:
+                self._expiries = [(until, key) for key, (_, until) in self._retained.items()]
+                heapq.heapify(self._expiries)
+        self._queue(key)
+
     def bytes_of(self, key: str) -> int:
         """Return what a chunk takes of the budget, 0 where it is not there. This does not count as a use."""
         stored = self._chunks.get(key)
@@ -125,6 +148,8 @@ class MemoryChunkStore:
     def clear(self) -> None:
         self._chunks.clear()
         self._by_priority.clear()
+        self._retained.clear()
+        self._expiries.clear()
         self.num_bytes = 0
 
     def _keep(self, key: str, chunk: ChunkKV) -> None:
@@ -135,26 +160,47 @@ class MemoryChunkStore:
     def _use(self, key: str, stored: _StoredChunk) -> None:
         stored.num_uses += 1
         stored.last_use = next(self._use_numbers)
-        priority = self._clock + stored.num_uses * stored.cost_per_byte
-        heapq.heappush(self._by_priority, (priority, stored.last_use, key))
+        stored.priority = self._clock + stored.num_uses * stored.cost_per_byte
+        self._queue(key)
+
+    def _queue(self, key: str) -> None:
+        """Put a chunk into the heap as it is now."""
+        stored = self._chunks.get(key)
+        if stored is None:
+            return
+        heapq.heappush(self._by_priority, (self._level(key), stored.priority, stored.last_use, key))
         if len(self._by_priority) > 4 * len(self._chunks) + 64:
             self._by_priority = [entry for entry in self._by_priority if self._is_current(*entry)]
             heapq.heapify(self._by_priority)
 
-    def _is_current(self, priority: float, last_use: int, key: str) -> bool:
-        return key in self._chunks and self._chunks[key].last_use == last_use
+    def _level(self, key: str) -> int:
+        return self._retained.get(key, (0, 0.0))[0]
+
+    def _is_current(self, level: int, priority: float, last_use: int, key: str) -> bool:
+        return key in self._chunks and self._chunks[key].last_use == last_use and self._level(key) == level
+
+    def _end_retention(self) -> None:
+        """Let go of what need not be retained any longer."""
+        while self._expiries and self._expiries[0][0] <= self._now():
+            until, key = heapq.heappop(self._expiries)
+            if self._retained.get(key, (0, 0.0))[1] == until:
+                del self._retained[key]
+                self._queue(key)
 
     def _evict(self) -> bool:
         """Drop the chunk of the least priority that is not pinned. Return False if there is none."""
+        self._end_retention()
         pinned, found = [], False
         while self._by_priority and not found:
-            entry = priority, _, key = heapq.heappop(self._by_priority)
+            entry = level, priority, _, key = heapq.heappop(self._by_priority)
             if not self._is_current(*entry):
                 continue
             if key in self._pins:
                 pinned.append(entry)
                 continue
-            self._clock, found = max(self._clock, priority), True
+            if level == 0:
+                self._clock = max(self._clock, priority)
+            found = True
             self.remove(key)
         for entry in pinned:
             heapq.heappush(self._by_priority, entry)

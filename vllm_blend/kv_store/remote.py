@@ -85,7 +85,7 @@ class RemoteChunkStore:
             self.stats.count_miss("absent")
             return None
         try:
-            chunk = from_bytes(data, key, self.config.model, self.config.exact, expected)
+            chunk = from_bytes(data, key, self.config.model, self.config.exact, expected, self.config.signer)
         except ChunkFault as fault:
             self.stats.count_fault(fault.kind, key, key, fault)
             self.remove(key)
@@ -134,7 +134,7 @@ class RemoteChunkStore:
         if not self._breaker.allows():
             return "unavailable"
         try:
-            data = to_bytes(serialize(key, self.config.model, chunk, layout))
+            data = to_bytes(serialize(key, self.config.model, chunk, layout, signer=self.config.signer))
             self._call(lambda: self._objects.put(self._name(key), data))
         except NotQuantizable as error:
             self.stats.warn_once("not_quantizable", "chunk %s is not stored: %s", key, error)

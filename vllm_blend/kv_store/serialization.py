@@ -7,13 +7,16 @@ small that rounding it up would cost more than 1/64 of it, layers are packed (16
 the pages that it touches.
 
 Nothing here is trusted when it is read: the header has a checksum (xxh3, 64 bits) of itself, and one of each layer.
+Stores that others may write to can have chunks signed (signing.py).
+
+The file is long because it has both the layout of the bytes and what vouches for them; the layout should move out.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, get_args
@@ -25,12 +28,13 @@ import xxhash
 from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV, ExpectedChunk, find_mismatch, is_finite
 from vllm_blend.kv_store.host_memory import PAGE, aligned_empty, round_up
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
+from vllm_blend.kv_store.signing import SIGNATURE_BYTES, ChunkSigner
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
-Fault = Literal["damaged", "foreign", "rounded", "truncated", "vanished"]
+Fault = Literal["damaged", "foreign", "forged", "rounded", "truncated", "unsigned", "vanished"]
 
 MAGIC = b"VBLENDKV"
-VERSION = 1
+VERSION, SIGNED_VERSION = 1, 2
 PACKED_ALIGNMENT = 16
 PACK_BELOW = 64 * PAGE  # bytes of a layer
 
@@ -164,18 +168,19 @@ _layout = lru_cache(256)(ChunkLayout)  # chunks of one length are alike, and wha
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """The metadata that a store keeps beside a chunk's layers."""
+    """The metadata that a store keeps beside a chunk's layers. It is signed if there is a signer."""
 
     key: str  # ChunkId.key
     model: str  # ModelFingerprint.digest
     layout: ChunkLayout
     checksums: tuple[int, ...]  # of each layer
+    signer: ChunkSigner | None = field(default=None, repr=False, compare=False)
 
     def encode(self) -> bytes:
         layout = self.layout
         head = _HEAD.pack(
             MAGIC,
-            VERSION,
+            VERSION if self.signer is None else SIGNED_VERSION,
             _FORMATS.index(layout.format),
             _DTYPES.index(layout.dtype),
             0,
@@ -185,24 +190,23 @@ class ChunkHeader:
             *layout.layer_shape,
         )
         body = head + np.array(self.checksums, "<u8").tobytes()
-        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+        signature = b"" if self.signer is None else self.signer.signature(body)
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) + signature
 
     @classmethod
-    def decode(cls, data: bytes, key: str, model: str, exact: bool = False) -> ChunkHeader:
-        """Return the header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's, and with
-        `exact` when the chunk was rounded."""
+    def decode(
+        cls, data: bytes, key: str, model: str, exact: bool = False, signer: ChunkSigner | None = None
+    ) -> ChunkHeader:
+        """Return the header of chunk `key` of `model`. Raises ChunkFault when it is damaged or another's, with `exact`
+        when the chunk was rounded, and with a signer when it has not signed the chunk."""
         if len(data) < _HEAD.size + _CHECKSUM.size:
             raise ChunkFault("truncated", f"its header has {len(data)} bytes")
-        body, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
         magic, version, stored, dtype, reserved, found_key, found_model, layers, tokens, kv_heads, head_dim = (
-            _HEAD.unpack_from(body)
+            _HEAD.unpack_from(data)
         )
         if magic != MAGIC:
             raise ChunkFault("foreign", "it is not a stored chunk")
-        if xxhash.xxh3_64_intdigest(body) != checksum:
-            raise ChunkFault("damaged", "the checksum of its header differs")
-        if version != VERSION:
-            raise ChunkFault("foreign", f"it has format version {version}, this package reads {VERSION}")
+        body = _checked_body(data, version, signer)
         if found_model.hex() != model:
             raise ChunkFault("foreign", "it was computed by another model")
         if found_key.hex() != key:
@@ -216,7 +220,7 @@ class ChunkHeader:
         layout = _layout(layers, tokens, kv_heads, head_dim, _DTYPES[dtype], _FORMATS[stored])
         if exact and layout.format != "auto":
             raise ChunkFault("rounded", f"it is stored as {layout.format}, and this store's format is 'auto'")
-        return cls(key, model, layout, tuple(checksums.tolist()))
+        return cls(key, model, layout, tuple(checksums.tolist()), signer)
 
     def check(self, expected: ExpectedChunk | None, token_ids: Sequence[int] | None = None) -> None:
         """Raise ChunkFault unless the chunk is the expected one, where that is known. `token_ids` are those that the
@@ -232,7 +236,7 @@ class ChunkHeader:
         """Raise ChunkFault when one of these layers of the payload is not what was written."""
         view = payload.numpy().data
         for layer in layers:
-            if layer_checksum(self.layout, view, layer) != self.checksums[layer]:
+            if layer_checksum(self.layout, view, layer, self.signer) != self.checksums[layer]:
                 raise ChunkFault("damaged", f"the checksum of layer {layer} differs")
 
 
@@ -250,9 +254,14 @@ def check_numbers(kv: ChunkKV, layers: Iterable[int]) -> None:
 
 
 def serialize(
-    key: str, model: str, kv: ChunkKV, layout: ChunkLayout, memory: torch.Tensor | None = None
+    key: str,
+    model: str,
+    kv: ChunkKV,
+    layout: ChunkLayout,
+    memory: torch.Tensor | None = None,
+    signer: ChunkSigner | None = None,
 ) -> SerializedChunk:
-    """Return a chunk as bytes; `kv` may be on any device. Raises NotQuantizable.
+    """Return a chunk as bytes, signed if there is a signer; `kv` may be on any device. Raises NotQuantizable.
 
     `memory` ([payload_bytes] uint8, page-aligned) is where it goes; by default new memory, which costs more to get than
     to fill where chunks are large.
@@ -268,8 +277,8 @@ def serialize(
         for layer in range(layout.num_layers):
             layout.write_layer(kv, layer, payload)
     view = payload.numpy().data
-    checksums = tuple(layer_checksum(layout, view, layer) for layer in range(layout.num_layers))
-    return SerializedChunk(ChunkHeader(key, model, layout, checksums), payload)
+    checksums = tuple(layer_checksum(layout, view, layer, signer) for layer in range(layout.num_layers))
+    return SerializedChunk(ChunkHeader(key, model, layout, checksums, signer), payload)
 
 
 def to_bytes(chunk: SerializedChunk) -> bytes:
@@ -279,14 +288,19 @@ def to_bytes(chunk: SerializedChunk) -> bytes:
 
 
 def from_bytes(
-    data: bytes, key: str, model: str, exact: bool = False, expected: ExpectedChunk | None = None
+    data: bytes,
+    key: str,
+    model: str,
+    exact: bool = False,
+    expected: ExpectedChunk | None = None,
+    signer: ChunkSigner | None = None,
 ) -> ChunkKV:
     """Return the chunk of `to_bytes`, in memory of its own. Raises ChunkFault, with `exact` also where it was rounded,
-    and with `expected` where it is another one."""
+    with `expected` where it is another one, and with a signer where that has not signed it."""
     if len(data) < _CHECKSUM.size:
         raise ChunkFault("truncated", f"it has {len(data)} bytes")
     start = _CHECKSUM.size + _CHECKSUM.unpack_from(data)[0]
-    header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model, exact)
+    header = ChunkHeader.decode(data[_CHECKSUM.size : start], key, model, exact, signer)
     header.check(expected)
     layout = header.layout
     if len(data) - start != layout.payload_bytes:
@@ -309,9 +323,29 @@ def max_bytes_of(expected: ExpectedChunk) -> int:
     return numbers + layers * (PAGE + 2 * _CHECKSUM.size) + 2 * PAGE
 
 
-def layer_checksum(layout: ChunkLayout, payload: memoryview, layer: int) -> int:
+def layer_checksum(layout: ChunkLayout, payload: memoryview, layer: int, signer: ChunkSigner | None = None) -> int:
     start, stop = layout.layer_span(layer)
-    return xxhash.xxh3_64_intdigest(payload[start:stop])
+    data = payload[start:stop]
+    return xxhash.xxh3_64_intdigest(data) if signer is None else signer.layer_checksum(data)
+
+
+def _checked_body(data: bytes, version: int, signer: ChunkSigner | None) -> bytes:
+    """Return a header without its checksum and its signature, both of which have been checked."""
+    size = len(data) - _CHECKSUM.size - (SIGNATURE_BYTES if version == SIGNED_VERSION else 0)
+    if size < _HEAD.size:
+        raise ChunkFault("truncated", f"its header has {len(data)} bytes")
+    body, (checksum,) = data[:size], _CHECKSUM.unpack_from(data, size)
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        raise ChunkFault("damaged", "the checksum of its header differs")
+    if version not in (VERSION, SIGNED_VERSION):
+        raise ChunkFault("foreign", f"it has format version {version}, this package reads {VERSION}")
+    if signer is None and version == SIGNED_VERSION:
+        raise ChunkFault("foreign", "it is signed, and this process has no secret to check that with")
+    if signer is not None and version == VERSION:
+        raise ChunkFault("unsigned", "it is not signed, and this process takes signed chunks alone")
+    if signer is not None and not signer.is_valid(body, data[size + _CHECKSUM.size :]):
+        raise ChunkFault("forged", "it is not signed with the secret of this process")
+    return body
 
 
 def _clear_gaps(layout: ChunkLayout, payload: torch.Tensor) -> None:

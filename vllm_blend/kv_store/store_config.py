@@ -9,6 +9,7 @@ from typing import get_args
 from vllm_blend.checks import not_negative, positive
 from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.serialization import StoredFormat, is_key
+from vllm_blend.kv_store.signing import ChunkSigner
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DiskStoreConfig:
     retry_seconds: float = 60.0  # after a write that failed (a full disk), before another is tried
     exact: bool = False  # what others stored in int8 or fp8 is a miss
     fingerprint: ModelFingerprint | None = None  # the model itself: without, what is stored cannot be exported
+    signer: ChunkSigner | None = None  # signs what is stored; what it has not signed is a miss
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "segment_bytes", "num_threads", "timeout", "retry_seconds"):
@@ -49,6 +51,7 @@ class RemoteStoreConfig:
     max_failures: int = 3  # in a row, until the server is left alone
     retry_seconds: float = 10.0
     exact: bool = False  # what others stored in int8 or fp8 is a miss
+    signer: ChunkSigner | None = None  # signs what is stored; what it has not signed is a miss
 
     def __post_init__(self) -> None:
         for name in ("timeout", "max_failures", "retry_seconds"):

@@ -135,6 +135,11 @@ class TieredChunkStore:
             tier.writer.put(key, chunk)
         return chunk
 
+    def retain(self, key: str, level: int, seconds: float) -> None:
+        """Have a chunk leave the memory after those of lower levels, for so many seconds; no other tier changes."""
+        with self._lock:
+            self.memory.retain(key, level, seconds)
+
     def pin(self, key: str) -> None:
         """Keep a chunk in memory once it is there."""
         with self._lock:
