@@ -12,8 +12,15 @@ from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
 from vllm_blend.features.offload.config import OffloadConfig
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
+from vllm_blend.features.structured.config import StructuredOutputsConfig
 
-ON = [SpeculativeConfig("ngram"), OffloadConfig("exact"), KVCompressConfig(True), CascadeConfig(True)]
+ON = [
+    SpeculativeConfig("ngram"),
+    OffloadConfig("exact"),
+    KVCompressConfig(True),
+    CascadeConfig(True),
+    StructuredOutputsConfig(cache_size=1),
+]
 
 
 def test_a_feature_is_off_by_default_and_names_parts_that_exist() -> None:

@@ -14,12 +14,14 @@ from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
 from vllm_blend.features.offload.config import OffloadConfig
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
+from vllm_blend.features.structured.config import StructuredOutputsConfig
 
 FEATURES: tuple[type[FeatureConfig], ...] = (
     SpeculativeConfig,
     OffloadConfig,
     KVCompressConfig,
     CascadeConfig,
+    StructuredOutputsConfig,
 )
 
 _HEAD_PAGES = "pages of single heads can neither be verified against drafts, nor moved by chunk, nor shared"

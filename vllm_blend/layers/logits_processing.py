@@ -1,7 +1,7 @@
-"""Changes to logits that depend on a sequence: the user's functions, allowed tokens, biases, bans and penalties.
+"""Changes to logits that depend on a sequence: the user's functions, masks, allowed tokens, biases, bans, penalties.
 
-All but the functions touch few (row, token) pairs, so they are gathered, changed and scattered back for the whole batch
-at once; nothing of the vocabulary's size is built per sequence.
+All but the functions and the masks touch few (row, token) pairs, so they are gathered, changed and scattered back for
+the whole batch at once; nothing of the vocabulary's size is built per sequence, but for a mask's bits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from vllm_blend import ops
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.logits_process import run_processors
 from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.token_masks import words_for
 
 
 def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
     """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
 
-    The order is: the user's functions, allowed tokens, biases, bans (`min_tokens`, bad words), penalties. Returns the
-    errors of the functions by row; such a row has no meaning, and the others are right.
+    The order is: the user's functions, masks of constraints, allowed tokens, biases, bans (`min_tokens`, bad words),
+    penalties. Returns the errors of functions and constraints by row; such a row has no meaning, and the others are
+    right.
     """
-    errors = _run_functions(logits, states)
+    errors = _run_functions(logits, states) | _constrain(logits, states)
     _keep_allowed(logits, states)
     _add_bias(logits, states)
     _ban(logits, states)
@@ -42,6 +44,18 @@ def _run_functions(logits: torch.Tensor, states: Sequence[SamplingState]) -> dic
             except RuntimeError as error:
                 errors[row] = str(error)
     return errors
+
+
+def _constrain(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
+    constrained = [(row, state.constraint) for row, state in enumerate(states) if state.constraint is not None]
+    if not constrained:
+        return {}
+    words = np.full((len(constrained), words_for(logits.shape[-1])), -1, dtype=np.int32)
+    constraints = [constraint for _, constraint in constrained]
+    errors = constraints[0].fill_masks(constraints, words)
+    rows = np.array([row for row, _ in constrained], dtype=np.int64)
+    ops.keep_allowed(logits, to_device(rows, logits.device), to_device(words, logits.device))
+    return {int(rows[index]): error for index, error in errors.items()}
 
 
 def _keep_allowed(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:

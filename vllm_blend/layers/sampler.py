@@ -21,8 +21,8 @@ from vllm_blend.outputs import Logprob
 _ERRORS = {
     BROKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
     "and any KV cache that was loaded",
-    NONE_LEFT: "no token is left to choose from: logits_processors, allowed_token_ids, bad_words and min_tokens "
-    "together exclude all",
+    NONE_LEFT: "no token is left to choose from: structured_outputs, logits_processors, allowed_token_ids, bad_words "
+    "and min_tokens together exclude all",
 }
 
 

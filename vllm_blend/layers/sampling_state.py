@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_blend.layers.token_constraint import TokenConstraint
 from vllm_blend.ops.penalties import PenaltyTable
 from vllm_blend.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ class SamplingState:
 
     `output_token_ids` is the owner's list, read here and never written. `bad_words` are the token sequences that
     `SamplingParams.bind` returned. The generator draws on the host, so a seed gives the same draws on every device.
+    `constraint` must not change once the state has been asked for anything.
     """
 
     params: SamplingParams
@@ -31,6 +33,7 @@ class SamplingState:
     output_token_ids: list[int]
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
+    constraint: TokenConstraint | None = None
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
@@ -53,7 +56,7 @@ class SamplingState:
     def _changes_logits_always(self) -> bool:
         p = self.params
         listed = p.logit_bias or p.allowed_token_ids or p.logits_processors or self.bad_words
-        return self.penalized or bool(listed)
+        return self.penalized or bool(listed) or self.constraint is not None
 
     @property
     def awaits_min_tokens(self) -> bool:
@@ -104,7 +107,10 @@ class SamplingState:
         if not token_ids or not self.needs_history:
             return self
         output = [*self.output_token_ids, *token_ids]
-        other = SamplingState(self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words)
+        constraint = None if self.constraint is None else self.constraint.after(token_ids)
+        other = SamplingState(
+            self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words, constraint
+        )
         other.generator, other._uniforms, other._given = self.generator, self._uniforms, self._given
         if self.penalized:
             other._table = self.penalty_table().copy()
@@ -114,7 +120,8 @@ class SamplingState:
     def needs_history(self) -> bool:
         """Return whether a draw depends on the tokens before it in other ways than through the logits."""
         p = self.params
-        return self.penalized or bool(self.bad_words or p.logits_processors) or p.min_tokens > 0
+        listed = self.bad_words or p.logits_processors
+        return self.penalized or bool(listed) or p.min_tokens > 0 or self.constraint is not None
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:

@@ -21,6 +21,7 @@ from vllm_blend.ops.penalties import penalize
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 from vllm_blend.ops.sampling import resample_tokens, sample_tokens
 from vllm_blend.ops.states import attention_states, merge_states
+from vllm_blend.ops.token_masks import keep_allowed
 from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "copy_pieces",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
+    "keep_allowed",
     "kv_deviation",
     "linear",
     "merge_states",
