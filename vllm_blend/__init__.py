@@ -10,6 +10,7 @@ from vllm_blend.import_names import warn_of_shadowed_names
 if TYPE_CHECKING:
     from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, register_selector
     from vllm_blend.config import BlendConfig
+    from vllm_blend.engine.async_llm import AsyncLLM
     from vllm_blend.engine.llm_engine import LLMEngine
     from vllm_blend.engine_args import EngineArgs
     from vllm_blend.entrypoints.beam_search import BeamSearchParams
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from vllm_blend.features.offload.kv_cache_manager import KVCacheManager
     from vllm_blend.inputs import ChunkedPrompt, TextPrompt, TokensPrompt
     from vllm_blend.outputs import BlendStats, CompletionOutput, RequestOutput
-    from vllm_blend.sampling_params import SamplingParams
+    from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
+    from vllm_blend.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 # Imported on first use: reading a data set must not load the engine.
 _HOMES = {
+    "AsyncLLM": "engine.async_llm",
     "BeamSearchParams": "entrypoints.beam_search",
     "BlendConfig": "config",
     "BlendStats": "outputs",
@@ -37,8 +40,10 @@ _HOMES = {
     "LLMEngine": "engine.llm_engine",
     "LooksAt": "blend.selectors",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "Selector": "blend.selectors",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
     "register_selector": "blend.selectors",
@@ -46,6 +51,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "BlendConfig",
     "BlendStats",
@@ -58,8 +64,10 @@ __all__ = [
     "LLMEngine",
     "LooksAt",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Selector",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "register_selector",

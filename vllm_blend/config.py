@@ -240,6 +240,11 @@ class ChunkStoreConfig(OptionGroup):
         check=not_empty("give a URL, or leave it out"),
         shown=False,
     )
+    key_file: str | None = option(
+        None,
+        "file with the secret that chunks on the disk and the server are signed with: others are not used",
+        check=not_empty("name a file of at least 32 bytes, or leave it out"),
+    )
     admit_on_second_use: bool = option(False, "store a chunk on the disk when it is computed for the second time")
 
     def __post_init__(self) -> None:
@@ -247,6 +252,11 @@ class ChunkStoreConfig(OptionGroup):
         require(
             self.format == "auto" or self.is_used,
             f"chunk_store_format={self.format!r} is that of a disk or a server: give chunk_store_path or "
+            "chunk_store_url too",
+        )
+        require(
+            self.key_file is None or self.is_used,
+            f"chunk_store_key_file={self.key_file!r} signs what is on a disk or a server: give chunk_store_path or "
             "chunk_store_url too",
         )
         require(

@@ -112,6 +112,7 @@ class ParsedPrompt:
     encode_after: tuple[tuple[int, ...], ...] = ()  # likewise
     pieces: tuple[StoredPiece, ...] = ()
     prefix_length: int | None = None  # where a question stands between the prefix and the first chunk
+    retention: tuple[float, ...] = ()  # for every chunk, the seconds for which it is retained in memory; or empty
     num_merged_parts: int = 0  # text parts of a chat that share a token with the text beside them
     num_unfound_parts: int = 0  # those of a chat that is a plain prompt as its template changes them
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
@@ -147,6 +148,7 @@ def reorder_chunks(parsed: ParsedPrompt, order: Sequence[int]) -> ParsedPrompt:
         in_place_chunks=tuple(place[index] for index in parsed.in_place_chunks),
         continues=tuple(None if index is None else place[index] for index in before),
         encode_after=tuple(parsed.encode_after[index] for index in order) if parsed.encode_after else (),
+        retention=tuple(parsed.retention[index] for index in order) if parsed.retention else (),
     )
 
 

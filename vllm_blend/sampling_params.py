@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
 import os
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_number, is_whole
 from vllm_blend.logits_process import check_processors
+from vllm_blend.structured_outputs import StructuredOutputsParams, parse_structured_outputs
 from vllm_blend.unsupported import accept_defaults
 from vllm_blend.unsupported.sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
@@ -34,6 +36,14 @@ _SWITCHES = (
 MAX_PENALTY = 1e30  # a logit times or divided by more may leave the range of 32 bits
 MAX_BIAS = 1e38
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
+
+
+class RequestOutputKind(enum.Enum):
+    """What the outputs of a request that is streamed hold."""
+
+    CUMULATIVE = 0  # all that was generated so far
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # all, once, at the end
 
 
 @accept_defaults(UNSUPPORTED_SAMPLING_PARAMS, "sampling parameter")
@@ -69,8 +79,11 @@ class SamplingParams:
         return the logits [vocabulary] to go on with. They run in this order, before every other setting, and once per
         token: a request that has some is never decoded speculatively. One that raises ends this request alone. Those
         with a `clone()` method are cloned for every completion, others are shared.
+    structured_outputs: the form of the answer: a JSON schema, a regular expression, a grammar, ... (see
+        `StructuredOutputsParams`). `guided_decoding` is vLLM's earlier name for it, and becomes it.
     target_compression_rate, max_cache_tokens, protected_window_size, num_sinks, compress_once: with `enable_kvc`, how
         much of this request's KV is kept; None: as the engine was told (see `CompressionSettings`).
+    output_kind: what the outputs of `AsyncLLM.generate` hold. `LLM.generate` returns final outputs in any case.
 
     vLLM's parameters that do not exist here may be None or have vLLM's default (see `UNSUPPORTED_SAMPLING_PARAMS`).
     Raises ValueError or TypeError naming the field, its value and the fix.
@@ -106,10 +119,21 @@ class SamplingParams:
     num_sinks: int | None = None
     compress_once: bool | None = None
     flat_logprobs: bool | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: Any = None
 
     def __post_init__(self) -> None:
         if self.flat_logprobs is None:
             self.flat_logprobs = flat_logprobs_by_default()
+        if self.output_kind is None:
+            self.output_kind = RequestOutputKind.CUMULATIVE
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(
+                f"output_kind={self.output_kind!r} must be a RequestOutputKind: CUMULATIVE, DELTA, FINAL_ONLY"
+            )
+        self.structured_outputs = parse_structured_outputs(self.structured_outputs, self.guided_decoding)
+        self.guided_decoding = None
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")

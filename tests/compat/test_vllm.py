@@ -47,6 +47,15 @@ from vllm.sampling_params import SamplingParams as f
 from vllm.inputs import TextPrompt as g, TokensPrompt as h
 assert (a, b, c, d, e, f, g, h) == (
     LLM, LLMEngine, EngineArgs, RequestOutput, CompletionOutput, SamplingParams, TextPrompt, TokensPrompt)
+from vllm import AsyncEngineArgs, AsyncLLMEngine
+from vllm.engine.arg_utils import AsyncEngineArgs as i
+from vllm.engine.async_llm_engine import AsyncLLMEngine as j
+from vllm.v1.engine.async_llm import AsyncLLM as k
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.sampling_params import RequestOutputKind
+assert (i, j, k) == (AsyncEngineArgs, AsyncLLMEngine, AsyncLLMEngine)
+assert AsyncEngineArgs("m", max_model_len=8, disable_log_requests=True).max_model_len == 8
+assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
 import lmcache_vllm
 assert lmcache_vllm.__file__.startswith({site!r})
 """.format(site=str(site)),
@@ -122,6 +131,10 @@ assert all(isinstance(entry, Logprob) for entry in output.outputs[0].logprobs[0]
 [found] = llm.beam_search("Who", BeamSearchParams(beam_width=2, max_tokens=1))
 assert isinstance(found, BeamSearchOutput) and all(isinstance(one, BeamSearchSequence) for one in found.sequences)
 
+form = StructuredOutputsParams(regex="a")
+assert SamplingParams(structured_outputs=form).structured_outputs == form
+assert SamplingParams(guided_decoding=GuidedDecodingParams(regex="a")).structured_outputs == form
+
 destroy_model_parallel()
 cleanup_dist_env_and_memory()
 assert (distributed.get_tensor_model_parallel_world_size(), distributed.get_tensor_model_parallel_rank()) == (1, 0)
@@ -132,8 +145,6 @@ for flag in ("--max_model_len=8", "--max-model-len=8"):
 
 refused = [
     ("LoRARequest is not supported: merge the LoRA adapter", lambda: LoRARequest("name", 1, "path")),
-    ("StructuredOutputsParams is not supported: structured outputs come", lambda: StructuredOutputsParams(regex="a")),
-    ("GuidedDecodingParams is not supported", lambda: GuidedDecodingParams(json={{}})),
     ("CompilationConfig is not supported", lambda: config.CompilationConfig(level=3)),
     ("tokenizer_mode='slow' is not supported", lambda: get_tokenizer(model, tokenizer_mode="slow")),
     ("initialize_model_parallel is not supported", lambda: distributed.initialize_model_parallel(2)),

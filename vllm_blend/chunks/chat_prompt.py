@@ -10,25 +10,21 @@ belongs to the text between the parts; a part without a token of its own is merg
 
 from __future__ import annotations
 
-import copy
 import logging
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import tokenizers
-from transformers import PreTrainedTokenizerBase
-
-from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate, between_marks
-from vllm_blend.chunks.composition import matching_prefix
+from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import Message
+from vllm_blend.chunks.slots import find_beginning, find_slots
+from vllm_blend.chunks.text_tokens import tokenize
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import is_far_too_long
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ROLES = ("user", "tool")
-_PART = "ThePartSays0x5d2c90e7n{}e"
 
 
 def chat_prompts(
@@ -59,126 +55,60 @@ def chat_prompts(
 
 
 def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str, blends: bool) -> ParsedPrompt:
-    parts = _part_places(messages) if blends else []
-    question = max((place for place in parts if messages[place[0]].role == "user"), default=None)
-    places = [place for place in parts if place != question]
-    spans = _find_parts(template, messages, places, text) if places else None
-    begin = None if spans is None else _find_beginning(template, messages, parts[0], text)
-    if spans is None or begin is None:
-        return ParsedPrompt(_encode(template.tokenizer, text), text, num_unfound_parts=len(places))
-    ids, offsets = _encode_with_offsets(template.tokenizer, text)
-    if not offsets:
-        return ParsedPrompt(ids, text, num_unfound_parts=len(places))
-    starts, stops = zip(*offsets, strict=True)
-    bounds, num_merged = [], 0
-    for start, stop in spans:
-        first, last = bisect_left(starts, start), bisect_right(stops, stop)
-        num_merged += (first > 0 and stops[first - 1] > start) or (last < len(ids) and starts[last] < stop)
-        if first < last < len(ids):  # the last token of a prompt is computed: the answer follows it
-            bounds.append((first, last))
+    conversation = ConversationTexts(template, messages)
+    texts, render = conversation.texts, conversation.render
+    parts = conversation.part_numbers() if blends else []
+    question = max((part for part in parts if conversation.role_of(part) == "user"), default=None)
+    chunks = [part for part in parts if part != question]
+    slots = find_slots(render, texts, chunks, text) if chunks else None
+    begin = None if slots is None or list(slots) != chunks else find_beginning(render, texts, parts[0], text)
+    tokens = tokenize(template.tokenizer, text)
+    if slots is None or begin is None or not tokens.have_offsets:
+        return ParsedPrompt(tokens.ids, text, num_unfound_parts=len(chunks))
+    bounds, num_merged = tokens.within((slot.start, slot.stop) for slot in slots.values())
     if not bounds:
-        return ParsedPrompt(ids, text, num_merged_parts=num_merged)
-    asked = _find_parts(template, messages, [question], text) if question is not None else None
+        return ParsedPrompt(tokens.ids, text, num_merged_parts=num_merged)
+    asked = find_slots(render, texts, [question], text) if question is not None else None
     return ParsedPrompt(
-        ids,
+        tokens.ids,
         text,
         tuple(bounds),
         # A token that reaches over an edge of the question has a part of its first or last word.
-        question=None if asked is None else (bisect_right(stops, asked[0][0]), bisect_left(starts, asked[0][1])),
-        prefix_length=bisect_right(stops, begin, hi=bounds[0][0]),
+        question=None
+        if asked is None or question is None
+        else tokens.around((asked[question].start, asked[question].stop)),
+        prefix_length=tokens.count_before(begin, bounds[0][0]),
         num_merged_parts=num_merged,
     )
 
 
-def _part_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """Return where the parts of users and tools are: (message, part)."""
-    return [
-        (index, part)
-        for index, message in enumerate(messages)
-        if message.role in CHUNK_ROLES
-        for part, text in enumerate(message.texts)
-        if text.strip()
-    ]
+class ConversationTexts:
+    """The texts of a conversation's messages one after another, each with a number: what `find_slots` looks for."""
 
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        self.template, self.messages = template, messages
+        self.places = [(index, part) for index, each in enumerate(messages) for part in range(len(each.texts))]
+        self.texts = [text for message in messages for text in message.texts]
 
-def _find_beginning(
-    template: ChatTemplate, messages: Sequence[Message], first: tuple[int, int], text: str
-) -> int | None:
-    """Return the character up to which the text of the conversation does not depend on the first part: where its
-    text and that of the same conversation with a mark in the part's place differ. None if the template refuses it."""
-    index, part = first
-    texts = [list(message.texts) for message in messages]
-    mark = _PART.format(0)
-    is_alike = texts[index][part].lstrip()[0] == mark[0]
-    texts[index][part] = "-" + mark if is_alike else mark  # it must not begin as the part does
-    try:
-        return matching_prefix(text, template.render(messages, texts))
-    except (*TEMPLATE_ERRORS, ValueError):
-        return None
+    def render(self, texts: Sequence[str], variables: Mapping[str, Any] | None = None) -> str:
+        """Return the conversation's text, with other texts in the places of its own; `variables` of the template are
+        added to its options."""
+        rest = iter(texts)
+        nested = [[next(rest) for _ in message.texts] for message in self.messages]
+        template = self.template
+        if variables:
+            template = replace(template, options={**template.options, **variables})
+        return template.render(self.messages, nested)
 
+    def role_of(self, number: int) -> str:
+        return self.messages[self.places[number][0]].role
 
-def _find_parts(
-    template: ChatTemplate, messages: Sequence[Message], places: Sequence[tuple[int, int]], text: str
-) -> list[tuple[int, int]] | None:
-    """Return where the parts stand in the text of the whole conversation: (start, stop) in characters. None if they
-    do not stand there once each, in order and unchanged.
+    def kept_seconds(self, number: int) -> float:
+        """Return for how many seconds a text is to be kept, 0 if nothing asks for that."""
+        index, part = self.places[number]
+        kept = self.messages[index].kept
+        return kept[part] if kept else 0.0
 
-    The template is rendered again with marks in the places of the parts. White space around a part stays with its
-    mark, as many templates strip it.
-    """
-    marks = {place: _PART.format(number) for number, place in enumerate(places)}
-    parts = [messages[index].texts[part] for index, part in places]
-    cores = [part.strip() for part in parts]
-    texts = [list(message.texts) for message in messages]
-    for (index, part), mark in marks.items():
-        texts[index][part] = texts[index][part].replace(texts[index][part].strip(), mark, 1)
-    try:
-        between = between_marks(template.render(messages, texts), list(marks.values()))
-    except (*TEMPLATE_ERRORS, ValueError):  # the template takes the texts, but not the marks
-        return None
-    if between is None or between[0] + "".join(map(str.__add__, cores, between[1:])) != text:
-        return None
-    spans, position, taken = [], 0, 0
-    for number, (whole, core) in enumerate(zip(parts, cores, strict=True)):
-        before, after = whole[: whole.index(core)], whole[len(whole.rstrip()) :]
-        position += len(between[number])
-        start = position - len(before) if between[number][taken:].endswith(before) else position
-        position += len(core)
-        taken = len(after) if between[number + 1].startswith(after) else 0
-        spans.append((start, position + taken))
-    return spans
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))  # the template writes special tokens itself
-
-
-def _encode_with_offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str
-) -> tuple[list[int], Sequence[tuple[int, int]] | None]:
-    """Return the ids of a text's tokens, and where the text of each starts and stops; None if the tokenizer does not
-    know."""
-    if not tokenizer.is_fast:
-        return _encode(tokenizer, text), None
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids: list[int] = encoded["input_ids"]
-    backend = _without_trimming(tokenizer, len(tokenizer))
-    if backend is None:
-        return ids, encoded["offset_mapping"]
-    encoding = backend.encode(text, add_special_tokens=False)
-    return ids, encoding.offsets if encoding.ids == ids else None
-
-
-@lru_cache(maxsize=4)
-def _without_trimming(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> tokenizers.Tokenizer | None:
-    """Return a copy of a tokenizer of `num_tokens` tokens whose offsets are true. None if its own are: some
-    post-processors of byte-level tokenizers leave white space out of them."""
-    processor = tokenizer.backend_tokenizer.post_processor
-    if processor is None or b'"trim_offsets":true' not in processor.__getstate__():
-        return None
-    backend: tokenizers.Tokenizer = copy.deepcopy(tokenizer.backend_tokenizer)
-    backend.post_processor = None
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
+    def part_numbers(self) -> list[int]:
+        """Return the numbers of the parts of users and tools."""
+        return [n for n, text in enumerate(self.texts) if text.strip() and self.role_of(n) in CHUNK_ROLES]

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from vllm_blend.checks import is_number
 
 ContentFormat = Literal["string", "openai"]
 
 # What a content part of text is called, in OpenAI's APIs, and the key of its text.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+# The fields of a content part that ask for it to be kept, and for how many seconds if they do not say.
+_KEPT_SECONDS = {"cache_control": 300.0, "prompt_cache_breakpoint": 1800.0}
+_TIME = re.compile(r"([0-9]{1,9})(s|m|h|d)")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST = 30 * 86400
 
 
 @dataclass(frozen=True)
 class Message:
     """A message whose content is `texts`, one for each of its parts; a content that is a string has one part. `fields`
-    are its other keys, the role among them."""
+    are its other keys, the role among them. `kept` has, for each part, the seconds for which it is asked to be kept
+    (`cache_control` or `prompt_cache_breakpoint`), 0 for a part that is not; it is empty where none is."""
 
     fields: Mapping[str, Any]
     texts: tuple[str, ...]
+    kept: tuple[float, ...] = ()
 
     @property
     def role(self) -> str:
@@ -73,7 +83,10 @@ def _parse_message(message: Any, name: str) -> Message:
             f"{name} has no content, which only an assistant's message with tool_calls may leave out: give a string or "
             "a list of text parts"
         )
-    return Message(fields, tuple(_texts(content, f"{name}['content']")))
+    texts = tuple(_texts(content, f"{name}['content']"))
+    parts = [] if isinstance(content, str) else content
+    kept = [_kept_seconds(part, f"{name}['content'][{index}]") for index, part in enumerate(parts)]
+    return Message(fields, texts, tuple(kept) if any(kept) else ())
 
 
 def _texts(content: Any, name: str) -> list[str]:
@@ -99,6 +112,43 @@ def _text(part: Any, name: str) -> str:
             f"{name} is of type {kind!r}, but this engine takes text alone: give {{'type': 'text', 'text': '...'}}"
         )
     return _check_text(part.get(_TEXT_KEYS[kind]), f"{name}[{_TEXT_KEYS[kind]!r}]")
+
+
+def _kept_seconds(part: Any, name: str) -> float:
+    """Return for how many seconds a part asks to be kept: by Anthropic's field or by OpenAI's."""
+    if not isinstance(part, Mapping):
+        return 0.0
+    asked = [
+        _parse_ttl(part[field], f"{name}[{field!r}]", default)
+        for field, default in _KEPT_SECONDS.items()
+        if part.get(field) is not None
+    ]
+    return max(asked, default=0.0)
+
+
+def _parse_ttl(mark: Any, name: str, default: float) -> float:
+    if not isinstance(mark, Mapping):
+        raise TypeError(f"{name} is a {type(mark).__name__}: give an object, which may have a 'ttl' such as '5m'")
+    ttl = mark.get("ttl")
+    return default if ttl is None else parse_seconds(ttl, f"{name}['ttl']")
+
+
+def parse_seconds(value: Any, name: str) -> float:
+    """Return a time in seconds that is given as a number of them, or as text such as "90s", "5m", "1h" or "2d".
+
+    Raises TypeError or ValueError that names the field, also for none and for more than 30 days.
+    """
+    if isinstance(value, str) and (found := _TIME.fullmatch(value)) is not None:
+        seconds = float(found[1]) * _UNITS[found[2]]
+    elif isinstance(value, str):
+        raise ValueError(f"{name}={value[:50]!r} is no time: give seconds, or text such as '5m' or '1h'")
+    elif not is_number(value):
+        raise TypeError(f"{name} is {value!r}: give a number of seconds, or text such as '5m' or '1h'")
+    else:
+        seconds = value
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"{name}={value!r} must be more than 0 and at most {_LONGEST} seconds, which are 30 days")
+    return float(seconds)
 
 
 def _check_text(text: Any, name: str) -> str:

@@ -23,9 +23,29 @@ from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
 
-def encode_chunks(parsed: ParsedPrompt, requests: LiveRequests, driver: Driver) -> list[ChunkKV]:
-    """Return the KV of the chunks of `parsed`. When a step raises, nothing of it is left to run."""
-    composer, longest = requests.composer, requests.composer.finder.max_model_len
+def begin_encoding(parsed: ParsedPrompt, requests: LiveRequests, on_complete: Callable[[], None]) -> PendingBlend:
+    """Have the chunks of `parsed` encoded by the next steps, and call `on_complete` when nothing is missing. Raises
+    ValueError for a chunk that is too long."""
+    check_lengths(parsed, requests.composer.finder.max_model_len)
+    pending = PendingBlend(parsed, on_complete=on_complete)
+    pending.pieces = requests.composer.finder.pieces(parsed)
+    try:
+        for request in requests.composer.start(pending):
+            requests.scheduler.add(request)
+    except BaseException:
+        withdraw(pending, requests)
+        raise
+    return pending
+
+
+def withdraw(pending: PendingBlend, requests: LiveRequests) -> None:
+    """End the encodings that only this context waits for."""
+    for request in requests.composer.withdraw(pending):
+        requests.scheduler.finish(request)
+
+
+def check_lengths(parsed: ParsedPrompt, longest: int) -> None:
+    """Raise ValueError for a chunk that the model cannot encode after its prefix."""
     first = parsed.chunk_bounds[0][0] if parsed.chunk_bounds else 0
     for index, (start, stop) in enumerate(parsed.chunk_bounds):
         length = first + stop - start
@@ -34,20 +54,20 @@ def encode_chunks(parsed: ParsedPrompt, requests: LiveRequests, driver: Driver) 
                 f"chunks[{index}] has {length} tokens with its prefix, more than max_model_len={longest}: split it, "
                 "or raise max_model_len where the model allows it"
             )
+
+
+def encode_chunks(parsed: ParsedPrompt, requests: LiveRequests, driver: Driver) -> list[ChunkKV]:
+    """Return the KV of the chunks of `parsed`. When a step raises, nothing of it is left to run."""
     if not parsed.chunk_bounds:
         return []
     inbox = Inbox()
-    pending = PendingBlend(parsed, on_complete=inbox.wake)  # another thread's step may encode the last chunk
+    with driver.lock:
+        pending = begin_encoding(parsed, requests, inbox.wake)  # another thread's step may encode the last chunk
     try:
-        with driver.lock:
-            pending.pieces = composer.finder.pieces(parsed)
-            for request in composer.start(pending):
-                requests.scheduler.add(request)
         driver.wait(inbox, lambda: not pending.missing)
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
         with driver.lock:
-            for request in composer.withdraw(pending):
-                requests.scheduler.finish(request)
+            withdraw(pending, requests)
         raise
     own = pending.pieces[len(pending.pieces) - len(parsed.chunk_bounds) :]
     return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed

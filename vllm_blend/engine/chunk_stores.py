@@ -18,6 +18,7 @@ from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.memory import make_chunk_store
 from vllm_blend.kv_store.remote import RemoteChunkStore
+from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 from vllm_blend.kv_store.tiered import MAX_WRITE_BYTES, Tier, TieredChunkStore
 from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE, ChunkLoad
@@ -49,11 +50,11 @@ def make_store(
         worker.model_runner.block_pass.placement.in_flight,
     )
     max_write_bytes = min(MAX_WRITE_BYTES, memory.budget_bytes // 4)
-    below = []
+    below, signer = [], _signer(config.chunk_store)
     if config.chunk_store.path is not None:
-        below.append(_disk(config.chunk_store, Path(config.chunk_store.path), model, max_write_bytes))
+        below.append(_disk(config.chunk_store, Path(config.chunk_store.path), model, max_write_bytes, signer))
     if config.chunk_store.url is not None:
-        below.append(_server(config.chunk_store, config.chunk_store.url, model, max_write_bytes))
+        below.append(_server(config.chunk_store, config.chunk_store.url, model, max_write_bytes, signer))
     return TieredChunkStore(memory, below, controller)
 
 
@@ -65,8 +66,7 @@ def store_gauges(composer: ChunkComposer) -> list[Gauge]:
         ("chunk_cache_bytes", store.num_bytes),
         ("chunks_encoded", composer.num_encoded),
     ]
-    if store.below:
-        values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
+    values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
     if composer.loader is not None:
         values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]
         values += [("prompts_started_early", composer.num_early), ("prompts_started_again", composer.num_lost)]
@@ -100,7 +100,18 @@ def _prefilled(items: Iterable[ScheduledRequest]) -> int | None:
     return total
 
 
-def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_write_bytes: int) -> Tier:
+def _signer(config: ChunkStoreConfig) -> ChunkSigner | None:
+    if config.key_file is None:
+        return None
+    try:
+        return ChunkSigner.from_file(config.key_file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chunk_store_key_file={config.key_file!r} cannot be used: {error}") from error
+
+
+def _disk(
+    config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_write_bytes: int, signer: ChunkSigner | None
+) -> Tier:
     settings = DiskStoreConfig(
         path,
         max(1, int(config.gib * 2**30)),
@@ -109,6 +120,7 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
         config.admit_on_second_use,
         exact=config.format == "auto",
         fingerprint=model,
+        signer=signer,
     )
     try:
         store = DiskChunkStore(settings)
@@ -120,9 +132,12 @@ def _disk(config: ChunkStoreConfig, path: Path, model: ModelFingerprint, max_wri
     return Tier(DISK, store, max_write_bytes, store.read_many)
 
 
-def _server(config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int) -> Tier:
+def _server(
+    config: ChunkStoreConfig, url: str, model: ModelFingerprint, max_write_bytes: int, signer: ChunkSigner | None
+) -> Tier:
+    exact = config.format == "auto"
     try:
-        store = RemoteChunkStore(RemoteStoreConfig(url, model.digest, config.format, exact=config.format == "auto"))
+        store = RemoteChunkStore(RemoteStoreConfig(url, model.digest, config.format, exact=exact, signer=signer))
     except ValueError as error:
         raise ValueError(
             f"chunk_store_url: {error}: give a URL such as redis://host:6379/0, s3://bucket/folder or file:///folder"

@@ -33,6 +33,7 @@ from vllm_blend.kv_store.tiers import DISK
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 
+RETENTION_LEVEL = 50  # of chunks that a prompt has retained: in the middle of those that can be asked for
 JOINED = "joined"  # where KV was found that another prompt was having encoded already
 
 
@@ -184,6 +185,9 @@ class ChunkComposer:
     def start(self, pending: PendingBlend) -> list[Request]:
         """Take what is in memory, and see to the rest. Return encodings to run: when these are done, nothing is
         missing of the blend."""
+        for piece, seconds in zip(pending.chunks, pending.parsed.retention, strict=False):
+            if seconds:
+                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds)
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))

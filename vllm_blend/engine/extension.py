@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pkgutil import resolve_name
+
+from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.config import EngineConfig
 from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
@@ -19,12 +23,16 @@ from vllm_blend.worker.worker import Worker
 @dataclass(frozen=True)
 class EngineParts:
     """The parts of an engine that a feature may work on. `runs_ahead`: whether the engine queues a step before it has
-    read the last one."""
+    read the last one. The tokenizer and the tokens that end an answer may change; `lock` is held to read them outside
+    the hooks that the engine calls under it."""
 
     config: EngineConfig
     worker: Worker
     scheduler: Scheduler
     runs_ahead: bool
+    lock: AbstractContextManager[None]
+    get_tokenizer: Callable[[], PreTrainedTokenizerBase | None]
+    eos_token_ids: AbstractSet[int]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,15 @@ class Step:
 
 class Extension:
     """A feature of the engine. The step loop calls these hooks, each at its place; those of this class do nothing."""
+
+    def needs_preparation(self, params: SamplingParams) -> bool:
+        """Return, without delay, whether `prepare` would take long."""
+        return False
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long for a new request, before the others are asked. It is called without the engine's lock,
+        while steps go on, and not for every request: `check` may be the first to see one. It raises nothing for bad
+        input."""
 
     def check(self, parsed: ParsedPrompt, params: SamplingParams) -> None:
         """Raise ValueError or TypeError if a new request asks for what the feature cannot do. Nothing has changed

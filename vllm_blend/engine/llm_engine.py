@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,13 @@ from vllm_blend.core.scheduler import Scheduler
 from vllm_blend.devices import resolve_device, resolve_dtype
 from vllm_blend.engine import generation_config, setup
 from vllm_blend.engine.blend_planner import BlendPlanner
-from vllm_blend.engine.chunk_encoding import ChunkRegistration, check_chunk, check_registered, encode_chunks
+from vllm_blend.engine.chunk_encoding import (
+    ChunkRegistration,
+    begin_encoding,
+    check_chunk,
+    check_registered,
+    encode_chunks,
+)
 from vllm_blend.engine.chunk_stores import make_controller, make_store, store_gauges
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.driver import Driver, Inbox, OutputStream
@@ -50,7 +56,7 @@ from vllm_blend.models.causal_lm import Decoder
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_parser import parse_context, parse_prompt
-from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 from vllm_blend.worker.worker import Worker
 
 E = TypeVar("E", bound=Extension)
@@ -103,7 +109,11 @@ class LLMEngine:
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
         runs_ahead = config.scheduler.runs_ahead(device)
-        self.extensions = make_extensions(EngineParts(config, worker, self.scheduler, runs_ahead))
+        self.extensions = make_extensions(
+            EngineParts(
+                config, worker, self.scheduler, runs_ahead, self.lock, lambda: self.tokenizer, self.eos_token_ids
+            )
+        )
         self.scheduler.on_release += [extension.released for extension in self.extensions]
         self.requests = LiveRequests(self.scheduler, self.composer, self.metrics, worker.model_runner.forget)
         prefill = partial(worker.model_runner.prefill_chunk, max_tokens=self.scheduler.max_num_batched_tokens)
@@ -183,13 +193,28 @@ class LLMEngine:
     ) -> None:
         """Queue a prompt. Raises ValueError or TypeError, having changed nothing, when it or its parameters are wrong.
 
-        With `final_only`, `step` reports the request once, when it is finished. With `scheduling_policy="priority"`,
+        With `final_only`, or the output kind FINAL_ONLY, `step` reports the request once, when it is finished; it
+        reports no DELTA. With `scheduling_policy="priority"`,
         requests of a lower `priority` go first.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time  # before it waits for a step to end
+        if params.output_kind is RequestOutputKind.DELTA and not final_only:
+            raise ValueError("output_kind=DELTA is for AsyncLLM.generate: use CUMULATIVE, or final_only=True")
+        final_only = final_only or params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.prepare(params)
         with self.lock:
             parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size, self.max_model_len)
             self.add(NewRequest(request_id, parsed, params, arrival_time, final_only, priority))
+
+    def needs_preparation(self, params: SamplingParams) -> bool:
+        """Return whether `prepare` would take long."""
+        return any(extension.needs_preparation(params) for extension in self.extensions)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long for requests with these parameters, such as compiling a grammar, while the engine goes on
+        with others. `add_request` does it, too; a caller that holds the engine's lock then calls this before."""
+        for extension in self.extensions:
+            extension.prepare(params)
 
     @exclusive
     def add(self, new: NewRequest) -> None:
@@ -306,6 +331,19 @@ class LLMEngine:
                 self.requests.withdraw_encodings(group)
         self.loop.settle_if_idle()
 
+    @exclusive
+    def stop_completion(self, request_id: str, index: int) -> None:
+        """End one completion of a request whose stop string was found outside the engine, and free its pages. Nothing
+        is reported of it. It is ignored if it has just ended."""
+        group = self.requests.by_id.get(request_id)
+        if group is None or group.requests[index].finished:
+            return
+        self.requests.finish(group.requests[index], "stop")
+        if group.finished:
+            self.loop.withdraw_report(group)
+            self.requests.forget(group)
+        self.loop.settle_if_idle()
+
     def identify_chunks(
         self,
         prefix: str | Sequence[int],
@@ -339,6 +377,15 @@ class LLMEngine:
                 self.lock.check_between_steps()
                 parsed = self._parse_context(prefix, chunks, continues, encode_after, cache_salt)
             return encode_chunks(parsed, self.requests, self.driver)
+
+    @exclusive
+    def begin_encoding(self, parsed: ParsedPrompt, on_complete: Callable[[], None]) -> None:
+        """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored by the next steps, as
+        `encode_chunks` does. `on_complete` is called when all are there; in mid-step, or at once.
+
+        Raises ValueError for a chunk that is too long.
+        """
+        begin_encoding(parsed, self.requests, on_complete)
 
     @exclusive
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:

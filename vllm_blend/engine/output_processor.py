@@ -28,15 +28,27 @@ class OutputProcessor:
 
     def append_token(self, request: Request, token: int, logprobs: dict[int, Logprob] | None) -> bool:
         """Add a sampled token to its request; return whether that ends it."""
-        now = time.time()
         request.output_token_ids.append(token)
+        assert request.sampling is not None
+        stop = check_stop(request.sampling, token, request.num_known_tokens, self.max_model_len)
+        return self.enter_token(request, token, logprobs, stop, time.time())
+
+    def enter_token(
+        self,
+        request: Request,
+        token: int,
+        logprobs: dict[int, Logprob] | None,
+        stop: tuple[str, int | None] | None,
+        now: float,
+    ) -> bool:
+        """Enter the last of a request's tokens, which has been appended already; return whether that ends the request.
+        `stop` is what `check_stop` says of the token, to which stop strings are added here."""
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         request.metrics.last_token_time = now
         if logprobs is not None:
-            request.logprobs.append(self._with_text(request, logprobs))
-        assert request.sampling is not None and request.detokenizer is not None
-        stop = check_stop(request.sampling, token, request.num_known_tokens, self.max_model_len)
+            request.logprobs.append(self.with_text(request, logprobs))
+        assert request.detokenizer is not None
         ends_by_token = stop is not None and stop[0] == "stop"
         stop_string = request.detokenizer.append(token, ends=ends_by_token)
         if stop_string is not None:
@@ -52,10 +64,10 @@ class OutputProcessor:
         old."""
         if request is not group.requests[0]:
             return
-        decoded = [self._with_text(request, entry) for entry in entries]
+        decoded = [self.with_text(request, entry) for entry in entries]
         group.prompt_logprobs = [*(group.prompt_logprobs or [None])[: start + 1], *decoded]
 
-    def _with_text(self, request: Request, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+    def with_text(self, request: Request, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         """Return the entry with the text of each token, if the request wants text."""
         if self.tokenizer is None or request.params is None or not request.params.detokenize:
             return entry
@@ -83,14 +95,21 @@ class OutputProcessor:
 
     def output(self, group: RequestGroup) -> RequestOutput:
         """Return the state of a group as its user sees it."""
+        completions = [self.completion(request) for request in group.requests]
+        return self.assemble(group, completions, list(group.parsed.token_ids))  # the caller may change the prompt
+
+    def assemble(
+        self, group: RequestGroup, completions: list[CompletionOutput], prompt_token_ids: list[int]
+    ) -> RequestOutput:
+        """Return what is known of a group, with these completions."""
         errors = [request.error for request in group.requests if request.error]
         prompt_logprobs = group.prompt_logprobs
         return RequestOutput(
             request_id=group.request_id,
             prompt=self._text(group),
-            prompt_token_ids=list(group.parsed.token_ids),  # the caller may change the prompt
+            prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else _format_logprobs(group.requests[0], prompt_logprobs),
-            outputs=[self._completion(request) for request in group.requests],
+            outputs=completions,
             finished=group.finished,
             metrics=group.metrics,
             num_cached_tokens=group.requests[0].num_cached_tokens,
@@ -107,17 +126,20 @@ class OutputProcessor:
             group.text = str(self.tokenizer.decode(parsed.token_ids))
         return group.text if parsed.text is None else parsed.text
 
-    def _completion(self, request: Request) -> CompletionOutput:
+    def completion(self, request: Request, text: str | None = None, start: int = 0) -> CompletionOutput:
+        """Return what has been generated from token `start` on. `text` is given where it is not the whole text."""
         asked = request.params is not None and request.params.logprobs is not None
         chosen = [
             entry[token].logprob for entry, token in zip(request.logprobs, request.output_token_ids, strict=False)
         ]
+        if text is None:
+            text = request.detokenizer.text if request.detokenizer is not None else ""
         return CompletionOutput(
             index=request.index,
-            text=request.detokenizer.text if request.detokenizer is not None else "",
-            token_ids=list(request.output_token_ids),
+            text=text,
+            token_ids=request.output_token_ids[start:],
             cumulative_logprob=sum(chosen) if asked else None,
-            logprobs=_format_logprobs(request, request.logprobs) if asked else None,
+            logprobs=_format_logprobs(request, request.logprobs[start:]) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class NewRequest:
     """The arguments of `LLMEngine.add_request`, with the prompt as token ids. `on_end` is called once, when the request
-    has finished in any way."""
+    has finished in any way. With `on_advance` no outputs are made: it is called, in mid-step, when there would be one.
+    """
 
     request_id: str
     parsed: ParsedPrompt
@@ -42,6 +43,7 @@ class NewRequest:
     final_only: bool = False
     priority: int = 0
     on_end: Callable[[], None] | None = None
+    on_advance: Callable[[RequestGroup], None] | None = None
 
 
 @dataclass(eq=False)
@@ -92,7 +94,8 @@ class RequestBuilder:
             if self.hooks.get("collect") and index == 0:
                 request.collect_from = 0
             requests.append(request)
-        return RequestGroup(new.request_id, parsed, metrics, requests, new.final_only, on_end=new.on_end)
+        ends, advances = new.on_end, new.on_advance
+        return RequestGroup(new.request_id, parsed, metrics, requests, new.final_only, on_end=ends, on_advance=advances)
 
     def _check(self, new: NewRequest) -> list[tuple[int, ...]]:
         """Raise ValueError or TypeError for a bad request; return the token ids of its bad words."""

@@ -27,6 +27,7 @@ class RequestGroup:
     text: str | None = None  # what the prompt's ids decode to, once it has been asked for
     blend: BlendStats | None = None
     on_end: Callable[[], None] | None = None  # called once, when nothing more will come
+    on_advance: Callable[[RequestGroup], None] | None = None  # called when there is news, instead of reporting it
     thread: int = field(default_factory=threading.get_ident)  # which added it
 
     @property

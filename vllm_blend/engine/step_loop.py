@@ -175,7 +175,9 @@ class StepLoop:
         earlier, self._unreported = self._unreported, []
         outputs = []
         for group in dict.fromkeys([*earlier, *touched]):
-            if group.finished or not group.final_only:
+            if group.on_advance is not None:
+                group.on_advance(group)
+            elif group.finished or not group.final_only:
                 outputs.append(self.results.processor.output(group))
             if group.finished:
                 self.requests.forget(group)

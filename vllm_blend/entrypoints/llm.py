@@ -91,6 +91,8 @@ class LLM:
         for index, params in enumerate(each):
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"sampling_params[{index}] is a {type(params).__name__}: give SamplingParams")
+        for params in each:
+            self.llm_engine.prepare(params)
         priorities = [0] * len(batch) if priority is None else priority
         inbox, ids = Inbox(), []
         failed: dict[str, Exception] = {}

@@ -10,7 +10,7 @@ _NO_EXPERTS = "the supported models have no experts"
 _NO_MAMBA = "the supported models have no state-space layers"
 _NO_LORA = "merge the LoRA adapter into the weights and load the merged model"
 _NO_COMPILER = "models are not compiled: enforce_eager says whether CUDA graphs are used"
-_NO_STRUCTURE = "structured outputs come with a later release"
+_GUIDED = "give structured_outputs_config"
 _NO_REASONING = "reasoning is not separated from the text: parse the text of the output"
 _NO_SERVER = "there is no API server"
 _METRICS = "not measured: LLM.get_metrics() returns the metrics that exist"
@@ -100,11 +100,10 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "spec_model": Unsupported(None, _SPECULATIVE),
     "spec_tokens": Unsupported(None, _SPECULATIVE),
     # structured outputs, reasoning and chat
-    "structured_outputs_config": Unsupported({}, _NO_STRUCTURE),
-    "guided_decoding_backend": Unsupported(None, _NO_STRUCTURE, ("auto",)),
-    "guided_decoding_disable_fallback": Unsupported(None, _NO_STRUCTURE, (False,)),
-    "guided_decoding_disable_any_whitespace": Unsupported(None, _NO_STRUCTURE, (False,)),
-    "guided_decoding_disable_additional_properties": Unsupported(None, _NO_STRUCTURE, (False,)),
+    "guided_decoding_backend": Unsupported(None, "llguidance is the only one", ("auto", "guidance")),
+    "guided_decoding_disable_fallback": Unsupported(None, _GUIDED, (False,)),
+    "guided_decoding_disable_any_whitespace": Unsupported(None, _GUIDED, (False,)),
+    "guided_decoding_disable_additional_properties": Unsupported(None, _GUIDED, (False,)),
     "reasoning_parser": Unsupported("", _NO_REASONING),
     "reasoning_parser_plugin": Unsupported(None, _NO_REASONING, ("",)),
     "reasoning_config": Unsupported(None, _NO_REASONING),

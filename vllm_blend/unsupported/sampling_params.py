@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from vllm_blend.unsupported import Unsupported
 
-_NO_STRUCTURE = "structured outputs come with a later release: leave it out and check the text of the output"
-_KIND = "LLM.generate returns finished requests, and LLMEngine.add_request has final_only"
-
 UNSUPPORTED_SAMPLING_PARAMS: dict[str, Unsupported] = {
     "best_of": Unsupported(None, "give n, and choose among the completions yourself", (1,)),
-    "structured_outputs": Unsupported(None, _NO_STRUCTURE),
-    "guided_decoding": Unsupported(None, _NO_STRUCTURE),
     "truncate_prompt_tokens": Unsupported(None, "cut the prompt's token ids before you give them"),
-    "output_kind": Unsupported(None, _KIND),
     "extra_args": Unsupported(None, "there are no plugins that could read it", ({},)),
     "logprob_token_ids": Unsupported(None, "give logprobs=-1 and take what you need"),
     "skip_clone": Unsupported(False, "the engine decides when it copies parameters", (True,)),

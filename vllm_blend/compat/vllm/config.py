@@ -14,7 +14,9 @@ ParallelConfig = unsupported_class("ParallelConfig", "the engine runs in one pro
 PoolerConfig = unsupported_class("PoolerConfig", "only text generation is supported")
 SchedulerConfig = unsupported_class("SchedulerConfig", _FLAT)
 SpeculativeConfig = unsupported_class("SpeculativeConfig", "give speculative_config to LLM as a dict")
-StructuredOutputsConfig = unsupported_class("StructuredOutputsConfig", "structured outputs come with a later release")
+StructuredOutputsConfig = unsupported_class(
+    "StructuredOutputsConfig", "give structured_outputs_config to LLM as a dict"
+)
 VllmConfig = unsupported_class("VllmConfig", _FLAT)
 
 __all__ = [

@@ -1,0 +1,205 @@
+"""The server's side of the engine process: one thread that starts it, hears it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from vllm_blend.config import EngineConfig
+from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
+from vllm_blend.engine.process.calls import check_call
+from vllm_blend.engine.process.launch import EngineProcess
+from vllm_blend.engine.process.messages import (
+    Answer,
+    Call,
+    Delta,
+    Error,
+    Failed,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    ToEngine,
+    raisable,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1  # between two looks at whether the process is alive
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 60.0  # before a process that died early is started again
+STOP_SECONDS = 75.0  # in which a process writes what its chunk store has to write
+LONG_LIFE_SECONDS = 60.0  # a process that served as long did not die of how it was started
+SHUT_DOWN = "the engine has been shut down"
+
+
+class Listener(Protocol):
+    """What is told of an engine process, by the client's thread: it must not wait."""
+
+    def advanced(self, deltas: list[Delta]) -> None:
+        """Requests have advanced."""
+
+    def refused(self, number: int, error: Exception) -> None:
+        """A request was not taken."""
+
+    def died(self, error: EngineDeadError) -> None:
+        """The process has ended, and with it all its requests."""
+
+
+class EngineClient:
+    """Keeps an engine process running. Any thread may call any method."""
+
+    def __init__(self, config: EngineConfig, listener: Listener) -> None:
+        self._config, self._listener = config, listener
+        self._num_threads = torch.get_num_threads()  # what is set here holds there, too
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # for the sending socket, and for what follows
+        self._process: EngineProcess | None = None  # while it is ready
+        self._calls: dict[int, Future[Any]] = {}
+        self._problem = "the engine process is being started"
+        self._closing = threading.Event()
+        self._ready: Future[Ready] = Future()  # the first process
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+
+    def start(self) -> None:
+        """Start the process. `wait_ready` says how that went."""
+        self._thread.start()
+
+    def wait_ready(self) -> Ready:
+        """Wait until the engine is loaded. Raises the error with which its process ended instead."""
+        return self._ready.result()
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the process; None while none is ready."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError, saying why, unless an engine process is ready."""
+        if self._process is None:
+            raise self._dead()
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message. Raises EngineDeadError if there is no engine process, and TypeError for what cannot be
+        sent."""
+        with self._lock:
+            if self._process is None:
+                raise self._dead()
+            self._process.send(message)
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Have a method of `calls.CALLS` run between two steps. Raises ValueError or TypeError for one that is not
+        there; the future has the result, or the method's error, or EngineDeadError."""
+        check_call(method, arguments)
+        number, future = next(self._numbers), Future[Any]()
+        self._calls[number] = future
+        try:
+            self.send(Call(number, method, list(arguments)))
+        except BaseException:
+            self._calls.pop(number, None)
+            raise
+        return future
+
+    def shut_down(self) -> None:
+        """End the process when its chunk store is written, and wait for that. It does nothing the second time."""
+        with self._lock:
+            self._closing.set()
+            self._process, self._problem = None, SHUT_DOWN
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _dead(self) -> EngineDeadError:
+        return (ShuttingDownError if self._closing.is_set() else EngineDeadError)(self._problem)
+
+    def _run(self) -> None:
+        delay = 0.0
+        while not self._closing.wait(delay):
+            began = time.monotonic()
+            try:
+                problem = self._serve()
+            except Exception as error:  # it could not be started, say because the disk is full
+                problem = f"the engine process could not be run: {error}"
+                if self._ready.done():
+                    logger.exception("the engine process could not be run")
+                else:
+                    self._ready.set_exception(error)
+            if not self._ready.done():
+                self._ready.set_exception(EngineDeadError(problem))
+            if self._ready.exception() is not None:  # what never ran is not started again
+                return
+            if self._closing.is_set():
+                return
+            lived_long = time.monotonic() - began > LONG_LIFE_SECONDS
+            delay = 0.0 if lived_long else min(max(FIRST_DELAY_SECONDS, 2 * delay), LONGEST_DELAY_SECONDS)
+            self._problem = f"{problem}; it is being started again"
+            logger.error("%s in %.0f seconds", self._problem, delay)
+
+    def _serve(self) -> str:
+        """Start a process and hear it until it has ended; return how it ended."""
+        process = EngineProcess(self._config, self._num_threads)
+        failure: Error | None = None
+        stop_by: float | None = None
+        try:
+            while True:
+                message = process.receive(POLL_SECONDS)
+                if isinstance(message, Failed):
+                    failure = message.error
+                elif message is not None:
+                    self._take(process, message)
+                elif not process.is_alive:
+                    break
+                if self._closing.is_set():
+                    if stop_by is None:
+                        process.terminate()
+                        stop_by = time.monotonic() + STOP_SECONDS
+                    elif time.monotonic() > stop_by:
+                        logger.warning("the engine process did not end within %.0f seconds: it is killed", STOP_SECONDS)
+                        break
+        finally:
+            with self._lock:
+                self._process = None
+            process.end()
+        problem = process.describe_end()
+        if failure is not None:
+            problem += f" after {failure.kind}: {failure.message}"
+            if not self._ready.done():
+                self._ready.set_exception(raisable(failure))
+        self._problem = SHUT_DOWN if self._closing.is_set() else problem
+        self._fail_all()
+        return problem
+
+    def _take(self, process: EngineProcess, message: FromEngine) -> None:
+        match message:
+            case Outputs(deltas):
+                self._listener.advanced(deltas)
+            case Answer():
+                future = self._calls.pop(message.number, None)
+                if future is not None and future.set_running_or_notify_cancel():
+                    if message.error is None:
+                        future.set_result(message.result)
+                    else:
+                        future.set_exception(raisable(message.error))
+            case Refused():
+                self._listener.refused(message.number, raisable(message.error))
+            case Ready():
+                with self._lock:
+                    if not self._closing.is_set():
+                        self._process = process
+                if self._ready.done():
+                    logger.warning("the engine process runs again")
+                else:
+                    self._ready.set_result(message)
+
+    def _fail_all(self) -> None:
+        """Fail everything that the process was doing."""
+        self._listener.died(self._dead())
+        for number in list(self._calls):
+            future = self._calls.pop(number, None)
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(self._dead())

@@ -1,0 +1,155 @@
+"""Starts an engine process, with the sockets to it, and ends it.
+
+The process is a fresh interpreter that imports nothing of the caller's `__main__`, in a session of its own: a Ctrl-C or
+a SIGTERM to the server's process group is the server's affair. Its settings go through a pipe, as they may hold the
+password of a store; everything else goes through two ZeroMQ sockets in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm_blend.config import EngineConfig
+from vllm_blend.engine.process.messages import FromEngine, ToEngine, new_encoder
+
+logger = logging.getLogger(__name__)
+
+SOCKET_PATH_BYTES = 90  # a socket's path may have 107 bytes, and ours end in a name
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """What an engine process reads from its standard input."""
+
+    config: EngineConfig
+    inbox: str  # where it listens
+    outbox: str  # where the server's process listens
+    parent: int  # the server's process: when it is gone, the engine ends
+    log_level: int
+    num_threads: int  # of torch's operators on a CPU
+
+
+def pickle_config(bootstrap: Bootstrap) -> bytes:
+    """Return the settings as bytes. Raises ValueError for a function that another process cannot import."""
+    overrides = bootstrap.config.model.hf_overrides
+    fix = "define it at the top level of a module that can be imported, or give a dict"
+    if callable(overrides) and getattr(overrides, "__module__", None) == "__main__":
+        raise ValueError(f"hf_overrides={overrides!r} is not known in the engine's process: {fix}")
+    try:
+        return pickle.dumps(bootstrap)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"the engine's settings cannot be passed to its process ({error}): {fix}") from error
+
+
+class EngineProcess:
+    """A running engine process. `receive` is for one thread; `send` may be called from one thread at a time."""
+
+    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+        self._encoder = new_encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._context = zmq.Context()
+        self._folder = _private_folder()
+        inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
+        level = logging.getLogger("vllm_blend").getEffectiveLevel()
+        try:
+            settings = pickle_config(Bootstrap(config, inbox, outbox, os.getpid(), level, num_threads))
+            self._receiver = self._socket(zmq.PULL)
+            self._receiver.bind(outbox)
+            self._sender = self._socket(zmq.PUSH)
+            self._sender.connect(inbox)  # what is sent before the process listens waits here
+            self._process = _start(settings)
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message, without waiting. Raises TypeError for what cannot be sent."""
+        self._sender.send(self._encoder.encode(message))
+
+    def receive(self, timeout: float) -> FromEngine | None:
+        """Return the next message; None if there is none within `timeout` seconds."""
+        if not self._receiver.poll(int(1000 * timeout)):
+            return None
+        message: FromEngine = self._decoder.decode(self._receiver.recv(copy=False).buffer)
+        return message
+
+    def describe_end(self) -> str:
+        """Say how the process ended."""
+        status = self._process.wait()
+        if status >= 0:
+            return f"the engine process ended with exit status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        return f"the engine process was killed by {name}"
+
+    def terminate(self) -> None:
+        """Have the process end when it has written what its chunk store has to write; at once while it loads."""
+        self._process.terminate()
+
+    def end(self) -> None:
+        """Kill the process if it has not ended, and close the sockets."""
+        try:
+            if self.is_alive:
+                self._process.kill()
+            self._process.wait()
+        finally:
+            self._close()
+
+    def _socket(self, kind: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # nothing is dropped, and sending never waits
+        socket.linger = 0
+        return socket
+
+    def _close(self) -> None:
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start(settings: bytes) -> subprocess.Popen[bytes]:
+    # The engine must import what this process would, features and registered classes included.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "vllm_blend.engine.process.main"],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(settings)
+        process.stdin.close()
+    except BrokenPipeError:  # it has died already, which whoever receives from it notices
+        logger.warning("the engine process did not read its settings")
+    return process
+
+
+def _private_folder() -> str:
+    """Make a folder for sockets, whose paths must be short."""
+    folder = tempfile.mkdtemp(prefix="vllm-blend-")
+    if len(os.fsencode(folder)) <= SOCKET_PATH_BYTES:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="vllm-blend-", dir="/tmp")

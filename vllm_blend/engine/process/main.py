@@ -1,0 +1,258 @@
+"""The engine process: builds an engine, runs its steps, and between two steps does what the server's process asks.
+
+It ends on SIGTERM, when the server's process is gone, or when steps keep failing. In the first two cases what the chunk
+store still has to write is written.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from vllm_blend.engine.llm_engine import LLMEngine
+from vllm_blend.engine.process.calls import run_call
+from vllm_blend.engine.process.deltas import DeltaReporter
+from vllm_blend.engine.process.launch import Bootstrap
+from vllm_blend.engine.process.messages import (
+    Abort,
+    Add,
+    Answer,
+    Call,
+    Failed,
+    FromEngine,
+    Outputs,
+    Ready,
+    Refused,
+    Stop,
+    ToEngine,
+    describe_error,
+    new_encoder,
+)
+from vllm_blend.engine.request_builder import NewRequest
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # between two looks at whether to end, while there is nothing to do
+ANSWER_SECONDS = 0.02  # the same while a call waits for something
+FAILED_STEPS = 3  # in a row: then the engine is given up
+PARENT_SECONDS = 1.0  # between two looks at whether the server's process is there
+LAST_SECONDS = 60.0  # to end in, when it is not
+
+
+class EngineLoop:
+    """The loop of the engine process. Sockets: PULL for what is asked, PUSH for what comes of it."""
+
+    def __init__(self, engine: LLMEngine, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> None:
+        self.engine, self._receiver, self._sender = engine, receiver, sender
+        self._encoder, self._decoder = new_encoder(), msgspec.msgpack.Decoder(ToEngine)
+        self._reporter = DeltaReporter()
+        self._ids: dict[int, str] = {}  # of the requests that are unfinished, by number
+        self._waiting: set[int] = set()  # calls
+        self._answers: deque[tuple[int, Future[Any]]] = deque()
+        self._preparing: dict[int, Add] = {}  # requests whose preparation takes long, by number
+        self._prepared: deque[Add] = deque()
+        self._preparation = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        self._failed_steps = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        """Run until told to stop. Raises the error of a step that keeps failing."""
+        while not self.stopping:
+            self._receive()
+            self._add_prepared()
+            if not self.engine.is_idle:
+                self._step()
+            self._report()
+
+    def send(self, message: FromEngine) -> None:
+        self._sender.send(self._encoder.encode(message), copy=False)
+
+    def _receive(self) -> None:
+        """Do all that is asked; wait for something to be asked if there is no step to run."""
+        if self.engine.is_idle and not self._answers and not self._prepared:
+            seconds = ANSWER_SECONDS if self._waiting or self._preparing else IDLE_SECONDS
+            if not self._receiver.poll(int(1000 * seconds)):
+                return
+        while not self.stopping:
+            try:
+                data = self._receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.MsgspecError as error:
+                self._refuse(data, error)
+            else:
+                self._do(message)
+
+    def _do(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                if self.engine.needs_preparation(message.params):
+                    self._prepare(message)
+                else:
+                    self._add(message)
+            case Abort():
+                for number in message.numbers:
+                    self._preparing.pop(number, None)
+                ids = [self._ids.pop(number, None) for number in message.numbers]
+                self.engine.abort_request([request_id for request_id in ids if request_id is not None])
+            case Stop():
+                self._stop(message)
+            case Call():
+                self._call(message)
+
+    def _prepare(self, new: Add) -> None:
+        """Prepare a request in another thread, while steps go on, and add it then."""
+        self._preparing[new.number] = new
+        future = self._preparation.submit(self.engine.prepare, new.params)
+        future.add_done_callback(lambda _: self._prepared.append(new))  # an error is raised again where it is added
+
+    def _add_prepared(self) -> None:
+        while self._prepared:
+            new = self._prepared.popleft()
+            if self._preparing.pop(new.number, None) is not None:
+                self._add(new)
+
+    def _add(self, new: Add) -> None:
+        watch = self._reporter.watch(new.number, new.parsed, new.params.n)
+        try:
+            self.engine.add(
+                NewRequest(
+                    new.request_id,
+                    new.parsed,
+                    new.params,
+                    new.arrival_time,
+                    priority=new.priority,
+                    on_advance=watch,
+                )
+            )
+        except Exception as error:
+            if not isinstance(error, (ValueError, TypeError)):
+                logger.exception("request %s could not be added", new.request_id)
+                self.engine.abort_request(new.request_id)
+            self.send(Refused(new.number, describe_error(error)))
+        else:
+            self._ids[new.number] = new.request_id
+
+    def _refuse(self, data: bytes, error: Exception) -> None:
+        """Answer a request or a call with values of a wrong type, as only one that is wrong in itself has."""
+        kind, number, *_ = msgspec.msgpack.decode(data)
+        described = describe_error(ValueError(f"the request cannot be read: {error}"))
+        self.send(Refused(number, described) if kind == Add.__name__ else Answer(number, None, described))
+
+    def _stop(self, message: Stop) -> None:
+        request_id = self._ids.get(message.number)
+        if request_id is None:
+            return
+        self.engine.stop_completion(request_id, message.index)
+        if not self.engine.has_request(request_id):
+            del self._ids[message.number]
+
+    def _call(self, call: Call) -> None:
+        try:
+            result = run_call(self.engine, call.method, call.arguments)
+        except Exception as error:
+            self._answer_error(call.number, error)
+            return
+        if isinstance(result, Future):
+            self._waiting.add(call.number)
+            result.add_done_callback(lambda future: self._answers.append((call.number, future)))
+        else:
+            self.send(Answer(call.number, result))
+
+    def _step(self) -> None:
+        try:
+            self.engine.step()
+            self._failed_steps = 0
+        except Exception:
+            self._failed_steps += 1
+            if self._failed_steps == FAILED_STEPS:
+                raise
+            logger.exception("a step failed, and is tried again")
+
+    def _report(self) -> None:
+        deltas = self._reporter.take()
+        if deltas:
+            self.send(Outputs(deltas))
+            for number in self._reporter.take_ended():
+                self._ids.pop(number, None)
+        while self._answers:
+            number, future = self._answers.popleft()
+            self._waiting.discard(number)
+            error = future.exception()
+            if error is None:
+                self.send(Answer(number, future.result()))
+            else:
+                self._answer_error(number, error)
+
+    def _answer_error(self, number: int, error: BaseException) -> None:
+        trace = "" if isinstance(error, (ValueError, TypeError)) else "".join(traceback.format_exception(error))
+        self.send(Answer(number, None, describe_error(error, trace)))
+
+
+def main() -> int:
+    """Run an engine process whose settings are on the standard input; return its exit status."""
+    bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
+    logging.basicConfig(level=bootstrap.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s")
+    torch.set_num_threads(bootstrap.num_threads)
+    threading.Thread(target=_follow_parent, args=(bootstrap.parent,), daemon=True, name="follow-parent").start()
+    context = zmq.Context()
+    receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (receiver, sender):
+        socket.set_hwm(0)
+    receiver.bind(bootstrap.inbox)
+    sender.connect(bootstrap.outbox)
+    try:
+        return _serve(bootstrap, receiver, sender)
+    finally:
+        context.destroy(linger=1000)
+        if os.getppid() != bootstrap.parent:  # which removes the sockets' folder otherwise
+            shutil.rmtree(os.path.dirname(bootstrap.inbox.removeprefix("ipc://")), ignore_errors=True)
+
+
+def _serve(bootstrap: Bootstrap, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> int:
+    encoder = new_encoder()
+    try:
+        engine = LLMEngine(bootstrap.config)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection between two steps needs to look at it
+        loop = EngineLoop(engine, receiver, sender)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(loop, "stopping", True))
+        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        loop.send(Ready(engine.max_model_len, dtype, engine.default_sampling_settings))
+        loop.run()
+    except Exception as error:
+        logger.debug("the engine process ends", exc_info=True)
+        sender.send(encoder.encode(Failed(describe_error(error, traceback.format_exc()))))
+        return 1
+    engine.shutdown()
+    return 0
+
+
+def _follow_parent(parent: int) -> None:
+    """End this process when the server's process is gone: as SIGTERM does, or at once if that takes too long."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
