@@ -38,6 +38,7 @@ CUDA_LIBRARY = "vllm_blend.libvllm_blend_cuda"
 NAMES_FOLDER = "vllm_blend/compat"  # holds the packages vllm and lmcache_vllm
 NAMES = "vllm_blend_names"  # the .pth file, and the folder of the metadata that it puts on the path too
 VLLM_VERSION = runpy.run_path(str(ROOT / NAMES_FOLDER / "vllm" / "version.py"))["__version__"]
+SERVER = ["fastapi", "uvicorn", "pyzmq", "msgspec", "prometheus-client"]
 INSTALLING = {"egg_info", "dist_info", "bdist_wheel", "editable_wheel", "install", "develop"}  # what pip and uv run
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
 FLAGS = [
@@ -270,6 +271,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_blend", "vllm_blend.*"]),
+    package_data={"vllm_blend.entrypoints.openai.metrics": ["status.html"]},
     ext_modules=[
         KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES, "*.cpp"),
         KernelLibrary(CUDA_LIBRARY, CUDA_SOURCES, "*.cu"),
@@ -290,13 +292,19 @@ setup(
     entry_points={"console_scripts": ["vllm-blend = vllm_blend.entrypoints.cli:main"]},
     extras_require={
         "store": ["redis", "fsspec"],
+        "server": SERVER,
         "gpu": ["xformers", "flashinfer-python"],
         "flashinfer": ["flashinfer-python"],
         "xformers": ["xformers"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
         "finetune": ["peft"],
+        "structured": ["llguidance>=1.9"],
         "dev": [
+            *SERVER,
+            "anthropic",
+            "httpx",
+            "openai",
             "pytest",
             "hypothesis",
             "ruff",
@@ -305,6 +313,8 @@ setup(
             "peft",
             "redis",
             "fsspec",
+            "llguidance>=1.9",
+            "jsonschema-rs",
             "setuptools>=77",
             "pip>=23.1",
             "uv",

@@ -11,12 +11,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 from vllm_blend.options import Option, OptionGroup
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Iterable[type[OptionGroup]]) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, groups: Iterable[type[OptionGroup]], positional: str | None = None
+) -> None:
     """Add a flag for every option, under the heading of its group: `--x` and `--no-x` for booleans, several values for
-    lists.
+    lists. The option `positional` may be given without its flag, too, and is not required.
 
     A flag that is not given leaves the namespace without that name, so that the option's default holds.
     """
+    if positional is not None:
+        parser.add_argument(positional, nargs="?", default=argparse.SUPPRESS, metavar=positional.upper())
     for group in groups:
         section = parser.add_argument_group(group.title)
         for option in group.options():
@@ -24,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Iterable[type[OptionGroup
             section.add_argument(
                 "--" + option.name.replace("_", "-"),
                 dest=option.name,
-                required=option.is_required,
+                required=option.is_required and option.name != positional,
                 default=argparse.SUPPRESS,
                 help=text.replace("%", "%%"),
                 **_parsing(option),

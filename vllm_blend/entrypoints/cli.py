@@ -9,6 +9,10 @@ from collections.abc import Sequence
 
 # Name -> the module whose main(arguments) it is (an exit status, or None for 0), and what it does.
 COMMANDS = {
+    "serve": (
+        "vllm_blend.entrypoints.serve",
+        "serve a model to OpenAI's clients over HTTP",
+    ),
     "check-model": (
         "vllm_blend.quality.check_model",
         "find how little of a context a model must recompute to keep its answers",

@@ -1,0 +1,111 @@
+"""`documents` are chunks, whatever the template does with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
+from tests.chunks.test_chat_prompt import LISTS, parts
+from tests.entrypoints.openai.passages.prompts import PASSAGES, chat, chunk_texts
+from vllm_blend.entrypoints.openai.passages import PassageFinder, parse_documents
+from vllm_blend.entrypoints.openai.passages.stored import StoredPassage
+
+SYSTEM = {"role": "system", "content": "Answer."}
+QUESTION = {"role": "user", "content": "Who jumps?"}
+DOCUMENTS: list[Any] = [
+    {"title": "The fox", "text": PASSAGES[0], "score": 0.9},
+    f" {PASSAGES[1]}\n",
+    {"id": "doc-3", "data": {"title": "Code", "snippet": PASSAGES[2]}, "score": 0.1},
+]
+READS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% for d in documents or [] %}[{{ loop.index }}] {{ d.title }}\n"
+    "{{ d.KEY }}\n{% endfor %}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML_LIKE, LLAMA3_LIKE, LISTS], ids=["chatml", "llama3", "lists"])
+def test_a_template_that_does_not_read_documents(template: str) -> None:
+    """They stand before what the user asked last, each with its title and a blank line, in any order the same chunk."""
+    turns = [SYSTEM, QUESTION, {"role": "assistant", "content": "The fox."}, {"role": "user", "content": "Over what?"}]
+    shown = [f"The fox\n{PASSAGES[0]}\n\n", f"{PASSAGES[1]}\n\n", f"Code\n{PASSAGES[2]}\n\n"]
+    found = []
+    for documents, texts in ((DOCUMENTS, shown), (DOCUMENTS[::-1], shown[::-1])):
+        prompt = chat(PassageFinder(), turns, template, documents)
+        assert prompt.text is not None and "".join(texts) + "Over what?" in prompt.text
+        assert chunk_texts(prompt) == texts
+        found.append({tuple(prompt.token_ids[a:b]) for a, b in prompt.chunk_bounds})
+        scores = (0.9, -math.inf, 0.1)
+        assert prompt.relevance == (scores if documents is DOCUMENTS else scores[::-1],)
+        assert prompt.question is not None
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("key", ["text", "snippet"])
+def test_a_template_that_reads_documents(key: str) -> None:
+    """It says where and how; the chunk is the text. If it shows a document without its text, the default holds for
+    all."""
+    documents: list[Any] = [{"title": "One", "text": PASSAGES[0]}, {"title": "Two", "text": PASSAGES[3]}]
+    prompt = chat(PassageFinder(), [SYSTEM, QUESTION], READS.replace("KEY", key), documents)
+    assert prompt.text is not None and prompt.text.count(PASSAGES[0]) == prompt.text.count(PASSAGES[3]) == 1
+    if key == "text":
+        assert f"[2] Two\n{PASSAGES[3]}\nuser: Who jumps?" in prompt.text
+        assert chunk_texts(prompt) == [PASSAGES[0], PASSAGES[3]]
+    else:
+        assert chunk_texts(prompt) == [f"One\n{PASSAGES[0]}\n\n", f"Two\n{PASSAGES[3]}\n\n"]
+    snippets = [{"title": d["title"], "snippet": d["text"]} for d in documents]
+    prompt = chat(PassageFinder(), [SYSTEM, QUESTION], READS.replace("KEY", key), snippets)
+    assert (chunk_texts(prompt) == [PASSAGES[0], PASSAGES[3]]) == (key == "snippet")
+
+
+def test_documents_beside_text_parts_and_scores_for_those() -> None:
+    messages = [SYSTEM, parts(PASSAGES[0], PASSAGES[1], "Who?")]
+    prompt = chat(PassageFinder(), messages, LISTS, [PASSAGES[2]])
+    assert chunk_texts(prompt) == [f"{PASSAGES[2]}\n\n", PASSAGES[0], PASSAGES[1]]
+    prompt = chat(PassageFinder(), messages, LISTS, relevance=[1, 2])
+    assert prompt.relevance == ((1.0, 2.0),) and chunk_texts(prompt) == PASSAGES[:2]
+    with pytest.raises(ValueError, match=r"blend.relevance has 3 scores for 2 chunks"):
+        chat(PassageFinder(), messages, LISTS, relevance=[1, 2, 3])
+
+
+def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
+    """Documents are in it all the same."""
+    upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}:"
+    prompt = chat(PassageFinder(), [SYSTEM, QUESTION], upper, DOCUMENTS)
+    assert (prompt.chunk_bounds, prompt.num_unfound_parts) == ((), 3)
+    assert prompt.text is not None and PASSAGES[0].upper() in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("text", "documents is a str: give a list"),
+        ([7], r"documents\[0\] is a int: give a string, or an object"),
+        (["a", " "], r"documents\[1\] has no text"),
+        ([{"title": "T"}], r"documents\[0\] has no text"),
+        ([{"text": 7}], r"documents\[0\].text is a int"),
+        ([{"text": "a", "title": 7}], r"documents\[0\].title is a int"),
+        ([{"text": "a", "score": "high"}], r"documents\[0\].score is 'high': give a number"),
+        ([{"text": "a", "score": float("nan")}], r"documents\[0\].score is nan: scores must be finite"),
+        ([{"text": "a\ud800"}], r"documents\[0\].text holds half of a surrogate pair"),
+        ([{"id": "chunk-7"}], r"documents\[0\].id='chunk-7' names a stored passage, but this server keeps none"),
+    ],
+)
+def test_errors_name_the_document(documents: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        parse_documents(documents)
+
+
+def test_documents_without_a_place() -> None:
+    with pytest.raises(ValueError, match="documents need a user's message"):
+        chat(PassageFinder(), [SYSTEM], CHATML_LIKE, DOCUMENTS)
+
+
+def test_fields_without_a_text_of_their_own_and_stored_passages() -> None:
+    [document] = parse_documents([{"id": "1", "data": {"name": "Fox", "age": 3, "title": "T"}}])
+    assert (document.text, document.title) == ("name: Fox\nage: 3", "T")
+    stored = StoredPassage("chunk-1", None, "Its text\n", "Its title", 2, (), 0, 0)
+    [document] = parse_documents([{"id": "chunk-1", "score": 2}], {"chunk-1": stored}.__getitem__)
+    assert (document.text, document.title, document.score) == ("Its text", "Its title", 2.0)

@@ -1,0 +1,81 @@
+"""A server for the tests: uvicorn on a real socket, in a thread of its own, over an engine in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+
+from tests import settings
+from tests.engine.engines import ROOT, threads
+from vllm_blend import EngineArgs
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.entrypoints.openai.app import create_app
+from vllm_blend.entrypoints.openai.options import ServerOptions
+
+T = TypeVar("T")
+REUSE_DEMO = str(ROOT / "inputs" / "demo-model-reuse")
+NAME = "demo"
+ENGINE = {"enable_blending": True, "max_logprobs": 20, "num_gpu_blocks_override": 512}
+# A message is its text and a blank line.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['content'] %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
+DEADLINE = 120.0  # seconds: no machine is so slow
+
+
+def engine_args() -> dict[str, Any]:
+    return {"model": REUSE_DEMO, **settings.current().engine_arguments(), **ENGINE}
+
+
+class TestServer:
+    """A running server. `call` runs a coroutine in its event loop."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        with threads(1):
+            self.engine = AsyncLLM.from_engine_args(EngineArgs(**engine_args()), max_queued_requests=64)
+        options = ServerOptions(served_model_name=[NAME, "alias"], chat_template=TEMPLATE, max_body_size=1 << 20)
+        self.app = create_app(self.engine, options)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False))
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE)
+
+    def metrics(self) -> dict[str, float]:
+        return {metric.name: metric.value for metric in self.call(self.engine.get_metrics())}
+
+    def post(self, path: str, **arguments: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=DEADLINE, **arguments)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(DEADLINE)
+        self.engine.shutdown()
+
+    def _run(self) -> None:
+        self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition. Fails after a time that is long for any machine."""
+    stop = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < stop, "it did not happen"
+        time.sleep(0.01)

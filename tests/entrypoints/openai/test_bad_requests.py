@@ -1,0 +1,137 @@
+"""What is wrong with a request is said with the right status, in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.entrypoints.openai.servers import TestServer
+
+pytestmark = pytest.mark.cpu_only
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "a"}
+
+
+def prompt(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [USER], "max_tokens": 1} | fields).encode()
+
+
+BAD: list[tuple[str, bytes, int, str, str | None]] = [
+    (COMPLETIONS, b"{", 400, "not valid JSON", None),
+    (COMPLETIONS, b"", 400, "the body is missing", None),
+    (COMPLETIONS, b"[]", 400, "not a JSON object", None),
+    (COMPLETIONS, b"[" * 100_000, 400, "nested too deeply", None),
+    (COMPLETIONS, b'{"prompt": NaN}', 400, "NaN is no JSON number", None),
+    (COMPLETIONS, b'{"prompt": "a", "temperature": -Infinity}', 400, "no JSON number", None),
+    (COMPLETIONS, b'{"prompt": "a", "temperature": 1e400}', 400, "temperature", "temperature"),
+    (COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "digits", None),
+    (COMPLETIONS, b'{"prompt": "\xff"}', 400, "not valid UTF-8", None),
+    (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "half of a surrogate pair", None),
+    (COMPLETIONS, b"{}", 400, "prompt is missing", "prompt"),
+    (COMPLETIONS, prompt(prompt=5), 400, "prompt is 5", "prompt"),
+    (COMPLETIONS, prompt(prompt=None), 400, "prompt is None", "prompt"),
+    (COMPLETIONS, prompt(prompt=[]), 400, "prompt is an empty list", "prompt"),
+    (COMPLETIONS, prompt(prompt=[[]]), 400, "cannot be empty", None),
+    (COMPLETIONS, prompt(prompt=[-1]), 400, "out of vocabulary", "prompt"),
+    (COMPLETIONS, prompt(prompt=["a"] * 10_000), 400, "10000 prompts", "prompt"),
+    (COMPLETIONS, prompt(prompt="a " * 5000), 400, "context", None),
+    (COMPLETIONS, prompt(prompt="a " * 400_000), 400, "more than twice as long", None),
+    (COMPLETIONS, prompt(prompt="a" * (1 << 20)), 413, "larger than 1048576 bytes", None),
+    (COMPLETIONS, prompt(prompt="a" * (10 << 20)), 413, "larger than 1048576 bytes", None),
+    (COMPLETIONS, prompt(prompt={"chunks": ["a b"] * 10_000, "suffix": "q"}), 400, "context", None),
+    (COMPLETIONS, prompt(prompt={"prefix": "a"}), 400, "prompt.chunks is missing", "prompt.chunks"),
+    (COMPLETIONS, prompt(prompt={"chunks": [""], "suffix": "a"}), 400, "chunks[0] is empty", "chunks"),
+    (COMPLETIONS, prompt(model="gpt-5"), 404, "the model 'gpt-5' does not exist", "model"),
+    (COMPLETIONS, prompt(max_tokens="5"), 400, "max_tokens is '5'", "max_tokens"),
+    (COMPLETIONS, prompt(max_tokens=5.5), 400, "max_tokens is 5.5", "max_tokens"),
+    (COMPLETIONS, prompt(max_tokens=0), 400, "max_tokens=0", "max_tokens"),
+    (COMPLETIONS, prompt(max_tokens=5000), 400, "maximum context length is 1024", "max_tokens"),
+    (COMPLETIONS, prompt(n=0), 400, "n=0", "n"),
+    (COMPLETIONS, prompt(n=2, temperature=0), 400, "use n=1", "n"),
+    (COMPLETIONS, prompt(logprobs=21), 400, "the engine allows 20", "logprobs"),
+    (COMPLETIONS, prompt(stop=[1]), 400, "stop[0] is 1", "stop[0]"),
+    (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "logit_bias", None),
+    (COMPLETIONS, prompt(cache_salt=""), 400, "cache_salt is empty", "cache_salt"),
+    (COMPLETIONS, prompt(best_of=2), 400, "best_of=2 is not supported", "best_of"),
+    (COMPLETIONS, prompt(suffix="a"), 400, "suffix='a' is not supported", "suffix"),
+    (COMPLETIONS, prompt(guided_regex="a"), 400, "structured_outputs={'regex'", "guided_regex"),
+    (COMPLETIONS, prompt(max_token=5), 400, "did you mean 'max_tokens'?", None),
+    (COMPLETIONS, prompt(temprature=1), 400, "did you mean 'temperature'?", None),
+    (COMPLETIONS, prompt(stream_options={"include_usage": True}), 400, "stream=true", "stream_options"),
+    (COMPLETIONS, prompt(stream=True, n=0), 400, "n=0", "n"),
+    (CHAT, chat(messages=[]), 400, "messages is an empty list", "messages"),
+    (CHAT, chat(messages="a"), 400, "messages is 'a'", "messages"),
+    (CHAT, chat(messages=[5]), 400, "messages[0] is 5", "messages[0]"),
+    (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0] has no content", "messages"),
+    (CHAT, chat(messages=[{"role": 5, "content": "a"}]), 400, "the role 5", "messages"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
+        400,
+        "takes text alone",
+        "messages",
+    ),
+    (CHAT, chat(top_logprobs=2), 400, "needs logprobs=true", "top_logprobs"),
+    (CHAT, chat(chat_template="a"), 400, "--trust-request-chat-template", "chat_template"),
+    (CHAT, chat(chat_template_kwargs={"tokenize": True}), 400, "tokenize", "chat_template_kwargs"),
+    (CHAT, chat(modalities=["audio"]), 400, "text only", "modalities"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function is missing", None),
+    (CHAT, chat(add_generation_prompt=True, continue_final_message=True), 400, "exclude each other", None),
+    ("/tokenize", b"{}", 400, "give one of them", None),
+    ("/detokenize", b'{"tokens": [-6]}', 400, "-6, outside the vocabulary", "tokens"),
+    ("/v1/embeddings", b"{}", 404, "no pooling models", None),
+    ("/v1/audio/transcriptions", b"{}", 404, "text only", None),
+    ("/v1/load_lora_adapter", b"{}", 404, "merge the adapter", None),
+    ("/v1/nothing", b"{}", 404, "no endpoint /v1/nothing", None),
+    ("/v1/models", b"{}", 405, "does not take POST", None),
+]
+
+
+@pytest.mark.parametrize("path, body, status, says, param", BAD, ids=[f"{i}-{case[3]}" for i, case in enumerate(BAD)])
+def test_bad_request(server: TestServer, path: str, body: bytes, status: int, says: str, param: str | None) -> None:
+    response = server.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert says in error["message"] and error["param"] == param, error
+    assert error.keys() == {"message", "type", "param", "code"} and response.headers["x-request-id"]
+
+
+def test_a_body_without_a_length_is_limited_too(server: TestServer) -> None:
+    response = server.post(COMPLETIONS, content=(b"a" * 65536 for _ in range(40)))
+    assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+
+
+def test_other_formats_are_refused(server: TestServer) -> None:
+    response = server.post(COMPLETIONS, content=prompt(), headers={"Content-Type": "text/plain"})
+    assert response.status_code == 415 and "send JSON" in response.json()["error"]["message"]
+    assert server.post(COMPLETIONS, content=prompt()).status_code == 200  # as curl users may leave it out
+
+
+def test_unknown_fields_are_ignored(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:
+    response = server.post(COMPLETIONS, content=prompt(from_the_future=1, user="me", best_of=1, suffix=None))
+    assert response.status_code == 200
+    assert [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()] == [
+        "the field 'from_the_future' of a request is unknown and ignored"
+    ]
+
+
+def test_full_queue(server: TestServer) -> None:
+    """The server takes 256 running completions and 64 waiting ones."""
+    response = server.post(COMPLETIONS, content=prompt(prompt=["a"] * 4, n=100, max_tokens=900, ignore_eos=True))
+    assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_the_server_is_well(server: TestServer) -> None:
+    for path in ("/health", "/ping", "/version", "/v1/models", "/openapi.json"):
+        assert httpx.get(server.url + path).status_code == 200
+    assert server.post(COMPLETIONS, content=prompt()).status_code == 200
+    assert server.metrics()["vllm:num_requests_running"] == 0

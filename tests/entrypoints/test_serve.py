@@ -1,0 +1,98 @@
+"""`vllm-blend serve`: its command line, and a process of it from start to SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.engines import ROOT
+from tests.entrypoints.openai.servers import DEADLINE, REUSE_DEMO, TEMPLATE, wait_until
+from vllm_blend.entrypoints.serve import main, parse
+
+pytestmark = pytest.mark.cpu_only
+
+USER = {"role": "user", "content": "a"}
+
+
+def test_flags() -> None:
+    args, options = parse([REUSE_DEMO, "--port", "8001", "--max-model-len", "512", "--served-model-name", "a", "b"])
+    assert (args.model, args.max_model_len) == (REUSE_DEMO, 512)
+    assert args.enable_blending and args.max_logprobs == 20  # other defaults than offline
+    assert (options.port, options.served_model_name) == (8001, ["a", "b"])
+    args, options = parse(["--model", "m", "--no-enable-blending", "--max-logprobs", "5", "--no-detect-chunks"])
+    assert (args.model, args.enable_blending, args.max_logprobs) == ("m", False, 5) and not options.detect_chunks
+
+
+def test_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "model: m\nport: 8001\nmax-model-len: 512\nserved_model_name: [a, b]\nenable-prefix-caching: false\n"
+        "speculative-config: {method: ngram, num_speculative_tokens: 3}\nuds: null\n"
+    )
+    args, options = parse(["--config", str(path), "--port", "8002"])
+    assert (args.model, args.max_model_len, args.enable_prefix_caching) == ("m", 512, False)
+    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+    assert (options.port, options.served_model_name, options.uds) == (8002, ["a", "b"], None)
+    assert parse(["other", "--config", str(path)])[0].model == "other"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "there is no model"),
+        (["m", "--max-model-length", "5"], "unknown option --max-model-length: did you mean --max-model-len?"),
+        (["m", "--enable-lora"], "--enable-lora is not supported: merge the LoRA adapter"),
+        (["m", "--port", "70000"], "port=70000 is no TCP port"),
+        (["m", "--ssl-keyfile", "key"], "ssl_keyfile and ssl_certfile belong together"),
+        (["m", "--config", "missing.yaml"], "config='missing.yaml' cannot be read"),
+        (["/missing/model", "--port", "0"], "/missing/model"),
+        (["m", "--api-keys", "missing", "--port", "0"], "api_keys: missing cannot be read"),
+    ],
+)
+def test_bad_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_config_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "server.yaml"
+    for text, message in (("prot: 1\n", "did you mean --port?"), ("- a\n", "must hold a mapping")):
+        path.write_text(text)
+        assert main(["m", "--config", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
+    """A process of the command: what runs when the signal comes ends as it would have, and so does the process."""
+    template, log = tmp_path / "template.jinja", tmp_path / "log"
+    template.write_text(TEMPLATE)
+    options = {"--port": 0, "--device": "cpu", "--chat-template": template, "--num-gpu-blocks-override": 256}
+    options |= {"--log-format": "json", "--shutdown-timeout": DEADLINE}
+    arguments = [str(each) for pair in options.items() for each in pair]
+    command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_DEMO, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as file, subprocess.Popen(command, stderr=file, cwd=ROOT, env=environment) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or "http://127.0.0.1:" in log.read_text())
+            found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+            assert found, log.read_text()
+            body = {"messages": [USER], "max_tokens": 100, "ignore_eos": True, "stream": True}
+            url = f"{found[0]}/v1/chat/completions"
+            with httpx.stream("POST", url, json=body, timeout=DEADLINE) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                text = "\n".join(lines)
+            assert '"finish_reason":"length"' in text and text.rstrip().endswith("[DONE]")
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
+    assert '"path": "/v1/chat/completions", "status": 200' in log.read_text()
+    assert "draining" in log.read_text()

@@ -1,0 +1,157 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
+from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
+from vllm_blend.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from vllm_blend.entrypoints.openai.output_parser import OutputParser
+from vllm_blend.entrypoints.openai.protocol.chat import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ChatMessage,
+)
+from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.streaming import DONE, data_event, event_stream
+from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.usage import UsageCounter
+from vllm_blend.outputs import CompletionOutput, RequestOutput
+
+router = APIRouter(route_class=StrictRoute)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    server = server_of(request)
+    server.check_model(body.model)
+    call = await server.in_tokenizing_thread(prepare_chat, server, body, tenant_of(request))
+    note(request, prompt_tokens=len(call.prompt.token_ids))
+    request_id = body.request_id or request.state.request_id
+    answer = _Answer(body, server, call, f"chatcmpl-{request_id}")
+    generation = Generation.of(server, answer.id, [(call.prompt, call.params)], body.priority)
+    if body.stream:
+        return await event_stream(request, answer.events(generation))
+    [output] = await until_disconnected(request, generation.final())
+    return Response(answer.response(output).to_json(), media_type="application/json")
+
+
+@dataclass
+class _Answer:
+    """What the chunks, or the one answer, of a call have in common."""
+
+    body: ChatCompletionRequest
+    server: Server
+    call: ChatCall
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._parsers: dict[int, OutputParser] = {}
+
+    def response(self, output: RequestOutput) -> ChatCompletionResponse:
+        """Return the whole answer."""
+        counter = UsageCounter()
+        counter.add(0, output)
+        others: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            others["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.body.prompt_logprobs is not None:
+            others["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return ChatCompletionResponse(
+            id=self.id,
+            object="chat.completion",
+            created=self.created,
+            model=self.server.model_name,
+            choices=[self._choice(completion) for completion in output.outputs],
+            usage=counter.usage(),
+            **others,
+        )
+
+    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream: the role of every choice, its pieces, and the usage if it is wanted."""
+        counter = UsageCounter()
+        async with aclosing(generation.outputs()) as outputs:
+            async for index, output in outputs:
+                counter.add(index, output)
+                for completion in output.outputs:
+                    for choice, others in self._pieces(output, completion):
+                        if self.body.reports_usage_always:
+                            others["usage"] = counter.usage()
+                        yield data_event(self._chunk([choice], **others).to_json())
+        if self.body.reports_usage:
+            yield data_event(self._chunk([], usage=counter.usage()).to_json())
+        yield DONE
+
+    def _chunk(self, choices: list[ChatChunkChoice], **others: Any) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.server.model_name,
+            choices=choices,
+            **others,
+        )
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        parser = self._make_parser()
+        message = parser.parse(completion.text).to_dict()
+        return ChatChoice(
+            index=completion.index,
+            message=ChatMessage.model_validate({"role": self.call.role, **message, "refusal": None}),
+            finish_reason=parser.finish_reason(completion.finish_reason),
+            stop_reason=completion.stop_reason,
+            **self._token_fields(completion),
+        )
+
+    def _pieces(
+        self, output: RequestOutput, completion: CompletionOutput
+    ) -> list[tuple[ChatChunkChoice, dict[str, Any]]]:
+        """Return what an output adds to a choice, as choices of chunks and what else the chunks have."""
+        found, index = [], completion.index
+        if index not in self._parsers:
+            self._parsers[index] = self._make_parser()
+            role = ChatMessage(role=self.call.role, content="")
+            others = {"prompt_token_ids": list(output.prompt_token_ids)} if self.body.return_token_ids else {}
+            found.append((ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None), others))
+        parser, reason = self._parsers[index], completion.finish_reason
+        deltas = [parser.feed(completion.text)]
+        if reason is not None and (rest := parser.finish()):
+            deltas = [*filter(None, deltas), rest]
+        for number, delta in enumerate(deltas):
+            own: dict[str, Any] = {"logprobs": None} if number else self._token_fields(completion)
+            ends = reason is not None and number == len(deltas) - 1
+            if ends:
+                own["stop_reason"] = completion.stop_reason
+            if delta or ends or own["logprobs"] is not None or own.get("token_ids"):
+                message = ChatMessage.model_validate(delta.to_dict())
+                finish_reason = parser.finish_reason(reason) if ends else None
+                found.append((ChatChunkChoice(index=index, delta=message, finish_reason=finish_reason, **own), {}))
+        return found
+
+    def _make_parser(self) -> OutputParser:
+        return self.call.parsers.make(self.call.prompt.text)
+
+    def _token_fields(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the fields of a choice that are about its tokens."""
+        fields: dict[str, Any] = {"logprobs": self._logprobs(completion)}
+        return fields | {"token_ids": list(completion.token_ids)} if self.body.return_token_ids else fields
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self.body.logprobs or completion.logprobs is None:
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids or self.server.options.return_tokens_as_token_ids)
+        entries: Sequence[Any] = completion.logprobs
+        return chat_logprobs(completion.token_ids, entries, self.body.top_logprobs or 0, as_ids)

@@ -1,0 +1,136 @@
+"""The requests of one HTTP call, run together: outputs as they come, or at the end; all end when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.entrypoints.openai.errors import APIError
+from vllm_blend.entrypoints.openai.metrics import ServerMetrics
+from vllm_blend.entrypoints.openai.server import Server
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.outputs import RequestOutput
+from vllm_blend.sampling_params import SamplingParams
+
+T = TypeVar("T")
+_Item = tuple[int, RequestOutput | BaseException | None]
+_ending: set[asyncio.Task[None]] = set()  # cancelled ones, which nothing else refers to
+
+
+class ClientDisconnected(Exception):
+    """The client has closed the connection before it was answered."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The prompts of a call, each with its sampling parameters."""
+
+    engine: AsyncLLM
+    metrics: ServerMetrics
+    request_id: str
+    jobs: Sequence[tuple[ParsedPrompt, SamplingParams]]
+    priority: int = 0
+    deadline: float | None = None
+    arrival_time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(
+        cls, server: Server, request_id: str, jobs: Sequence[tuple[ParsedPrompt, SamplingParams]], priority: int | None
+    ) -> Generation:
+        """Return the generation of a call that has just arrived."""
+        timeout = server.options.request_timeout
+        deadline = None if timeout is None else time.time() + timeout
+        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (number of the prompt, output) as outputs come. Closing the generator aborts what still runs.
+
+        Raises the first error that any of the requests meets, and APIError for one that was aborted or has failed.
+        """
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        # Requests have tasks of their own: whoever closes this generator need not wait until the engine has heard.
+        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.jobs))]
+        try:
+            remaining = len(tasks)
+            while remaining:
+                index, item = await queue.get()
+                if item is None:
+                    remaining -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    self._check(item)
+                    yield index, item
+        finally:
+            for task in tasks:
+                if not task.done():
+                    task.cancel()
+                    _ending.add(task)
+                    task.add_done_callback(_ending.discard)
+
+    async def final(self) -> list[RequestOutput]:
+        """Return the last output of every prompt."""
+        found: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                found[index] = output
+        return [found[index] for index in range(len(self.jobs))]
+
+    async def _run(self, index: int, queue: asyncio.Queue[_Item]) -> None:
+        prompt, params = self.jobs[index]
+        try:
+            with self.metrics.request(prompt, params, self.arrival_time) as record:
+                outputs = self.engine.generate(
+                    prompt,
+                    params,
+                    # Clients choose request ids, and may use one twice.
+                    f"{self.request_id}-{index}-{secrets.token_hex(4)}",
+                    priority=self.priority,
+                    arrival_time=self.arrival_time,
+                    deadline=self.deadline,
+                )
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        record.on_output(output)
+                        queue.put_nowait((index, output))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    def _check(self, output: RequestOutput) -> None:
+        reasons = [completion.finish_reason for completion in output.outputs]
+        if "error" in reasons:
+            raise APIError(500, f"the generation failed: {output.error}", code="generation_failed")
+        if "abort" in reasons:
+            if self.deadline is not None and time.time() >= self.deadline - 0.5:
+                raise APIError(504, "the request took longer than --request-timeout allows", code="timeout")
+            raise APIError(503, "the request was aborted: try again", code="aborted")
+
+
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; cancel it and raise ClientDisconnected if the client leaves before."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

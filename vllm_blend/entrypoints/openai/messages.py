@@ -1,0 +1,171 @@
+"""POST /v1/messages, for clients of Anthropic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from vllm_blend.entrypoints.openai.blocks import Block, BlockReader
+from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
+from vllm_blend.entrypoints.openai.errors import as_api_error, bad_request
+from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
+from vllm_blend.entrypoints.openai.messages_request import as_chat
+from vllm_blend.entrypoints.openai.protocol.messages import (
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    TokenCount,
+)
+from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.streaming import dump, event_stream
+from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.usage import UsageCounter
+from vllm_blend.outputs import CompletionOutput, RequestOutput
+
+router = APIRouter(route_class=StrictRoute)
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+@router.post("/v1/messages", response_model=MessagesResponse)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation in Anthropic's format."""
+    server = server_of(request)
+    server.check_model(body.model)
+    if body.max_tokens is None:
+        raise bad_request("max_tokens is missing: say how many tokens the answer may have", "max_tokens")
+    call = await server.in_tokenizing_thread(prepare_chat, server, as_chat(body), tenant_of(request))
+    note(request, prompt_tokens=len(call.prompt.token_ids))
+    answer = _Answer(server, call, f"msg_{request.state.request_id}")
+    generation = Generation.of(server, answer.id, [(call.prompt, call.params)], body.priority)
+    if body.stream:
+        return await event_stream(request, answer.events(generation), _error_event)
+    [output] = await until_disconnected(request, generation.final())
+    return Response(answer.response(output).to_json(), media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens", response_model=TokenCount)
+async def count_tokens(body: MessagesRequest, request: Request) -> Response:
+    """Count the tokens of a conversation in Anthropic's format."""
+    server = server_of(request)
+    server.check_model(body.model)
+    chat = as_chat(body.model_copy(update={"max_tokens": 1, "blend": {"mode": "off"}}))
+    call = await server.in_tokenizing_thread(prepare_chat, server, chat, tenant_of(request))
+    return Response(TokenCount(input_tokens=len(call.prompt.token_ids)).to_json(), media_type="application/json")
+
+
+@dataclass
+class _Answer:
+    """What the events, or the one message, of a call have in common."""
+
+    server: Server
+    call: ChatCall
+    id: str
+
+    def __post_init__(self) -> None:
+        self._counter = UsageCounter()
+        self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
+
+    def response(self, output: RequestOutput) -> MessagesResponse:
+        """Return the whole message."""
+        [completion] = output.outputs
+        self._counter.add(0, output)
+        for _ in self._reader.feed(completion.text, True):
+            pass
+        content = [_content(block) for block in self._reader.blocks]
+        return self._message(content=content, **self._stop(completion))
+
+    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream."""
+        async with aclosing(generation.outputs()) as outputs:
+            begun = False
+            async for index, output in outputs:
+                self._counter.add(index, output)
+                if not begun:
+                    begun = True
+                    message = self._message(content=[], stop_reason=None, stop_sequence=None)
+                    yield _event("message_start", message=message.model_dump())
+                for completion in output.outputs:
+                    ends = completion.finish_reason is not None
+                    for step, block, text in self._reader.feed(completion.text, ends):
+                        yield _block_event(step, block, text)
+                    if ends:
+                        delta = self._stop(completion)
+                        yield _event("message_delta", delta=delta, usage=self._usage().model_dump())
+        yield _event("message_stop")
+
+    def _message(self, **others: Any) -> MessagesResponse:
+        return MessagesResponse(
+            id=self.id,
+            type="message",
+            role="assistant",
+            model=self.server.model_name,
+            usage=self._usage(),
+            **others,
+        )
+
+    def _stop(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return why an answer ended."""
+        reason, by = completion.finish_reason, completion.stop_reason
+        if reason == "stop" and self._reader.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "stop" and isinstance(by, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": by}
+        return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> MessagesUsage:
+        usage = self._counter.usage()
+        details = usage.prompt_tokens_details
+        assert details is not None
+        return MessagesUsage(
+            input_tokens=details.recomputed_tokens,
+            cache_read_input_tokens=details.cached_tokens,
+            cache_creation_input_tokens=details.stored_tokens,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """Return a block as messages have it."""
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> Any:
+    """Return the arguments of a call. Anthropic's API has no place for a text that is no JSON object: it stands alone
+    under the key of an error then."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {"INVALID_JSON": text}
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
+
+
+def _block_event(step: str, block: Block, text: str) -> str:
+    if step == "open":
+        empty = _content(Block(block.index, block.kind, block.id, block.name))
+        return _event("content_block_start", index=block.index, content_block=empty)
+    if step == "close":
+        return _event("content_block_stop", index=block.index)
+    kind, key = _DELTAS[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, key: text})
+
+
+def _event(name: str, **fields: Any) -> str:
+    return f"event: {name}\ndata: {dump({'type': name, **fields})}\n\n"
+
+
+def _error_event(error: Exception) -> str:
+    return _event("error", **as_api_error(error).body)

@@ -1,0 +1,143 @@
+"""What a server knows of itself: the engine's metrics and its own, for Prometheus and for the status page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.config import EngineConfig
+from vllm_blend.engine.errors import EngineDeadError
+from vllm_blend.engine.metrics import Metric
+from vllm_blend.entrypoints.openai.metrics.engine_families import engine_families, tier_values
+from vllm_blend.entrypoints.openai.metrics.hot_passages import HotPassages
+from vllm_blend.entrypoints.openai.metrics.recorder import Recorder, RequestRecord
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.sampling_params import SamplingParams
+
+ENGINE_SECONDS = 5.0  # an engine that does not answer within them counts as down
+FRESH_SECONDS = 0.5  # for which the engine's answer is used again
+NUM_PASSAGES = 10  # on the status page
+_TIER_FIELDS = ("hits", "misses", "chunks", "bytes", "bytes_read", "bytes_written", "load_seconds")
+_FOUND = "vllm_blend:found_tokens_"
+
+
+class MetricsSource(Protocol):
+    """What is read of an engine: `AsyncLLM` has it."""
+
+    config: EngineConfig
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    async def get_metrics(self) -> list[Metric]: ...
+
+
+class ServerMetrics(Collector):
+    """The metrics of one server. `shows_passages`: let the status page show how the hottest passages begin; a server
+    with tenants must not."""
+
+    def __init__(self, engine: MetricsSource, model_name: str, shows_passages: bool = False) -> None:
+        self._engine, self.model_name = engine, model_name
+        self.recorder = Recorder(model_name)
+        self.passages = HotPassages(engine.get_tokenizer()) if shows_passages else None
+        self._started = time.monotonic()
+        self._read: list[Metric] | None = None  # what the engine has said last; None if it is down
+        self._read_at = -FRESH_SECONDS
+        self._reading = asyncio.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def request(self, prompt: ParsedPrompt, params: SamplingParams, arrival_time: float) -> RequestRecord:
+        """Return the record of a new request, a context in which it runs."""
+        if self.passages is not None:
+            self.passages.count(prompt)
+        return self.recorder.request(params, arrival_time)
+
+    async def text(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        await self._ask_engine()
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics but those of the process, for Prometheus's client."""
+        up = GaugeMetricFamily("vllm_blend:engine_up", "Whether the engine answers.", labels=["model_name"])
+        up.add_metric([self.model_name], float(self._read is not None))
+        yield up
+        cache = self._engine.config.cache
+        labels = {"model_name": self.model_name} | {name: str(value) for name, value in vars(cache).items()}
+        info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is configured.", labels=[*labels])
+        info.add_metric([*labels.values()], 1)
+        yield info
+        yield from engine_families(self._read or [], self.model_name)
+        yield from self.recorder.collect()
+
+    async def status(self) -> dict[str, Any]:
+        """Return what the status page shows. Numbers of the engine are null while it is down."""
+        metrics = await self._ask_engine()
+        values = {metric.name: metric.value for metric in metrics}
+        recent = self.recorder.recent
+        return {
+            "model": self.model_name,
+            "uptime_seconds": time.monotonic() - self._started,
+            "engine_up": self._read is not None,
+            "requests": {
+                "running": values.get("vllm:num_requests_running"),
+                "waiting": values.get("vllm:num_requests_waiting"),
+                "finished": sum(self.recorder.finished.values()),
+                "failed": sum(self.recorder.refused.values()),
+            },
+            "first_token_seconds": recent.percentiles(recent.first_tokens),
+            "inter_token_seconds": recent.percentiles(recent.steps),
+            "per_second": recent.rates(),
+            "kv_cache_usage": values.get("vllm:kv_cache_usage_perc"),
+            "tokens": {
+                "prompt": values.get("vllm:prompt_tokens"),
+                "generated": values.get("vllm:generation_tokens"),
+                "reused": values.get("vllm_blend:blend_reused_tokens"),
+                "recomputed": values.get("vllm_blend:blend_recomputed_tokens"),
+                "encoded": values.get("vllm_blend:blend_encoded_tokens"),
+            },
+            "found": [
+                {"source": name.removeprefix(_FOUND), "tokens": value}
+                for name, value in values.items()
+                if name.startswith(_FOUND) and value
+            ],
+            "tiers": _tiers(metrics),
+            "passages": [
+                {"text": passage.text, "tokens": passage.num_tokens, "uses": passage.num_uses}
+                for passage in (self.passages.top(NUM_PASSAGES) if self.passages else ())
+            ],
+        }
+
+    async def _ask_engine(self) -> list[Metric]:
+        """Read the engine's metrics, unless that has just been done; return them, or none while it is down."""
+        async with self._reading:
+            if time.monotonic() - self._read_at >= FRESH_SECONDS:
+                try:
+                    self._read = await asyncio.wait_for(self._engine.get_metrics(), ENGINE_SECONDS)
+                except (EngineDeadError, TimeoutError):
+                    self._read = None
+                self._read_at = time.monotonic()
+        return self._read or []
+
+
+def _tiers(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """Return the tiers of the chunk store, as the status page has them. What a tier does not measure is 0."""
+    return [
+        {
+            "name": name,
+            **{field: values.get(field, 0) for field in _TIER_FIELDS},
+            "errors": values.get("faults", 0) + values.get("writes_dropped", 0),
+        }
+        for name, values in tier_values(metrics).items()
+    ]

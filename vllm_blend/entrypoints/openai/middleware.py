@@ -1,0 +1,117 @@
+"""What happens to every request before its endpoint: an id, a tenant, a limit on its size, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_blend.entrypoints.openai.errors import APIError, error_response
+from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants
+
+access_logger = logging.getLogger("vllm_blend.access")
+
+# As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
+OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/metrics", "/status", "/"))
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_DRAINED_BODIES = 8  # times the limit: what is read of a body that is too large, so that the client hears the answer
+
+
+class RequestContext:
+    """The outermost layer. It puts `request_id` and `tenant` into the request's state."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants, max_body_size: int, logs_access: bool) -> None:
+        self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state["tenant"] = ANYONE
+        begun, status, num_bytes = time.perf_counter(), 0, 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, num_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif message["type"] == "http.response.body":
+                num_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._answer(scope, headers, receive, send_with_id)
+        finally:
+            if self.logs_access:
+                _log(scope, state, status, num_bytes, time.perf_counter() - begun)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        try:
+            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                scope["state"]["tenant"] = self.tenants.authenticate(headers)
+            limited = await self._limit(headers, receive)
+        except APIError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        await self.app(scope, limited, send)
+
+    async def _limit(self, headers: Headers, receive: Receive) -> Receive:
+        """Return a `receive` that refuses a body beyond the limit. Raises APIError if its length says so already."""
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length) > self.max_body_size:
+            await self._drain(receive)
+            raise self._too_large()
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self.max_body_size:
+                    await self._drain(receive)
+                    raise self._too_large()
+            return message
+
+        return receive_limited
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read on, without keeping it: a client that is still sending does not read the answer."""
+        dropped = 0
+        while dropped < _DRAINED_BODIES * self.max_body_size:
+            message = await receive()
+            dropped += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return
+
+    def _too_large(self) -> APIError:
+        return APIError(
+            413,
+            f"the body is larger than {self.max_body_size} bytes: send less, or raise --max-body-size",
+            code="body_too_large",
+        )
+
+
+def _log(scope: Scope, state: dict[str, Any], status: int, num_bytes: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "request_id": state["request_id"],
+        "tenant": state["tenant"].name,
+        "client": client[0] if client else None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status or 499,  # the client left before there was an answer
+        "bytes": num_bytes,
+        "seconds": round(seconds, 6),
+        **state.get("log_fields", {}),
+    }
+    access_logger.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra={"fields": fields})

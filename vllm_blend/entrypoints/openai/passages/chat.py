@@ -1,0 +1,277 @@
+"""The prompt of a conversation: its template's text, tokenized once, in which text parts, documents and passages that
+are found in plain text are chunks.
+
+- The text parts of a user's or a tool's message that has several are passages, each of them, as in `LLM.chat`.
+- `documents` are rendered by the chat template if it reads them. Otherwise they stand at the beginning of the last
+  user's message: each with its title on a line of its own, its text and a blank line.
+- In all other texts but the assistant's, passages are found that are known.
+
+The last part that a user wrote holds the question: in it passages are found up to the last piece, which is the question
+and always computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm_blend.chunks.chat_prompt import CHUNK_ROLES, ConversationTexts
+from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate, template_variables
+from vllm_blend.chunks.messages import Message
+from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
+from vllm_blend.chunks.text_tokens import Span, tokenize
+from vllm_blend.entrypoints.openai.passages.documents import Document, scores_of
+from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
+from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_scores
+from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
+from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.kv_store.keys import salt_digest
+from vllm_blend.prompt_parser import is_far_too_long, parse_prompt
+
+logger = logging.getLogger(__name__)
+
+_BLANK_LINE = "\n\n"
+_MODEL = "assistant"  # whose messages hold no passages
+_NAMED = "its documents, or else the text parts of messages that have several, but for the question"
+
+
+def chat_prompt(
+    finder: PassageFinder,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    documents: Sequence[Document],
+    blend: BlendOptions,
+    salt: str | None,
+    vocab_size: int,
+    max_model_len: int,
+    blends: bool,
+) -> ParsedPrompt:
+    """Return a conversation as token ids with its chunks; `documents` are those of `parse_documents`, and `blends` says
+    whether the engine blends.
+
+    Raises ValueError that names the field, also if the template refuses the conversation.
+    """
+    blend.check(blends)
+    if blend.order == "free":
+        raise ValueError(
+            "blend.order='free' is for the chunks of /v1/completions: a chat template puts text between passages, so "
+            "they stay where they are; leave blend.order out"
+        )
+    prompt = _Conversation.from_request(template, messages, documents)
+    try:
+        text = prompt.render(prompt.texts)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the chat template does not take the conversation: {error}") from error
+    given = scores_of(documents) if blend.relevance is None else blend.relevance
+    scores = parse_scores(given, len(prompt.named), _NAMED)
+    tokenizer = template.tokenizer
+    if is_far_too_long([text], tokenizer, max_model_len):
+        return parse_prompt(text, tokenizer, vocab_size, max_model_len)  # which refuses it for its length
+    digest = b"" if salt is None else salt_digest(salt)
+    if not blends or blend.is_off:
+        return ParsedPrompt(list(tokenizer.encode(text, add_special_tokens=False)), text, salt=digest)
+    parsed = prompt.with_chunks(finder, text, salt, scores)
+    texts = prompt.texts
+    finder.see((texts[number][start:stop] for number, (start, stop) in prompt.named), salt)
+    return replace(parsed, salt=digest, **blend.settings(parsed))
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """The texts of a conversation by number: those of its messages, then those of documents that its template renders.
+
+    `named` are the passages that the request names: the number of a text, and where in it. `question` is the number of
+    the last text that a user wrote. Text `shown_in` begins with `num_shown` characters of documents.
+    """
+
+    own: ConversationTexts
+    documents: tuple[Document, ...]  # that the template renders
+    named: tuple[tuple[int, Span], ...]
+    question: int | None
+    shown_in: int | None = None
+    num_shown: int = 0
+
+    @classmethod
+    def from_request(
+        cls, template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document]
+    ) -> _Conversation:
+        """Return the texts of a request. Raises ValueError if there is no place for its documents."""
+        own = ConversationTexts(template, messages)
+        rendered = tuple(documents) if documents and _shows_documents(own, documents) else ()
+        count, shown_in, num_shown = len(own.texts), None, 0
+        named = [(count + index, (0, len(document.text))) for index, document in enumerate(rendered)]
+        if documents and not rendered:
+            own, shown_in, spans = _show_documents(own, documents)
+            named, num_shown = [(shown_in, span) for span in spans], spans[-1][1]
+        question = max((n for n in own.part_numbers() if own.role_of(n) == "user"), default=None)
+        for number in own.part_numbers():
+            if number != question and len(own.messages[own.places[number][0]].texts) > 1:
+                start = num_shown if number == shown_in else 0
+                if own.texts[number][start:].strip():
+                    named.append((number, (start, len(own.texts[number]))))
+        return cls(own, rendered, tuple(named), question, shown_in, num_shown)
+
+    @property
+    def texts(self) -> list[str]:
+        return [*self.own.texts, *(document.text for document in self.documents)]
+
+    def render(self, texts: Sequence[str]) -> str:
+        """Return the whole text, with these texts in the places of the conversation's own."""
+        return _render(self.own, self.documents, texts)
+
+    def with_chunks(
+        self, finder: PassageFinder, whole: str, salt: str | None, scores: tuple[tuple[float, ...], ...]
+    ) -> ParsedPrompt:
+        """Return the prompt with its chunks, `whole` being its text. If the template changes the texts of passages, or
+        tokens do not say where they stand, it is a plain prompt."""
+        tokens = tokenize(self.own.template.tokenizer, whole)
+        slots = self._find_slots(whole, finder.detects) if tokens.have_offsets else None
+        plain = ParsedPrompt(tokens.ids, whole, num_unfound_parts=len(self.named) if slots is None else 0)
+        if not slots:
+            return plain
+        places = _Places(self, slots, whole)
+        found = finder.find(whole, places.sections(), salt, bool(self.named))
+        chunks: list[tuple[Span, int | None]] = [(places.span(*each), i) for i, each in enumerate(self.named)]
+        chunks = sorted(chunks + [(span, None) for span in found.chunks])
+        bounds, numbers, retention, num_merged = [], [], [], 0
+        for span, index in chunks:
+            own, is_shared = tokens.within([span])
+            num_merged += is_shared
+            if own:
+                bounds += own
+                numbers.append(index)
+                retention.append(places.kept_seconds(span))
+        if not bounds:
+            return replace(plain, num_merged_parts=num_merged)
+        asked = places.question([span for span, _ in chunks])
+        begin = places.beginning(chunks[0][0][0], found)
+        return ParsedPrompt(
+            tokens.ids,
+            whole,
+            tuple(bounds),
+            relevance=tuple(tuple(-math.inf if n is None else signal[n] for n in numbers) for signal in scores),
+            question=None if asked is None else tokens.around(asked),
+            prefix_length=tokens.count_before(begin, bounds[0][0]),
+            retention=tuple(retention) if any(retention) else (),
+            num_merged_parts=num_merged,
+        )
+
+    def _find_slots(self, whole: str, detects: bool) -> dict[int, Slot] | None:
+        """Return where texts stand in the whole one: those of named passages, and if they are found, too, the question
+        and all texts in which passages are looked for. None if not even those of named passages are."""
+        named = sorted({number for number, _ in self.named})
+        question = [self.question] if self.question is not None else []
+        searched = [
+            n
+            for n, text in enumerate(self.own.texts)
+            if (detects or self.own.kept_seconds(n)) and text.strip() and self.own.role_of(n) != _MODEL
+        ]
+        tries = [sorted({*named, *question, *searched}), sorted({*named, *question}), named]
+        for numbers in tries if named else tries[:1]:
+            slots = find_slots(self.render, self.texts, numbers, whole)
+            if slots is not None:
+                return slots
+        return None if named else {}
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the texts of a conversation stand in the whole one, by number."""
+
+    conversation: _Conversation
+    slots: dict[int, Slot]
+    whole: str
+
+    def span(self, number: int, span: Span) -> Span:
+        """Return the characters of the whole text that stand for some of text `number`."""
+        slot, text = self.slots[number], self.conversation.texts[number]
+        base = slot.core - (len(text) - len(text.lstrip()))
+        return slot.start if span[0] == 0 else base + span[0], slot.stop if span[1] == len(text) else base + span[1]
+
+    def sections(self) -> list[TextSection]:
+        """Return the pieces of all texts in which passages are looked for, in the order of the whole text."""
+        given = self.conversation
+        named = {number for number, (_, stop) in given.named if stop == len(given.texts[number])}
+        numbers = [number for number in self.slots if number not in named]
+        kept = given.question if given.question is not None else max(numbers, default=None)
+        sections = []
+        for number in numbers:
+            start, stop = self._own_text(number)
+            pieces = [piece.moved(start) for piece in split_text(self.whole[start:stop])]
+            is_system = given.own.role_of(number) not in CHUNK_ROLES
+            is_stored = not is_system and given.own.kept_seconds(number) > 0
+            sections.append(TextSection(pieces, int(number == kept), int(is_system), is_stored))
+        return sections
+
+    def kept_seconds(self, span: Span) -> float:
+        """Return for how many seconds a chunk is to be kept, as the text in which it stands asks for."""
+        given = self.conversation
+        within = (n for n, slot in self.slots.items() if slot.start <= span[0] and span[1] <= slot.stop)
+        return max((given.own.kept_seconds(n) for n in within if n < len(given.own.texts)), default=0.0)
+
+    def question(self, chunks: Sequence[Span]) -> Span | None:
+        """Return where the question stands: behind the chunks in the last text that a user wrote."""
+        number = self.conversation.question
+        if number is None or number not in self.slots:
+            return None
+        start, stop = self._own_text(number)
+        start = max([start, *(chunk[1] for chunk in chunks if start <= chunk[0] < stop)])
+        return (start, stop) if start < stop else None
+
+    def beginning(self, first_chunk: int, found: FoundPassages) -> int:
+        """Return where what stands before all chunks ends: before the first text of a user or a tool, and before
+        documents. It goes on with what has always stood there. If a passage stands in a system prompt, it is what has
+        always stood before."""
+        given = self.conversation
+        candidates = [n for n in self.slots if n >= len(given.own.texts) or given.own.role_of(n) in CHUNK_ROLES]
+        first = candidates[0] if candidates else None
+        base = None if first is None else find_beginning(given.render, given.texts, first, self.whole)
+        if base is None or base > first_chunk:
+            base = next(slot.core for slot in reversed(self.slots.values()) if slot.start <= first_chunk)
+        return min(first_chunk, max(base, found.fixed or 0))
+
+    def _own_text(self, number: int) -> Span:
+        """Return where the text of a message stands, without documents before it."""
+        given = self.conversation
+        length = len(given.texts[number])
+        return self.span(number, (given.num_shown if number == given.shown_in else 0, length))
+
+
+def _shows_documents(own: ConversationTexts, documents: Sequence[Document]) -> bool:
+    """Return whether the template renders the text of every document."""
+    if "documents" not in template_variables(own.template.text):
+        return False
+    marks = [f"TheDocumentSays0x7a31f5c2n{index}e" for index in range(len(documents))]
+    try:
+        text = _render(own, documents, [*own.texts, *marks])
+    except (*TEMPLATE_ERRORS, ValueError):
+        return False
+    return all(mark in text for mark in marks)
+
+
+def _show_documents(own: ConversationTexts, documents: Sequence[Document]) -> tuple[ConversationTexts, int, list[Span]]:
+    """Put documents before the last message of a user. Return the conversation, the number of the text in which they
+    stand, and where in it. Raises ValueError if no user has said anything."""
+    asked = [index for index, message in enumerate(own.messages) if message.role == "user" and message.texts]
+    if not asked:
+        raise ValueError(
+            "documents need a user's message to stand in, as the chat template does not render them itself: add one, "
+            "or leave documents out"
+        )
+    text, spans = "", []
+    for document in documents:
+        start = len(text)
+        text += document.shown + _BLANK_LINE
+        spans.append((start, len(text)))
+    message = own.messages[asked[-1]]
+    changed = replace(message, texts=(text + message.texts[0], *message.texts[1:]))
+    messages = [changed if index == asked[-1] else each for index, each in enumerate(own.messages)]
+    return ConversationTexts(own.template, messages), own.places.index((asked[-1], 0)), spans
+
+
+def _render(own: ConversationTexts, documents: Sequence[Document], texts: Sequence[str]) -> str:
+    count = len(own.texts)
+    shown = [document.for_template(text) for document, text in zip(documents, texts[count:], strict=True)]
+    return own.render(texts[:count], {"documents": shown} if documents else {})

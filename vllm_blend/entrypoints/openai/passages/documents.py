@@ -1,0 +1,127 @@
+"""The field `documents` of a chat request: checked, and as the text that a model reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_blend.checks import is_number
+from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
+
+_TEXT_KEYS = (
+    "text",
+    "snippet",
+    "content",
+    "page_content",
+)  # of an object's fields, what a passage is most often called
+
+
+@dataclass(frozen=True)
+class Document:
+    """A passage that a request brings along. `fields` are those that templates may show, the text among them as `key`;
+    `score` is what a retriever gave it (larger is more relevant)."""
+
+    text: str
+    title: str | None = None
+    score: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    key: str = "text"
+
+    @property
+    def shown(self) -> str:
+        """Return the text that stands for the document where no template renders it: its title (if any) on a line of
+        its own, and its text."""
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+    def for_template(self, text: str) -> dict[str, Any]:
+        """Return the document as chat templates read it, with another text in the place of its own."""
+        return {**self.fields, self.key: text}
+
+
+def parse_documents(documents: Any, find_chunk: Callable[[str], StoredPassage] | None = None) -> list[Document]:
+    """Return the documents of a request: objects with a `text` and perhaps a `title`, strings, or Cohere's
+    {"id", "data": {...}}; with a `score` if a retriever gave one. {"id": "chunk-..."} stands for the passage that
+    /v1/chunks gave this id; `find_chunk` returns it.
+
+    Raises TypeError or ValueError that names the document and the field.
+    """
+    if documents is None:
+        return []
+    if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Sequence):
+        raise TypeError(f"documents is a {type(documents).__name__}: give a list of documents")
+    return [_parse(each, f"documents[{index}]", find_chunk) for index, each in enumerate(documents)]
+
+
+def scores_of(documents: Sequence[Document]) -> list[float | None] | None:
+    """Return the score of each document; None if none has one."""
+    scores = [document.score for document in documents]
+    return None if all(score is None for score in scores) else scores
+
+
+def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | None) -> Document:
+    if isinstance(given, str):
+        return Document(text := _check_text(given, name), fields={"text": text})
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}: give a string, or an object such as {{'title': '...', 'text': '...'}}"
+        )
+    fields = {key: value for key, value in given.items() if key != "data"}
+    data = given.get("data")
+    if isinstance(data, Mapping):
+        fields |= data
+    elif data is not None:
+        fields["text"] = data
+    score = _check_score(fields.pop("score", None), f"{name}.score")
+    title = fields.get("title")
+    if not isinstance(title, str | None):
+        raise TypeError(f"{name}.title is a {type(title).__name__}: give a string")
+    title = None if title is None else _check_surrogates(title.strip(), f"{name}.title") or None
+    key = next((key for key in _TEXT_KEYS if fields.get(key) is not None), None)
+    if key is not None:
+        return Document(_check_text(fields[key], f"{name}.{key}"), title, score, fields, key)
+    chunk = fields.get("id")
+    if isinstance(chunk, str) and chunk.startswith(ID_PREFIX):
+        if find_chunk is None:
+            raise ValueError(f"{name}.id={chunk!r} names a stored passage, but this server keeps none")
+        found = find_chunk(chunk)
+        title = title or found.title
+        shown = {} if title is None else {"title": title}
+        return Document((found.text or "").strip(), title, score, {**fields, **shown})
+    shown = {each: value for each, value in fields.items() if each not in ("id", "doc_id", "title")}
+    text = "\n".join(f"{each}: {value}" for each, value in shown.items() if isinstance(value, str | int | float))
+    if not text:
+        raise ValueError(f"{name} has no text: give {{'text': '...'}}, or the id of a passage of /v1/chunks")
+    rest = {each: value for each, value in fields.items() if each not in shown}
+    return Document(_check_text(text, name), title, score, rest)
+
+
+def _check_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} is a {type(text).__name__}: give a string")
+    if not text.strip():
+        raise ValueError(f"{name} has no text: leave it out, or give it some")
+    return _check_surrogates(text.strip(), name)
+
+
+def _check_surrogates(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a surrogate pair, which is not a character: remove it") from error
+    return text
+
+
+def _check_score(score: Any, name: str) -> float | None:
+    if score is None:
+        return None
+    if not is_number(score):
+        raise TypeError(f"{name} is {score!r}: give a number")
+    try:
+        value = float(score)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {score}: scores must be finite")
+    return value

@@ -1,0 +1,1 @@
+"""Request and response bodies as pydantic models, by endpoint."""

@@ -1,0 +1,70 @@
+"""Bodies of Anthropic's /v1/messages."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.unsupported import Unsupported
+
+
+class AnthropicMessage(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(RequestModel):
+    """The body of a request to /v1/messages. The second part of the fields are those of this engine."""
+
+    refused: ClassVar[dict[str, Unsupported]] = {
+        "mcp_servers": Unsupported(None, "the server calls no other servers: give tools", ([],)),
+        "container": Unsupported(None, "the server runs no code"),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        ("metadata", "service_tier", "cache_control", "betas", "context_management", "output_config", "inference_geo")
+    )
+
+    model: str | None = None
+    messages: list[AnthropicMessage]
+    max_tokens: Whole | None = Field(None, description="most tokens of the answer; /v1/messages needs it")
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    stream: bool | None = None
+
+    blend: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Whole | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class MessagesUsage(ResponseModel):
+    """The three counts of the input make up the prompt: computed, found in a cache, computed for the store."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessagesResponse(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int

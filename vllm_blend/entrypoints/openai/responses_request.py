@@ -1,0 +1,98 @@
+"""From the items of a Responses request to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_blend.entrypoints.openai.errors import bad_request
+from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest
+
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "parallel_tool_calls",
+    "stream",
+    "blend",
+    "cache_salt",
+    "chat_template_kwargs",
+    "documents",
+    "priority",
+    "vllm_xargs",
+)
+
+
+def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+    """Return the chat request that a request to /v1/responses stands for. Raises APIError (400)."""
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    chat |= {
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
+        "response_format": _response_format(body.text or {}),
+    }
+    if body.tools:
+        chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+        chat["tool_choice"] = _tool_choice(body.tool_choice)
+    return ChatCompletionRequest(**chat)
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for index, item in enumerate(body.input):
+        name, kind = f"input[{index}]", item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            _add_call(messages, item)
+        elif kind == "function_call_output":
+            output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append(output)
+        elif kind != "reasoning":  # templates drop the reasoning of earlier answers
+            raise bad_request(
+                f"{name}.type={kind!r} is not supported: use message, function_call and function_call_output items",
+                name,
+            )
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Add a call to the assistant's message, which calls share that were made at once."""
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    call = {"id": item.get("call_id"), "type": "function", "function": function}
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("tool_calls", []).append(call)
+    else:
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+
+
+def _tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise bad_request(f"{name}.type={tool.get('type')!r} is not supported: this server calls functions alone", name)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict):
+        return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    given = text.get("format")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise bad_request(f"text.format is {given!r}: give an object with a type", "text.format")
+    if given.get("type") != "json_schema":
+        return {"type": given.get("type")}
+    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}

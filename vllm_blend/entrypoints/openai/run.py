@@ -1,0 +1,113 @@
+"""Running the server: the engine starts, uvicorn serves, and SIGTERM lets running requests finish first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import logging.config
+import socket
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine_args import EngineArgs
+from vllm_blend.entrypoints.openai.app import create_app
+from vllm_blend.entrypoints.openai.logs import logging_config
+from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.openai.server import Server
+from vllm_blend.entrypoints.openai.tenancy import Tenants
+
+logger = logging.getLogger(__name__)
+
+
+def run_server(args: EngineArgs, options: ServerOptions) -> int:
+    """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
+    config = logging_config(options.log_format, options.uvicorn_log_level)
+    logging.config.dictConfig(config)
+    Tenants.from_options(options.api_key, options.api_keys)  # a bad file is an error before the model is loaded
+    with bind(options) as listener:
+        engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
+        try:
+            app = create_app(engine, options)
+            logger.info("serving %s at %s", app.state.server.model_name, address(listener, options))
+            asyncio.run(serve(app, listener, options))
+        finally:
+            engine.shutdown()
+    return 0
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Return a listening socket. Raises OSError that names the address."""
+    try:
+        if options.uds is not None:
+            Path(options.uds).unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(options.uds)
+        else:
+            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+            listener = socket.socket(family)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((options.host, options.port))
+    except OSError as error:
+        where = options.uds or f"{options.host}:{options.port}"
+        raise OSError(f"cannot listen on {where}: {error}; use another --host, --port or --uds") from error
+    return listener
+
+
+def address(listener: socket.socket, options: ServerOptions) -> str:
+    """Return the address that clients use."""
+    if options.uds is not None:
+        return options.uds
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that lets running requests finish before it stops: new ones get 503 meanwhile."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """Begin to drain at the first signal; stop at once at the second.
+
+        uvicorn's own method would raise the signal again at the end, which kills the process before the engine has
+        written what its chunk stores still have to write.
+        """
+        if self._server.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._server.is_draining = True
+        self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def _begin_draining(self) -> None:
+        logger.info("draining: up to %g s for running requests", self._server.options.shutdown_timeout)
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._server.engine.drain(self._server.options.shutdown_timeout)
+        finally:
+            self.should_exit = True
+
+
+async def serve(app: FastAPI, listener: socket.socket, options: ServerOptions) -> None:
+    """Serve an application on a socket until a signal ends it."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    try:
+        await DrainingServer(config, app.state.server).serve(sockets=[listener])
+    finally:
+        app.state.server.close()

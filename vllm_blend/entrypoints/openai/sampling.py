@@ -1,0 +1,98 @@
+"""From a request's fields to `SamplingParams`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.entrypoints.openai.errors import bad_request
+from vllm_blend.entrypoints.openai.protocol.common import ResponseFormat, SamplingFields
+from vllm_blend.sampling_params import SamplingParams
+
+_NOT_COPIED = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}  # endpoints give them other meanings
+_COPIED = sorted({field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys() - _NOT_COPIED)
+
+
+def make_sampling_params(
+    body: SamplingFields,
+    engine: AsyncLLM,
+    max_tokens: int,
+    logprobs: int | None,
+    call_schema: dict[str, Any] | None = None,
+    **others: Any,
+) -> SamplingParams:
+    """Return the sampling parameters of a request: what it says, else the model's defaults. `call_schema` is what the
+    answer must match if it is to call tools.
+
+    Raises ValueError or TypeError naming the field.
+    """
+    given = {name: getattr(body, name) for name in _COPIED}
+    settings = dict(engine.default_sampling_settings)
+    settings |= {name: value for name, value in (given | others).items() if value is not None}
+    form = answer_form(body, call_schema)
+    if form is not None:
+        settings["structured_outputs"] = form
+    if body.prompt_logprobs is not None:
+        settings["prompt_logprobs"] = body.prompt_logprobs
+    return SamplingParams(**settings | {"max_tokens": max_tokens, "logprobs": logprobs})
+
+
+def answer_form(body: SamplingFields, call_schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the form of the answer as `SamplingParams.structured_outputs` takes it; None if it is free. Raises
+    ValueError if a request asks for several forms."""
+    forms = {
+        "structured_outputs": body.structured_outputs,
+        "response_format": None if body.response_format is None else _response_form(body.response_format),
+        "tool_choice": None if call_schema is None else {"json": call_schema, "disable_any_whitespace": True},
+    }
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say what the answer looks like: give one of them")
+    return next(iter(given.values()), None)
+
+
+def _response_form(given: ResponseFormat) -> dict[str, Any] | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.type == "structural_tag":
+        return {"structural_tag": {"structures": given.structures, "triggers": given.triggers}}
+    if given.type != "json_schema":
+        raise ValueError(
+            f"response_format.type={given.type!r} is unknown: use 'text', 'json_object', 'json_schema' or "
+            "'structural_tag'"
+        )
+    schema = None if given.json_schema is None else given.json_schema.get("schema")
+    if not isinstance(schema, dict):
+        raise ValueError("response_format.json_schema.schema is missing: give a JSON schema, an object")
+    return {"json": schema}
+
+
+def resolve_max_tokens(
+    asked: int | None, name: str, default: int | None, num_prompt_tokens: int, engine: AsyncLLM
+) -> int:
+    """Return how many tokens a prompt may get. Without a number it is the default, as far as the context allows.
+
+    Raises APIError (400) if prompt and answer do not fit the context, as vLLM does.
+    """
+    limit = engine.max_model_len
+    free = limit - num_prompt_tokens
+    if free < 1:
+        raise bad_request(
+            f"This model's maximum context length is {limit} tokens, but the prompt has {num_prompt_tokens} tokens: "
+            "shorten it",
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        own = engine.default_sampling_settings.get("max_tokens", default)
+        return free if own is None else min(own, free)
+    if asked > free:
+        raise bad_request(
+            f"{name}={asked} is too large: this model's maximum context length is {limit} tokens, and the prompt has "
+            f"{num_prompt_tokens}; ask for at most {free}",
+            name,
+            "context_length_exceeded",
+        )
+    return asked

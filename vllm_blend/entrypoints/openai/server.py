@@ -1,0 +1,102 @@
+"""`Server`: what the endpoints share. One is made for each application."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import Request
+
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.entrypoints.openai.errors import APIError
+from vllm_blend.entrypoints.openai.metrics import ServerMetrics
+from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.openai.passages import PassageFinder
+from vllm_blend.entrypoints.openai.passages.stored import StoredPassages
+from vllm_blend.entrypoints.openai.tenancy import Tenant
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """The engine, the options, and a thread for tokenizing, so that a long text keeps no stream waiting.
+
+    One thread, because not every tokenizer can be used by several at a time.
+    """
+
+    engine: AsyncLLM
+    options: ServerOptions
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.chat_template = read_chat_template(self.options.chat_template)
+        self.model_names = tuple(self.options.served_model_name or (self.engine.config.model.model,))
+        self.passages = PassageFinder(self.options.detect_chunks)
+        self.stored = StoredPassages(self.passages)
+        self.num_encoding = 0  # passages that /v1/chunks is having encoded
+        has_keys = self.options.api_key is not None or self.options.api_keys is not None
+        self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+
+    @property
+    def model_name(self) -> str:
+        """Return the model's name as answers have it."""
+        return self.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raise APIError (404) for a model that is not this server's. None stands for the only one."""
+        if name is not None and name not in self.model_names:
+            raise APIError(
+                404,
+                f"the model {name[:200]!r} does not exist: this server has {', '.join(map(repr, self.model_names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_tokenizing_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns that uses the tokenizer."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+
+def server_of(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+def tenant_of(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+def note(request: Request, **fields: Any) -> None:
+    """Add fields to the line that the log has for a request."""
+    request.scope["state"].setdefault("log_fields", {}).update(fields)
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """Return the template in a file, or the template itself if it is given as text.
+
+    Raises ValueError for the name of a file that cannot be read.
+    """
+    if given is None or any(sign in given for sign in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat_template={given!r} cannot be read ({error}): give a Jinja file, or the text of a template"
+        ) from error

@@ -1,0 +1,121 @@
+"""`vllm-blend serve`: an OpenAI server in which every passage is reusable.
+
+    vllm-blend serve inputs/demo-model-reuse
+    vllm-blend serve Qwen/Qwen3-8B --port 8001 --max-model-len 16384 --api-keys keys.txt
+    vllm-blend serve --config server.yaml
+
+Flags have vLLM's names. A YAML file given by --config has them as keys, with dashes or underscores; the command line
+overrides it. Blending is on unless --no-enable-blending is given. docs/server.md explains the endpoints. The exit
+status is 0 after SIGTERM or SIGINT, and 2 for bad input, before any work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_blend.checks import closest
+from vllm_blend.command_line import add_flags, given
+from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS, EngineArgs
+from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
+
+BAD_INPUT = 2
+SERVER_OPTIONS = {option.name: option for option in ServerOptions.options()}
+# Engine options whose default is another one over HTTP than offline.
+DEFAULTS: dict[str, Any] = {"enable_blending": True, "max_logprobs": 20}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    try:
+        engine_args, options = parse(list(sys.argv[1:] if argv is None else argv))
+        return _load_server()(engine_args, options)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"vllm-blend serve: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _load_server() -> Callable[[EngineArgs, ServerOptions], int]:
+    """Return what runs the server. Raises ImportError that says what to install."""
+    try:
+        from vllm_blend.entrypoints.openai.run import run_server
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the server needs {error.name}: run pip install 'vllm-blend[server]'") from error
+    return run_server
+
+
+def parse(argv: list[str]) -> tuple[EngineArgs, ServerOptions]:
+    """Return what a command line, and the file that its --config names, ask for.
+
+    Raises ValueError that names the option. A line that argparse cannot read ends the program with status 2.
+    """
+    parser = make_parser()
+    found = parser.parse_known_args(argv)[0]
+    namespace = argparse.Namespace()
+    if hasattr(found, "config"):
+        namespace = parser.parse_args(config_arguments(Path(found.config)), namespace)
+    namespace, unknown = parser.parse_known_args(argv, namespace)
+    if unknown:
+        raise ValueError(explain_unknown(unknown[0]))
+    values = DEFAULTS | given(namespace, [*OPTIONS])
+    if "model" not in values:
+        raise ValueError("there is no model: give a model directory or a Hugging Face id, vllm-blend serve MODEL")
+    return EngineArgs(**values), ServerOptions(**given(namespace, [*SERVER_OPTIONS]))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-blend serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file with options; flags go before it"
+    )
+    add_flags(parser, (ServerOptions, *OPTION_GROUPS), positional="model")
+    return parser
+
+
+def config_arguments(path: Path) -> list[str]:
+    """Return the options of a YAML file as a command line has them. Raises ValueError naming the key."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"config={str(path)!r} cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"config={str(path)!r} must hold a mapping of options, such as `port: 8001`")
+    arguments: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in OPTIONS and name not in SERVER_OPTIONS:
+            raise ValueError(f"config={str(path)!r}: {explain_unknown(str(key))}")
+        arguments += _flag(name.replace("_", "-"), value)
+    return arguments
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}"]
+
+
+def explain_unknown(argument: str) -> str:
+    """Return what to say about an option that does not exist."""
+    name = argument.partition("=")[0].lstrip("-").replace("-", "_")
+    if name.removeprefix("no_") in UNSUPPORTED_ENGINE_ARGS:
+        return f"{argument} is not supported: {UNSUPPORTED_ENGINE_ARGS[name.removeprefix('no_')].reason}"
+    meant = closest(name, [*OPTIONS, *SERVER_OPTIONS])
+    hint = f": did you mean --{meant.replace('_', '-')}?" if meant is not None else "; see vllm-blend serve --help"
+    return f"unknown option {argument}{hint}"
