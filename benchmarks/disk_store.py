@@ -23,7 +23,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import Arena, aligned_empty
-from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat
+from vllm_blend.kv_store.layout import ChunkLayout, StoredFormat
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 MODEL = "00" * 16

@@ -32,8 +32,9 @@ from tests.engine.test_persistent_store import (
 )
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.kv_store import pending, prefetch
+from vllm_blend.kv_store.layout import ChunkFault
 from vllm_blend.kv_store.segment import Extent
-from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader
+from vllm_blend.kv_store.serialization import ChunkHeader
 from vllm_blend.kv_store.tiers import DISK, ChunkLoad
 from vllm_blend.worker.chunk_placement import _ReadHook
 

@@ -24,10 +24,10 @@ from vllm_blend.kv_store import pending
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.layout import StoredFormat
 from vllm_blend.kv_store.pending import Arrivals
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.segment import Extent
-from vllm_blend.kv_store.serialization import StoredFormat
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 
 Shape = tuple[int, int, int, int]  # layers, tokens, kv_heads, head_dim

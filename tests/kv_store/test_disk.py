@@ -20,8 +20,8 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import Arena, aligned_empty
 from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.layout import ChunkLayout
 from vllm_blend.kv_store.pending import READ_BYTES, plan_runs
-from vllm_blend.kv_store.serialization import ChunkLayout
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 

@@ -16,7 +16,7 @@ import xxhash
 
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, PAGE, bytes_on_disk, chunk, key, same, segments, there
 from vllm_blend.kv_store.disk import DiskChunkStore
-from vllm_blend.kv_store.serialization import ChunkLayout
+from vllm_blend.kv_store.layout import ChunkLayout
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 COUNT = 6

@@ -16,8 +16,8 @@ from tests.kv_store.stored_chunks import PAGE, bytes_on_disk, chunk, hold, key, 
 from vllm_blend.kv_store import pending
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.host_memory import aligned_empty
+from vllm_blend.kv_store.layout import ChunkFault
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import ChunkFault
 
 
 class Calls:

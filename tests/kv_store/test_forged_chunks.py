@@ -22,17 +22,10 @@ from vllm_blend.kv_store.export_folder import export_folder
 from vllm_blend.kv_store.format import ChunkMiss, load_chunk, write_chunk
 from vllm_blend.kv_store.import_folder import import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout, StoredFormat
 from vllm_blend.kv_store.memory import MemoryChunkStore
 from vllm_blend.kv_store.remote import RemoteChunkStore
-from vllm_blend.kv_store.serialization import (
-    ChunkFault,
-    ChunkHeader,
-    ChunkLayout,
-    StoredFormat,
-    from_bytes,
-    serialize,
-    to_bytes,
-)
+from vllm_blend.kv_store.serialization import ChunkHeader, from_bytes, serialize, to_bytes
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 from vllm_blend.kv_store.tiered import Tier, TieredChunkStore
 

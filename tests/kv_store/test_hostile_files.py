@@ -30,9 +30,10 @@ from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.format import KEYS, METADATA, ChunkMiss, load_chunk, read_identity, write_chunk
 from vllm_blend.kv_store.import_folder import NO_MODEL, import_folder
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
+from vllm_blend.kv_store.layout import ChunkLayout, StoredFormat
 from vllm_blend.kv_store.regular_file import NotRegular
 from vllm_blend.kv_store.remote import MAX_CALLS, RemoteChunkStore
-from vllm_blend.kv_store.serialization import ChunkLayout, StoredFormat, max_bytes_of, serialize, to_bytes
+from vllm_blend.kv_store.serialization import max_bytes_of, serialize, to_bytes
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 from vllm_blend.kv_store.tensor_file import BadTensorFile, read_tensor
 

@@ -13,8 +13,9 @@ import xxhash
 from tests.kv_store.disk_processes import DEADLINE
 from tests.kv_store.stored_chunks import MODEL, chunk, key, same
 from vllm_blend.kv_store.disk import DiskChunkStore
+from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout
 from vllm_blend.kv_store.remote import RemoteChunkStore
-from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader, ChunkLayout, from_bytes, serialize, to_bytes
+from vllm_blend.kv_store.serialization import ChunkHeader, from_bytes, serialize, to_bytes
 from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
 

@@ -1,7 +1,7 @@
 """Chunk KV on a disk, under a byte budget, shared by any number of processes of one machine.
 
     folder/v1/index.sqlite3     what is stored and where (index.py); about 1 KB a chunk, outside of the budget
-    folder/v1/*.segment         the chunks (segment.py, serialization.py)
+    folder/v1/*.segment         the chunks (segment.py, serialization.py, layout.py)
     folder/v1/locks, open.lock  empty, for file locks (locks.py, space.py)
 
 A chunk is locked by its readers, and by its owner while it is written or given up; locks go with their process.
@@ -34,9 +34,10 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.circuit_breaker import CircuitBreaker
 from vllm_blend.kv_store.host_memory import PAGE, Arena, aligned_empty
 from vllm_blend.kv_store.index import Entry
+from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout, StoredFormat
 from vllm_blend.kv_store.pending import PendingChunk, submit_reads
 from vllm_blend.kv_store.quantization import NotQuantizable
-from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader, ChunkLayout, StoredFormat, check_key, serialize
+from vllm_blend.kv_store.serialization import ChunkHeader, check_key, serialize
 from vllm_blend.kv_store.space import DiskSpace, NewRow
 from vllm_blend.kv_store.stats import StoreStats
 from vllm_blend.kv_store.store_config import DiskStoreConfig

@@ -19,8 +19,9 @@ import torch
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost, ExpectedChunk
 from vllm_blend.kv_store.host_memory import PAGE, round_up
+from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
-from vllm_blend.kv_store.serialization import ChunkFault, ChunkHeader, ChunkLayout, check_numbers
+from vllm_blend.kv_store.serialization import ChunkHeader, check_numbers
 
 READ_BYTES = 1 << 20  # small layers are read together, until they are so many bytes
 

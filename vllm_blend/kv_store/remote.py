@@ -16,18 +16,10 @@ from typing import TypeVar
 
 from vllm_blend.kv_store.chunk_kv import ChunkKV, ExpectedChunk
 from vllm_blend.kv_store.circuit_breaker import CircuitBreaker
+from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout
 from vllm_blend.kv_store.objects import Rejected, open_objects
 from vllm_blend.kv_store.quantization import NotQuantizable
-from vllm_blend.kv_store.serialization import (
-    ChunkFault,
-    ChunkLayout,
-    check_key,
-    from_bytes,
-    is_key,
-    max_bytes_of,
-    serialize,
-    to_bytes,
-)
+from vllm_blend.kv_store.serialization import check_key, from_bytes, is_key, max_bytes_of, serialize, to_bytes
 from vllm_blend.kv_store.stats import StoreStats
 from vllm_blend.kv_store.store_config import RemoteStoreConfig
 from vllm_blend.kv_store.tiers import Allocate

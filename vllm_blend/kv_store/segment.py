@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from vllm_blend.kv_store.host_memory import PAGE, aligned_empty
+from vllm_blend.kv_store.layout import ChunkFault
 from vllm_blend.kv_store.regular_file import NotRegular, open_regular
-from vllm_blend.kv_store.serialization import ChunkFault
 
 logger = logging.getLogger(__name__)
 

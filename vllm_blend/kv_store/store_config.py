@@ -8,7 +8,8 @@ from typing import get_args
 
 from vllm_blend.checks import not_negative, positive
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.kv_store.serialization import StoredFormat, is_key
+from vllm_blend.kv_store.layout import StoredFormat
+from vllm_blend.kv_store.serialization import is_key
 from vllm_blend.kv_store.signing import ChunkSigner
 
 
