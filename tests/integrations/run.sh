@@ -15,7 +15,7 @@ source scripts/environment.sh
 venv=${INTEGRATIONS_VENV:-.venv-integrations}
 packages=tests/integrations/requirements.txt
 
-install_into "$venv" structured
+install_into "$venv" structured,server
 stamp="$(cat requirements.txt "$packages" | cksum)"
 if [[ "$(cat "$venv/.integrations" 2>/dev/null)" != "$stamp" ]]; then
   "$venv/bin/python" -m pip install --quiet --requirement "$packages" --constraint requirements.txt
