@@ -1,4 +1,4 @@
-"""A server for the tests: uvicorn on a real socket, in a thread of its own, over an engine in its own process."""
+"""A server for the tests: uvicorn on real sockets, in a thread of its own, over an engine in its own process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from tests import settings
 from tests.engine.engines import ROOT, threads
@@ -36,7 +37,8 @@ def engine_args() -> dict[str, Any]:
 
 
 class TestServer:
-    """A running server. `call` runs a coroutine in its event loop."""
+    """A running server. `call` runs a coroutine in its event loop. At `plain_url` the same engine is served as by
+    `vllm-blend serve` without options, with the model's own chat template."""
 
     __test__ = False
 
@@ -45,15 +47,16 @@ class TestServer:
             self.engine = AsyncLLM.from_engine_args(EngineArgs(**engine_args()), max_queued_requests=64)
         options = ServerOptions(served_model_name=[NAME, "alias"], chat_template=TEMPLATE, max_body_size=1 << 20)
         self.app = create_app(self.engine, options)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
-        self.address: tuple[str, int] = self._socket.getsockname()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, access_log=False))
+        self._servers = [
+            _Listening(self.app),
+            _Listening(create_app(self.engine, ServerOptions())),
+        ]
+        self.address = self._servers[0].address
+        self.url, self.plain_url = (f"http://127.0.0.1:{each.address[1]}" for each in self._servers)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
-        wait_until(lambda: self._server.started)
+        wait_until(lambda: all(each.server.started for each in self._servers))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE)
@@ -65,12 +68,24 @@ class TestServer:
         return httpx.post(self.url + path, timeout=DEADLINE, **arguments)
 
     def close(self) -> None:
-        self._server.should_exit = True
+        for each in self._servers:
+            each.server.should_exit = True
         self._thread.join(DEADLINE)
         self.engine.shutdown()
 
     def _run(self) -> None:
-        self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        serving = [each.server.serve(sockets=[each.socket]) for each in self._servers]
+        self.loop.run_until_complete(asyncio.wait([self.loop.create_task(each) for each in serving]))
+
+
+class _Listening:
+    """A socket, and an application that will answer at it."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
+        self.address: tuple[str, int] = self.socket.getsockname()
+        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -75,6 +75,36 @@ def test_the_second_time_and_what_each_mode_does(server: TestServer) -> None:
     assert all(isinstance(value, int) for value in found["off"].values() if not isinstance(value, dict))
 
 
+def test_documents_are_text_parts_to_a_template_that_takes_parts(server: TestServer) -> None:
+    """Its prompts begin the question with a word, which stands behind the documents: these have the tokens of the same
+    passages given as text parts, and are all reused in another order with another question."""
+    texts, salt = [PASSAGE.format(year) for year in (1811, 1812, 1813)], "documents-as-parts"
+
+    def ask(content: Any, **fields: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "return_token_ids": True}
+        answer = httpx.post(
+            f"{server.plain_url}/v1/chat/completions", json={**body, "cache_salt": salt, **fields}, timeout=DEADLINE
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def counts(answer: Any) -> tuple[int, int]:
+        details = answer["usage"]["prompt_tokens_details"]
+        return details["reused_tokens"], details["stored_tokens"]
+
+    reuse = {"mode": "reuse"}
+    reused, stored = counts(ask("Who makes lamps?", documents=texts, blend=reuse))
+    assert reused == 0 and stored > 0
+    again = ask(QUESTION, documents=texts[::-1], blend=reuse)
+    assert counts(again) == (stored, 0)
+    parts = ask([{"type": "text", "text": text} for text in (*texts[::-1], QUESTION)], blend=reuse)
+    assert parts["prompt_token_ids"] == again["prompt_token_ids"] and counts(parts) == (stored, 0)
+    chunk = {"text": PASSAGE.format(1814), "cache_salt": salt}
+    made = httpx.post(f"{server.plain_url}/v1/chunks", json=chunk, timeout=DEADLINE).json()
+    reused, stored = counts(ask(QUESTION, documents=[{"id": made["id"]}], blend=reuse))
+    assert reused >= made["num_tokens"] and stored == 0
+
+
 def test_get_list_change_and_delete(server: TestServer) -> None:
     salt = "chunks-table"
     first, second = (store(server, salt, text=PASSAGE.format(year), ttl="5m") for year in (1, 2))

@@ -60,8 +60,36 @@ def test_a_template_that_reads_documents(key: str) -> None:
     assert (chunk_texts(prompt) == [PASSAGES[0], PASSAGES[3]]) == (key == "snippet")
 
 
+@pytest.mark.parametrize("separator", ["\n", "\n\n", ""])
+def test_documents_are_parts_of_a_template_that_takes_parts(separator: str) -> None:
+    """What it writes before the question stands behind the documents. They have a blank line of their own if it would
+    write them into one line."""
+    begins = "{% if loop.last %}Question: {% endif %}{{ part['text'] }}"
+    template = LISTS.replace("{{ part['text'] }}", begins + separator)
+    end = "" if separator else "\n\n"
+    shown = [f"The fox\n{PASSAGES[0]}{end}", f"{PASSAGES[1]}{end}", f"Code\n{PASSAGES[2]}{end}"]
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    question = {"role": "user", "content": [{"type": "text", "text": "Over what?", **mark}]}
+    prompt = chat(PassageFinder(), [SYSTEM, QUESTION, question], template, DOCUMENTS)
+    assert chunk_texts(prompt) == shown and prompt.relevance == ((0.9, -math.inf, 0.1),) and prompt.retention == ()
+    assert prompt.text is not None and prompt.text.count("Question: ") == 3
+    same = chat(PassageFinder(), [SYSTEM, QUESTION, parts(*shown, "Over what?")], template)
+    assert (same.token_ids, same.chunk_bounds, same.question) == (
+        prompt.token_ids,
+        prompt.chunk_bounds,
+        prompt.question,
+    )
+
+
 def test_documents_beside_text_parts_and_scores_for_those() -> None:
+    """Documents come first in `relevance`; the scores that they bring along leave the parts without one."""
     messages = [SYSTEM, parts(PASSAGES[0], PASSAGES[1], "Who?")]
+    scored = [{"text": PASSAGES[2], "score": 3}]
+    for template in (LISTS, CHATML_LIKE):
+        prompt = chat(PassageFinder(), messages, template, scored)
+        assert prompt.relevance[0][0] == 3 and set(prompt.relevance[0][1:]) == {-math.inf}
+        prompt = chat(PassageFinder(), messages, template, scored, relevance=[3, 2, 1])
+        assert prompt.relevance == ((3.0, 2.0, 1.0),)
     prompt = chat(PassageFinder(), messages, LISTS, [PASSAGES[2]])
     assert chunk_texts(prompt) == [f"{PASSAGES[2]}\n\n", PASSAGES[0], PASSAGES[1]]
     prompt = chat(PassageFinder(), messages, LISTS, relevance=[1, 2])

@@ -3,7 +3,8 @@ are found in plain text are chunks.
 
 - The text parts of a user's or a tool's message that has several are passages, each of them, as in `LLM.chat`.
 - `documents` are rendered by the chat template if it reads them. Otherwise they stand at the beginning of the last
-  user's message: each with its title on a line of its own, its text and a blank line.
+  user's message, each with its title on a line of its own: as text parts before its own if the template takes parts,
+  else as text before its text. A blank line follows each, unless the template itself puts parts on lines of their own.
 - In all other texts but the assistant's, passages are found that are known.
 
 The last part that a user wrote holds the question: in it passages are found up to the last piece, which is the question
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vllm_blend.chunks.chat_prompt import CHUNK_ROLES, ConversationTexts
-from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate, template_variables
+from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import Message
 from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
 from vllm_blend.chunks.text_tokens import Span, tokenize
+from vllm_blend.entrypoints.openai.passages.document_places import are_rendered, render, show_documents
 from vllm_blend.entrypoints.openai.passages.documents import Document, scores_of
 from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
 from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_scores
@@ -32,9 +34,8 @@ from vllm_blend.prompt_parser import is_far_too_long, parse_prompt
 
 logger = logging.getLogger(__name__)
 
-_BLANK_LINE = "\n\n"
 _MODEL = "assistant"  # whose messages hold no passages
-_NAMED = "its documents, or else the text parts of messages that have several, but for the question"
+_NAMED = "its documents, and the text parts of messages that have several, but for the question"
 
 
 def chat_prompt(
@@ -64,7 +65,9 @@ def chat_prompt(
         text = prompt.render(prompt.texts)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template does not take the conversation: {error}") from error
-    given = scores_of(documents) if blend.relevance is None else blend.relevance
+    given = blend.relevance
+    if given is None and (given := scores_of(documents)):
+        given = given + [None] * (len(prompt.named) - len(given))  # text parts have no scores
     scores = parse_scores(given, len(prompt.named), _NAMED)
     tokenizer = template.tokenizer
     if is_far_too_long([text], tokenizer, max_model_len):
@@ -82,8 +85,8 @@ def chat_prompt(
 class _Conversation:
     """The texts of a conversation by number: those of its messages, then those of documents that its template renders.
 
-    `named` are the passages that the request names: the number of a text, and where in it. `question` is the number of
-    the last text that a user wrote. Text `shown_in` begins with `num_shown` characters of documents.
+    `named` are the passages that the request names, documents first: the number of a text, and where in it. `question`
+    is the number of the last text that a user wrote. Text `shown_in` begins with `num_shown` characters of documents.
     """
 
     own: ConversationTexts
@@ -99,15 +102,20 @@ class _Conversation:
     ) -> _Conversation:
         """Return the texts of a request. Raises ValueError if there is no place for its documents."""
         own = ConversationTexts(template, messages)
-        rendered = tuple(documents) if documents and _shows_documents(own, documents) else ()
+        rendered = tuple(documents) if documents and are_rendered(own, documents) else ()
         count, shown_in, num_shown = len(own.texts), None, 0
+        shown: set[int] = set()  # texts that are documents as a whole
         named = [(count + index, (0, len(document.text))) for index, document in enumerate(rendered)]
         if documents and not rendered:
-            own, shown_in, spans = _show_documents(own, documents)
-            named, num_shown = [(shown_in, span) for span in spans], spans[-1][1]
-        question = max((n for n in own.part_numbers() if own.role_of(n) == "user"), default=None)
+            own, named = show_documents(own, documents)
+            if template.content_format == "string":
+                shown_in, (_, num_shown) = named[-1]
+            else:
+                shown = {number for number, _ in named}
+        users = (n for n in own.part_numbers() if own.role_of(n) == "user" and n not in shown)
+        question = max(users, default=None)
         for number in own.part_numbers():
-            if number != question and len(own.messages[own.places[number][0]].texts) > 1:
+            if number not in (question, *shown) and len(own.messages[own.places[number][0]].texts) > 1:
                 start = num_shown if number == shown_in else 0
                 if own.texts[number][start:].strip():
                     named.append((number, (start, len(own.texts[number]))))
@@ -119,7 +127,7 @@ class _Conversation:
 
     def render(self, texts: Sequence[str]) -> str:
         """Return the whole text, with these texts in the places of the conversation's own."""
-        return _render(self.own, self.documents, texts)
+        return render(self.own, self.documents, texts)
 
     def with_chunks(
         self, finder: PassageFinder, whole: str, salt: str | None, scores: tuple[tuple[float, ...], ...]
@@ -237,41 +245,3 @@ class _Places:
         given = self.conversation
         length = len(given.texts[number])
         return self.span(number, (given.num_shown if number == given.shown_in else 0, length))
-
-
-def _shows_documents(own: ConversationTexts, documents: Sequence[Document]) -> bool:
-    """Return whether the template renders the text of every document."""
-    if "documents" not in template_variables(own.template.text):
-        return False
-    marks = [f"TheDocumentSays0x7a31f5c2n{index}e" for index in range(len(documents))]
-    try:
-        text = _render(own, documents, [*own.texts, *marks])
-    except (*TEMPLATE_ERRORS, ValueError):
-        return False
-    return all(mark in text for mark in marks)
-
-
-def _show_documents(own: ConversationTexts, documents: Sequence[Document]) -> tuple[ConversationTexts, int, list[Span]]:
-    """Put documents before the last message of a user. Return the conversation, the number of the text in which they
-    stand, and where in it. Raises ValueError if no user has said anything."""
-    asked = [index for index, message in enumerate(own.messages) if message.role == "user" and message.texts]
-    if not asked:
-        raise ValueError(
-            "documents need a user's message to stand in, as the chat template does not render them itself: add one, "
-            "or leave documents out"
-        )
-    text, spans = "", []
-    for document in documents:
-        start = len(text)
-        text += document.shown + _BLANK_LINE
-        spans.append((start, len(text)))
-    message = own.messages[asked[-1]]
-    changed = replace(message, texts=(text + message.texts[0], *message.texts[1:]))
-    messages = [changed if index == asked[-1] else each for index, each in enumerate(own.messages)]
-    return ConversationTexts(own.template, messages), own.places.index((asked[-1], 0)), spans
-
-
-def _render(own: ConversationTexts, documents: Sequence[Document], texts: Sequence[str]) -> str:
-    count = len(own.texts)
-    shown = [document.for_template(text) for document, text in zip(documents, texts[count:], strict=True)]
-    return own.render(texts[:count], {"documents": shown} if documents else {})
