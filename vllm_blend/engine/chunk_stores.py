@@ -58,7 +58,7 @@ def make_store(
     return TieredChunkStore(memory, below, controller)
 
 
-def store_gauges(composer: ChunkComposer) -> list[Gauge]:
+def store_gauges(composer: ChunkComposer, worker: Worker) -> list[Gauge]:
     """Return metrics of the chunk store and its tiers, and of the controller."""
     store, controller = composer.store, composer.planner.controller
     values: list[tuple[str, float]] = [
@@ -67,6 +67,7 @@ def store_gauges(composer: ChunkComposer) -> list[Gauge]:
         ("chunks_encoded", composer.num_encoded),
     ]
     values += [(f"chunk_store_{name}", value) for name, value in store.gauges()]
+    values.append((f"chunk_store_{MEMORY}_load_seconds", worker.model_runner.block_pass.placement.seconds))
     if composer.loader is not None:
         values += [("chunk_loads_waiting", len(composer.loader)), ("chunk_loads_late", composer.loader.num_late)]
         values += [("prompts_started_early", composer.num_early), ("prompts_started_again", composer.num_lost)]

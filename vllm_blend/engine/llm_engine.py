@@ -425,10 +425,11 @@ class LLMEngine:
                 Gauge("vllm:num_requests_running", len(self.scheduler.running)),
                 Gauge("vllm:num_requests_waiting", len(self.scheduler.waiting)),
                 Gauge("vllm:kv_cache_usage_perc", self.blocks.usage),
+                Gauge("vllm_blend:kv_cache_blocks", self.blocks.num_blocks),
                 Gauge("vllm:num_preemptions", self.scheduler.num_preemptions),
                 Gauge("vllm_blend:chunks_registered", len(self.chunk_registry)),
                 Gauge("vllm_blend:compositions_retained", len(self.blocks.retained)),
-                *store_gauges(self.composer),
+                *store_gauges(self.composer, self.model_executor.driver_worker),
                 *(metric for extension in self.extensions for metric in extension.gauges()),
             ]
 

@@ -55,6 +55,8 @@ class MemoryChunkStore:
         self.num_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
+        self.bytes_read = 0  # of chunks that were handed out
+        self.bytes_written = 0  # of chunks that were kept
         self._chunks: dict[str, _StoredChunk] = {}
         self._pins: Counter[str] = Counter()
         self._clock = 0.0
@@ -77,6 +79,7 @@ class MemoryChunkStore:
             self.num_misses += 1
             return None
         self.num_hits += 1
+        self.bytes_read += stored.chunk.nbytes
         self._use(key, stored)
         return stored.chunk
 
@@ -155,6 +158,7 @@ class MemoryChunkStore:
     def _keep(self, key: str, chunk: ChunkKV) -> None:
         stored = self._chunks[key] = _StoredChunk(chunk, self._bytes_taken(chunk))
         self.num_bytes += stored.num_bytes
+        self.bytes_written += chunk.nbytes
         self._use(key, stored)
 
     def _use(self, key: str, stored: _StoredChunk) -> None:

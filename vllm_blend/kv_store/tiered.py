@@ -188,6 +188,8 @@ class TieredChunkStore:
         memory = self.memory
         yield f"{MEMORY}_hits", memory.num_hits
         yield f"{MEMORY}_misses", memory.num_misses
+        yield f"{MEMORY}_bytes_read", memory.bytes_read
+        yield f"{MEMORY}_bytes_written", memory.bytes_written
         yield f"{MEMORY}_bytes", memory.num_bytes
         yield f"{MEMORY}_chunks", len(memory)
         for tier in self.below:

@@ -7,6 +7,7 @@ from a disk.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -37,6 +38,7 @@ class ChunkPlacement:
     def __init__(self, model: CausalLM, cache: KVCache, ring: StagingRing | None = None) -> None:
         self.cache, self.ring = cache, ring
         self.in_flight = InFlight()
+        self.seconds = 0.0  # of the host, for chunks in memory: on a GPU it only queues the copies
         self.rotaries = [attention.rotary for attention in attention_layers(model)]
         self._last: weakref.ref[LayerwiseLoad] | None = None  # of `in_flight`: only copies may keep chunks alive
 
@@ -63,6 +65,7 @@ class ChunkPlacement:
                 travels = self.ring is not None and self.ring.accepts(segment.kv)
                 (travelling if travels else at_once).append((request, segment))
         hooks: list[LayerHook] = []
+        begun = time.perf_counter()
         if self.ring is not None and travelling:
             chunks = [segment.kv for _, segment in travelling]
             load = LayerwiseLoad(self.ring, chunks, len(self.rotaries))  # before the rest: copies take longest
@@ -71,6 +74,7 @@ class ChunkPlacement:
             hooks.append(_ArrivalHook(load, self.cache, self.rotaries, self._rows(travelling)))
         if at_once:
             self._place(at_once)
+        self.seconds += time.perf_counter() - begun
         if read:
             chunks = [segment.kv for _, segment in read]
             hook = _ReadHook(chunks, self.cache, self.rotaries, self._rows(read))

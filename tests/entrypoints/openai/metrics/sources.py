@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,9 +36,9 @@ class Source:
         return list(self.metrics)
 
 
-def blending_llm(folder: Path) -> LLM:
+def blending_llm(folder: Path, **arguments: Any) -> LLM:
     """Return an engine with a disk store that has answered one blended prompt twice."""
-    llm = new_llm(tiny_model("llama"), enable_blending=True, chunk_store_path=str(folder))
+    llm = new_llm(tiny_model("llama"), enable_blending=True, chunk_store_path=str(folder), **arguments)
     for _ in range(2):
         llm.generate(tiny_prompt(), SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # type: ignore[arg-type]
     return llm

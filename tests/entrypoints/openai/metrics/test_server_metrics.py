@@ -91,6 +91,10 @@ def test_a_real_engine_has_what_dashboards_ask_for(tmp_path: Path) -> None:
     }
     assert set(dict_of(samples, "vllm_blend:chunk_store_hits_total", "tier")) == {"memory", "disk"}
     assert dict_of(samples, "vllm_blend:chunk_store_hits_total", "tier")["memory"] > 0
+    for name in ("read_bytes", "written_bytes", "load_seconds"):
+        assert dict_of(samples, f"vllm_blend:chunk_store_{name}_total", "tier")["memory"] > 0, name
+    [(cache, _)] = samples["vllm:cache_config_info"]
+    assert cache["num_gpu_blocks"] == str(llm.llm_engine.blocks.num_blocks)
     assert set(dict_of(samples, "vllm_blend:chunk_store_errors_total", "operation")) == {"read", "write"}
     assert dict_of(samples, "vllm_blend:found_tokens_total", "source")["host"] > 0
     assert samples["vllm_blend:blend_reused_tokens_total"][0][1] > 0
@@ -141,6 +145,7 @@ def test_the_server_tells_of_a_dead_engine() -> None:
     samples = read(get(metrics, "/metrics").content)
     assert samples["vllm_blend:engine_up"] == [({"model_name": "m"}, 0.0)]
     assert "vllm:request_success_total" in samples
+    assert samples["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "None"
     status = get(metrics, "/status").json()
     assert (status["engine_up"], status["requests"]["running"], status["tiers"]) == (False, None, [])
 

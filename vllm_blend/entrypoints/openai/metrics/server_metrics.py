@@ -25,8 +25,13 @@ from vllm_blend.sampling_params import SamplingParams
 ENGINE_SECONDS = 5.0  # an engine that does not answer within them counts as down
 FRESH_SECONDS = 0.5  # for which the engine's answer is used again
 NUM_PASSAGES = 10  # on the status page
+ENGINE_UP_HELP = "Whether the engine answers: 1, or 0."
+CACHE_CONFIG_HELP = (
+    "How the KV cache is configured, in labels; the value is 1. num_gpu_blocks is what was measured, or given."
+)
 _TIER_FIELDS = ("hits", "misses", "chunks", "bytes", "bytes_read", "bytes_written", "load_seconds")
 _FOUND = "vllm_blend:found_tokens_"
+_BLOCKS = "vllm_blend:kv_cache_blocks"
 
 
 class MetricsSource(Protocol):
@@ -49,6 +54,7 @@ class ServerMetrics(Collector):
         self.passages = HotPassages(engine.get_tokenizer()) if shows_passages else None
         self._started = time.monotonic()
         self._read: list[Metric] | None = None  # what the engine has said last; None if it is down
+        self._num_blocks: int | None = None  # of the KV cache, as the engine has said last
         self._read_at = -FRESH_SECONDS
         self._reading = asyncio.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
@@ -70,16 +76,19 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield all metrics but those of the process, for Prometheus's client."""
-        up = GaugeMetricFamily("vllm_blend:engine_up", "Whether the engine answers.", labels=["model_name"])
+        up = GaugeMetricFamily("vllm_blend:engine_up", ENGINE_UP_HELP, labels=["model_name"])
         up.add_metric([self.model_name], float(self._read is not None))
         yield up
-        cache = self._engine.config.cache
-        labels = {"model_name": self.model_name} | {name: str(value) for name, value in vars(cache).items()}
-        info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is configured.", labels=[*labels])
+        labels = {"model_name": self.model_name} | {name: str(value) for name, value in self._cache_config().items()}
+        info = GaugeMetricFamily("vllm:cache_config_info", CACHE_CONFIG_HELP, labels=[*labels])
         info.add_metric([*labels.values()], 1)
         yield info
         yield from engine_families(self._read or [], self.model_name)
         yield from self.recorder.collect()
+
+    def _cache_config(self) -> dict[str, Any]:
+        """Return the settings of the KV cache and, as in vLLM, the number of its blocks once it is known."""
+        return {**vars(self._engine.config.cache), "num_gpu_blocks": self._num_blocks}
 
     async def status(self) -> dict[str, Any]:
         """Return what the status page shows. Numbers of the engine are null while it is down."""
@@ -128,6 +137,8 @@ class ServerMetrics(Collector):
                 except (EngineDeadError, TimeoutError):
                     self._read = None
                 self._read_at = time.monotonic()
+                blocks = [each.value for each in self._read or () if each.name == _BLOCKS]
+                self._num_blocks = int(blocks[0]) if blocks else self._num_blocks
         return self._read or []
 
 

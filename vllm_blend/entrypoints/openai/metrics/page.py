@@ -1,0 +1,78 @@
+"""docs/metrics.md, made from the code: python -m vllm_blend.entrypoints.openai.metrics.page > docs/metrics.md"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from vllm_blend.engine.metrics import FOUND_IN
+from vllm_blend.entrypoints.openai.metrics.names import ENGINE_METRICS
+from vllm_blend.entrypoints.openai.metrics.recorder import FINISH_REASONS, REFUSALS, Recorder
+from vllm_blend.entrypoints.openai.metrics.server_metrics import CACHE_CONFIG_HELP, ENGINE_UP_HELP
+from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE
+
+_INTRODUCTION = """# Metrics
+
+`GET /metrics` has the metrics of a server in Prometheus's text format. Names that begin with `vllm:` are vLLM's and
+mean what they mean there, so that dashboards for vLLM go on working; ours begin with `vllm_blend:`. `promtool check
+metrics` has nothing to say but that names should have no colons. The metrics of the process (`process_*`, `python_*`)
+are those of Prometheus's client. [grafana.json](grafana.json) is a dashboard to import into Grafana.
+
+    scrape_configs:
+      - job_name: vllm-blend
+        static_configs:
+          - targets: ["127.0.0.1:8000"]
+
+The engine's metrics are missing while it is down (`vllm_blend:engine_up` is 0), and its totals begin at zero when it is
+started again. A feature's metrics are there if it is on, the controller's when it has measured something.
+
+This page is made from the code by `python -m vllm_blend.entrypoints.openai.metrics.page > docs/metrics.md`.
+"""
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+LABELS = {
+    "model_name": "the model's first name (`--served-model-name`); every metric has it",
+    "tier": _listed((MEMORY, DISK, REMOTE)),
+    "source": _listed(FOUND_IN),
+    "operation": _listed(("read", "write")),
+    "finished_reason": _listed(FINISH_REASONS),
+    "reason": _listed(REFUSALS),
+}
+
+
+def metrics_page() -> str:
+    """Return the page: a table of the server's metrics, one of the engine's, and one of labels."""
+    head = "| name | type | labels | what it is |\n|---|---|---|---|\n"
+    server, engine = ("".join(f"| {' | '.join(row)} |\n" for row in rows) for rows in (_server(), _engine()))
+    labels = "".join(f"| `{name}` | {text} |\n" for name, text in LABELS.items())
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            f"## Requests, as callers see them\n\n{head}{server}",
+            f"## The engine\n\n{head}{engine}",
+            f"## Labels\n\n| label | values |\n|---|---|\n{labels}",
+        ]
+    )
+
+
+def _server() -> Iterator[tuple[str, str, str, str]]:
+    yield "`vllm_blend:engine_up`", "gauge", "", ENGINE_UP_HELP
+    yield "`vllm:cache_config_info`", "gauge", "the settings", CACHE_CONFIG_HELP
+    for family in Recorder("").collect():
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+        shown = _listed(label for label in labels if label not in ("model_name", "le"))
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield f"`{name}`", family.type, shown, family.documentation
+
+
+def _engine() -> Iterator[tuple[str, str, str, str]]:
+    for name, metric in ENGINE_METRICS.items():
+        suffix, kind = ("_total", "counter") if metric.is_total else ("", "gauge")
+        yield f"`{name}{suffix}`", kind, _listed(metric.labels), metric.help
+
+
+if __name__ == "__main__":
+    print(metrics_page(), end="")
