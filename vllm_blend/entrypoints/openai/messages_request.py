@@ -1,4 +1,8 @@
-"""From Anthropic's messages to a chat: documents and search results become text parts, which are passages."""
+"""From Anthropic's messages to a chat: documents and search results become text parts, which are passages.
+
+The `cache_control` of a block goes to the parts that it becomes: passages among them are kept for its `ttl`. That of
+the request belongs to its last block, as in Anthropic's API.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ def as_chat(body: MessagesRequest) -> ChatCompletionRequest:
         messages.append({"role": "system", "content": _text_parts(body.system, "system")})
     for index, message in enumerate(body.messages):
         messages += _as_messages(message, f"messages[{index}]")
+    mark = _mark(body.cache_control, "cache_control")
+    if mark and messages and isinstance(content := messages[-1]["content"], list):
+        content[-1] = {**mark, **content[-1]}
     chat: dict[str, Any] = {
         "messages": messages,
         "max_tokens": body.max_tokens,
@@ -48,18 +55,18 @@ def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
     fields: dict[str, Any] = {}
     for index, block in enumerate(blocks):
         place = f"{name}.content[{index}]"
-        check_cache_control(block, place)
+        mark = _mark(block.get("cache_control"), f"{place}.cache_control")
         kind = block.get("type")
         if kind == "tool_use":
             call = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             fields.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": call})
         elif kind == "tool_result":
-            content = _text_parts(block.get("content") or "", place)
+            content = [{**mark, **part} for part in _text_parts(block.get("content") or "", place)]
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "thinking":
             fields["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
-            parts += _passages(block, place)
+            parts += [{**mark, **part} for part in _passages(block, place)]
     own = {"role": message.role, "content": parts or None, **fields}
     return [*results, own] if parts or "tool_calls" in fields or not results else results
 
@@ -86,8 +93,8 @@ def _passages(block: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
             name,
         )
     title = block.get("title")
-    texts = [part["text"] for part in _text_parts(content, name)]
-    return [{"type": "text", "text": f"{title}\n{text}" if title else text} for text in texts]
+    parts = _text_parts(content, name)
+    return [{**part, "text": f"{title}\n{part['text']}"} for part in parts] if title else parts
 
 
 def _text_parts(content: Any, name: str) -> list[dict[str, Any]]:
@@ -99,21 +106,19 @@ def _text_parts(content: Any, name: str) -> list[dict[str, Any]]:
         text = block.get("text") if isinstance(block, Mapping) and block.get("type") == "text" else None
         if not isinstance(text, str):
             raise bad_request(f"{name} holds what is no text block: give {{'type': 'text', 'text': '...'}}", name)
-        check_cache_control(block, name)
-        parts.append({"type": "text", "text": text})
+        parts.append({"type": "text", "text": text, **_mark(block.get("cache_control"), f"{name}.cache_control")})
     return parts
 
 
-def check_cache_control(block: Mapping[str, Any], name: str) -> None:
-    """Check a block's `cache_control`. It changes nothing: whatever is a passage is stored."""
-    given = block.get("cache_control")
+def _mark(given: Any, name: str) -> dict[str, Any]:
+    """Return a `cache_control` as a field of a text part; no field for None. Raises APIError (400)."""
     if given is None:
-        return
+        return {}
     if not isinstance(given, Mapping) or given.get("type") != "ephemeral" or given.get("ttl") not in _TTLS:
         raise bad_request(
-            f"{name}.cache_control is {given!r}: give {{'type': 'ephemeral'}}, with a ttl of '5m' or '1h' if you like",
-            name,
+            f"{name} is {given!r}: give {{'type': 'ephemeral'}}, with a ttl of '5m' or '1h' if you like", name
         )
+    return {"cache_control": given}
 
 
 def _tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:

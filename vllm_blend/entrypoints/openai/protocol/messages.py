@@ -23,7 +23,7 @@ class MessagesRequest(RequestModel):
         "container": Unsupported(None, "the server runs no code"),
     }
     ignored: ClassVar[frozenset[str]] = frozenset(
-        ("metadata", "service_tier", "cache_control", "betas", "context_management", "output_config", "inference_geo")
+        ("metadata", "service_tier", "betas", "context_management", "output_config", "inference_geo")
     )
 
     model: str | None = None
@@ -38,6 +38,7 @@ class MessagesRequest(RequestModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     stream: bool | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="that of the last block")
 
     blend: dict[str, Any] | None = None
     cache_salt: str | None = None
