@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,17 @@ from tests.entrypoints.openai.servers import DEADLINE, REUSE_DEMO, TEMPLATE, wai
 from vllm_blend.entrypoints.serve import main, parse
 
 pytestmark = pytest.mark.cpu_only
+
+
+class Closing(logging.Handler):
+    """Another library's handler, which must outlive a server."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
 
 USER = {"role": "user", "content": "a"}
 
@@ -56,8 +68,15 @@ def test_config_file(tmp_path: Path) -> None:
         (["m", "--api-keys", "missing", "--port", "0"], "api_keys: missing cannot be read"),
     ],
 )
-def test_bad_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_lines(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm_blend", "uvicorn"):  # logging as it is without a server
+        for field in ("handlers", "level", "propagate"):
+            monkeypatch.setattr(logging.getLogger(name), field, getattr(logging.getLogger(name), field))
+    handler = Closing()
     assert main(arguments) == 2
+    assert not handler.is_closed  # other libraries' handlers may close stderr with themselves
     assert message in capsys.readouterr().err
 
 

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 
 class JSONFormatter(logging.Formatter):
     """Formats a record as a JSON object; the fields of a request's line are keys of their own."""
@@ -24,18 +26,16 @@ class JSONFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False, default=str)
 
 
-def logging_config(log_format: str, uvicorn_level: str) -> dict[str, Any]:
-    """Return the configuration (of `logging.config`) that sends messages to stderr in the given format."""
-    formatter: dict[str, Any] = (
-        {"()": JSONFormatter} if log_format == "json" else {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
-    )
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": formatter},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
-        "loggers": {
-            "vllm_blend": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-            "uvicorn": {"handlers": ["stderr"], "level": uvicorn_level.upper(), "propagate": False},
-        },
-    }
+def configure_logging(log_format: str, uvicorn_level: str) -> None:
+    """Send the messages of this package and of uvicorn to stderr, in the given format.
+
+    Handlers of other libraries stay as they are: `logging.config` would close them, and with some of them stderr.
+    """
+    is_json = log_format == "json"
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONFormatter() if is_json else logging.Formatter(TEXT_FORMAT))
+    for name, level in (("vllm_blend", "INFO"), ("uvicorn", uvicorn_level.upper())):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import logging.config
 import socket
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fastapi import FastAPI
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.entrypoints.openai.app import create_app
-from vllm_blend.entrypoints.openai.logs import logging_config
+from vllm_blend.entrypoints.openai.logs import configure_logging
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
@@ -24,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 def run_server(args: EngineArgs, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
-    config = logging_config(options.log_format, options.uvicorn_log_level)
-    logging.config.dictConfig(config)
+    configure_logging(options.log_format, options.uvicorn_log_level)
     Tenants.from_options(options.api_key, options.api_keys)  # a bad file is an error before the model is loaded
     with bind(options) as listener:
         engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
