@@ -111,7 +111,7 @@ def parse_structured_outputs(value: Any, guided_decoding: Any = None) -> Structu
 def parse_json(name: str, text: str | dict[str, Any]) -> Any:
     """Return the value that a field's JSON text has. Raises ValueError naming the field."""
     try:
-        # A dict goes through text, too: it must be JSON, and a copy that nobody changes later.
+        # A dict goes through text, too: it must be JSON, and later changes to it must not matter.
         return json_library.loads(json_library.dumps(text, allow_nan=False) if isinstance(text, dict) else text)
     except RecursionError:
         raise ValueError(f"structured_outputs.{name} is nested too deeply: flatten it, or use $ref") from None

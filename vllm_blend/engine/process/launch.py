@@ -141,7 +141,7 @@ def _start(settings: bytes) -> subprocess.Popen[bytes]:
     try:
         process.stdin.write(settings)
         process.stdin.close()
-    except BrokenPipeError:  # it has died already, which whoever receives from it notices
+    except BrokenPipeError:  # it has died already: receiving from it will fail, and is handled there
         logger.warning("the engine process did not read its settings")
     return process
 

@@ -71,7 +71,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     for module in _ROUTERS:
         app.include_router(module.router)
     install_error_handlers(app)
-    app.add_exception_handler(ClientDisconnected, _answer_nobody)
+    app.add_exception_handler(ClientDisconnected, _answer_disconnected)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -87,7 +87,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
     return app
 
 
-async def _answer_nobody(_: Request, __: Exception) -> Response:
+async def _answer_disconnected(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 

@@ -56,7 +56,7 @@ class Generation:
         Raises the first error that any of the requests meets, and APIError for one that was aborted or has failed.
         """
         queue: asyncio.Queue[_Item] = asyncio.Queue()
-        # Requests have tasks of their own: whoever closes this generator need not wait until the engine has heard.
+        # Requests have tasks of their own, so that closing this generator does not wait for the engine to abort them.
         tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.jobs))]
         try:
             remaining = len(tasks)
