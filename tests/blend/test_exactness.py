@@ -20,6 +20,7 @@ from tests.engine.engines import (
     run,
     tiny_model,
 )
+from tests.models.tiny import FAMILIES
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.blend.selectors import SELECTORS
 
@@ -45,6 +46,17 @@ def test_ratio_1_is_full_prefill(rule: str, model: str, backend: str) -> None:
             assert_counts_add_up(output)
             assert output.blend is not None
             assert output.blend.selector == rule
+            assert output.blend.num_reused_tokens == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ratio_1_is_full_prefill_in_other_families(family: str) -> None:
+    directory = tiny_model(family)
+    with engine(directory, enable_blending=True, block_size=BLOCK_SIZE) as llm:
+        for rule in [*RULES, "full"]:
+            [output] = run(llm, tiny_prompt(blend_selector=rule, blend_recompute_ratio=1.0), PARAMS)
+            assert_logprobs_match(output, hf_model(directory))
+            assert output.blend is not None
             assert output.blend.num_reused_tokens == 0
 
 

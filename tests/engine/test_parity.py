@@ -25,6 +25,7 @@ from tests.engine.engines import (
     tiny_model,
     tokens_of,
 )
+from tests.models.tiny import FAMILIES
 from vllm_blend import LLM
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-window": {"sliding_window": 20},
     "qwen2": {},
     "qwen3": {},
+    **{family: {} for family in FAMILIES},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "whole prompts": {},

@@ -11,7 +11,18 @@ import torch
 from transformers import LlamaConfig
 
 from tests import tolerances
-from tests.models.tiny import ARCHITECTURES, DEVICE, PagedRunner, load_tiny, prompt, save, tiny_hf_model
+from tests.models.tiny import (
+    ARCHITECTURES,
+    DEVICE,
+    DTYPE,
+    FAMILIES,
+    HEAD_DIM,
+    PagedRunner,
+    load_tiny,
+    prompt,
+    save,
+    tiny_hf_model,
+)
 from vllm_blend.attention.context import Kept, LayerHook, NewKV
 from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.models.causal_lm import attention_layers
@@ -58,7 +69,7 @@ class KeepKeys(LayerHook):
 
 
 @pytest.mark.parametrize("layer_idx", [0, 1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES])
 def test_narrowed_rows_equal_the_same_rows_of_a_whole_step(architecture: str, layer_idx: int, tmp_path: Path) -> None:
     runner = PagedRunner(load_tiny(save(tiny_hf_model(architecture), tmp_path)), requests=2)
     steps = [(0, prompt(20)), (0, prompt(13, seed=2))]
@@ -126,6 +137,41 @@ def test_a_failed_step_leaves_no_positions_behind(tmp_path: Path) -> None:
 def test_layers_of_one_kind_share_their_rope_tables(tmp_path: Path) -> None:
     model = load_tiny(save(tiny_hf_model("mistral", sliding_window=8), tmp_path))
     assert len({id(layer.self_attn.attn.rotary) for layer in model.model.layers}) == 1
+
+
+def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
+    model = load_tiny(save(tiny_hf_model("smollm3", no_rope_layers=[0, 1, 0]), tmp_path))
+    rotaries = [layer.self_attn.attn.rotary for layer in model.model.layers]
+    assert rotaries[0] is rotaries[2] is not rotaries[1]
+    keys = torch.randn(5, 2, HEAD_DIM, device=DEVICE, dtype=DTYPE)
+    positions = torch.arange(3, 8, device=DEVICE)
+    assert torch.equal(rotaries[0](positions, keys, keys)[1], keys)
+    assert not torch.equal(rotaries[1](positions, keys, keys)[1], keys)
+    # Chunks of a model that differs in this alone are other chunks.
+    assert rotaries[0].fingerprint() != rotaries[1].fingerprint()
+
+
+@pytest.mark.parametrize("family", ["granite", "mixtral", "olmo2", "qwen3_moe"])
+def test_families_that_cannot_be_quantized_say_so(family: str) -> None:
+    config_class, model_class, traits = FAMILIES[family]
+    config = config_class(**traits, architectures=[model_class.__name__])
+    with pytest.raises(ValueError, match=f"quantization='fp8' is not supported for {model_class.__name__}"):
+        resolve_model_class(config)(config, 16, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "sends a token to 9 of 4 experts"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "says of 2 layers whether they have RoPE, but it has 3 layers"),
+    ],
+)
+def test_traits_that_make_no_sense(family: str, changes: dict[str, Any], message: str) -> None:
+    config, model_class = tiny_hf_model(family).config, FAMILIES[family][1]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        MODEL_REGISTRY[model_class.__name__](config, 16)
 
 
 def test_rope_by_layer_type() -> None:
@@ -213,6 +259,6 @@ def test_the_attention_of_every_layer_must_be_ours() -> None:
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])
 def test_registry_lists_what_it_knows(architectures: list[str] | None) -> None:
-    known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
-    with pytest.raises(ValueError, match=f"unsupported model architecture: .*{known}"):
+    known = "GraniteForCausalLM, LlamaForCausalLM, MistralForCausalLM,"
+    with pytest.raises(ValueError, match=f"unsupported model architecture: .*known: {known}"):
         resolve_model_class(SimpleNamespace(architectures=architectures))

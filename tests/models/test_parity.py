@@ -13,6 +13,7 @@ from tests import tolerances
 from tests.models.tiny import (
     ARCHITECTURES,
     CONTEXT,
+    FAMILIES,
     HEAD_DIM,
     PagedRunner,
     edit_config,
@@ -115,6 +116,48 @@ def test_dynamic_rope_beyond_the_original_context_uses_the_base_of_max_position(
     )  # Hugging Face scales to the prompt: the same here
     within = PagedRunner(load_tiny(str(tmp_path), 40)).run(prompt(40), [40])
     assert_visible(within, stretched[:40])
+
+
+# Fields that take a family's trait away: Hugging Face's logits must change by more than a comparison allows.
+WITHOUT_TRAIT: dict[str, list[dict[str, Any]]] = {
+    "granite": [
+        {"attention_multiplier": HEAD_DIM**-0.5},
+        {"embedding_multiplier": 1.0},
+        {"residual_multiplier": 1.0},
+        {"logits_scaling": 1.0},
+    ],
+    "mixtral": [{"num_experts_per_tok": 1}],
+    "olmo2": [],
+    "phi3": [{"partial_rotary_factor": 1.0}],
+    "qwen3_moe": [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}],
+    "smollm3": [{"no_rope_layers": [1, 1, 1]}],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_their_traits(family: str, tmp_path: Path) -> None:
+    hf_model = tiny_hf_model(family)
+    save(hf_model, tmp_path)
+    expected = check_parity(hf_model, tmp_path)
+    for fields in WITHOUT_TRAIT[family]:
+        assert_visible(expected, hf_logits(tiny_hf_model(family, **fields), prompt(LENGTH)))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mixtral", {"sliding_window": 12}),
+        ("phi3", {"sliding_window": 12}),
+        ("phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | ROPE["longrope"]}),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+        ("smollm3", {"no_rope_layers": [0, 0, 0], "tie_word_embeddings": True}),
+        ("olmo2", {"attention_bias": True}),
+    ],
+)
+def test_options_of_families(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    hf_model = tiny_hf_model(family, **overrides)
+    save(hf_model, tmp_path)
+    check_parity(hf_model, tmp_path)
 
 
 V4_ROPE = {

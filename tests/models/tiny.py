@@ -9,15 +9,27 @@ from typing import Any
 
 import torch
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests import settings
@@ -37,6 +49,17 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+_GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0}
+_QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+# Families that differ from those above in one trait each, and the fields that make it visible.
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "granite": (GraniteConfig, GraniteForCausalLM, _GRANITE),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"partial_rotary_factor": 0.75, "pad_token_id": 0}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+}
 
 
 def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -44,7 +67,7 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
 
     The weights can be represented in the dtype of the run: what differs then is the arithmetic alone.
     """
-    config_class, model_class = ARCHITECTURES[architecture]
+    config_class, model_class, traits = FAMILIES.get(architecture) or (*ARCHITECTURES[architecture], {})
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -57,7 +80,7 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
         "tie_word_embeddings": False,
         "sliding_window": None,
     }
-    model: PreTrainedModel = model_class(config_class(**(fields | overrides))).eval()
+    model: PreTrainedModel = model_class(config_class(**(fields | traits | overrides))).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

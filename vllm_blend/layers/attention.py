@@ -28,12 +28,13 @@ class Attention(nn.Module):
         layer_idx: int,
         rotary: RotaryEmbedding,
         sliding_window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_idx = layer_idx
         self.rotary = rotary
-        self.scale: float = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale  # of Q K^T
         self.sliding_window = sliding_window
 
     def forward(

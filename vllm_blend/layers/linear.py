@@ -67,18 +67,25 @@ class Linear(nn.Module):
 class PackedLinear(Linear):
     """Matrices that share their input, stacked by output rows.
 
-    `parts` has them in order: name in the checkpoint -> rows.
+    `parts` has them in order: name in the checkpoint -> rows. With `is_fused` the checkpoint has them as one matrix.
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], bias: bool = False, quantization: str | None = None
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        bias: bool = False,
+        quantization: str | None = None,
+        is_fused: bool = False,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias, quantization)
-        self.parts = parts
+        self.parts, self.is_fused = parts, is_fused
         self.sizes = list(parts.values())
 
     def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination]:
-        """Return parts of the layer's memory by names beside its own: "q_proj.weight" and so on."""
+        """Return parts of the layer's memory by names beside its own ("q_proj.weight" and so on), or all of it."""
+        if self.is_fused:
+            return super().checkpoint_views()
         views: dict[str, torch.Tensor | QuantizedDestination] = {}
         first = 0
         for name, size in self.parts.items():
@@ -101,18 +108,23 @@ class QKVLinear(PackedLinear):
         head_dim: int,
         bias: bool = False,
         quantization: str | None = None,
+        is_fused: bool = False,
     ) -> None:
         kv = num_kv_heads * head_dim
         parts = {"q_proj": num_heads * head_dim, "k_proj": kv, "v_proj": kv}
-        super().__init__(hidden_size, parts, bias, quantization)
+        super().__init__(hidden_size, parts, bias, quantization, is_fused)
 
 
 class GateUpLinear(PackedLinear):
     """Gate and up projections of a gated MLP in one product; the gate comes first, as `ops.silu_and_mul` takes it."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool = False, quantization: str | None = None
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        quantization: str | None = None,
+        is_fused: bool = False,
     ) -> None:
-        super().__init__(
-            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias, quantization
-        )
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        super().__init__(hidden_size, parts, bias, quantization, is_fused)

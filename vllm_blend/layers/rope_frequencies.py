@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+NO_ROPE = "none"  # the type of layers without RoPE, which no config names
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -38,6 +40,8 @@ class RopeSpec:
 
     def inverse_frequencies(self) -> torch.Tensor:
         """Return the angle per position of each channel pair, [rotary_dim / 2] float32 on the CPU."""
+        if self.rope_type == NO_ROPE:
+            return torch.zeros(self.rotary_dim // 2, device="cpu")
         return ROPE_TYPES[self.rope_type](self)
 
 

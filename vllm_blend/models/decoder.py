@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share; a family's own file says only where it differs.
+"""The decoder that all families share; a family's own file says only where it differs.
 
 A forward pass takes token ids alone. Positions, cache slots and hooks travel in the forward context, and a hook may
 narrow the step between two layers: from there on fewer rows are computed, and fewer hidden states come out.
@@ -6,10 +6,10 @@ narrow the step between two layers: from there on fewer rows are computed, and f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,10 +18,11 @@ from vllm_blend import ops
 from vllm_blend.attention.context import current_context
 from vllm_blend.layers.attention import Attention
 from vllm_blend.layers.embedding import Embedding, LMHead
+from vllm_blend.layers.experts import ExpertsSpec, SparseMLP
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
 from vllm_blend.layers.quantization import QuantizingRMSNorm
-from vllm_blend.layers.rope_frequencies import rope_spec
+from vllm_blend.layers.rope_frequencies import NO_ROPE, RopeSpec, rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
@@ -48,6 +49,13 @@ class DecoderSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of Q and K before RoPE
+    rotates: tuple[bool, ...] | None = None  # for each layer whether it has RoPE; None: all have
+    attention_scale: float | None = None  # multiplies Q K^T; None: head_dim ** -0.5
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    logits_divisor: float = 1.0
+    is_fused: bool = False  # the checkpoint has Q, K and V as one matrix, gate and up as another
+    experts: ExpertsSpec | None = None  # of the layers whose MLP is a mixture of experts
     quantization: str | None = None  # "fp8": of the linear layers of attention and MLP
 
     def __post_init__(self) -> None:
@@ -74,6 +82,11 @@ class DecoderSpec:
             raise ValueError(f"unknown layer_types {unknown} in the model's config; known: {', '.join(LAYER_TYPES)}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("the model's config has sliding_attention layers but no sliding_window")
+        if self.rotates is not None and len(self.rotates) != self.num_layers:
+            raise ValueError(
+                f"the model's config says of {len(self.rotates)} layers whether they have RoPE, but it "
+                f"has {self.num_layers} layers"
+            )
 
     @classmethod
     def from_hf(cls, hf_config: Any, **switches: Any) -> DecoderSpec:
@@ -111,10 +124,13 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv_proj = QKVLinear(spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias, spec.quantization)
+        self.qkv_proj = QKVLinear(
+            spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias, spec.quantization, spec.is_fused
+        )
         self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
-        self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=spec.window(layer_idx))
+        window, scale = spec.window(layer_idx), spec.attention_scale
+        self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=window, scale=scale)
         self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias, spec.quantization)
         self.hack_kv: list[torch.Tensor] | None = None
 
@@ -134,7 +150,9 @@ class MLP(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.quantization)
+        self.gate_up_proj = GateUpLinear(
+            spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.quantization, spec.is_fused
+        )
         activation: Callable[[Any], Any] = ops.silu_and_mul if spec.quantization is None else ops.silu_and_mul_quant
         self.activation = activation
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.quantization)
@@ -149,7 +167,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = SelfAttention(spec, layer_idx, rotary)
-        self.mlp = MLP(spec)
+        self.mlp = make_mlp(spec, layer_idx)
+        self.residual_scale = spec.residual_scale
         norm: type[Any] = RMSNorm if spec.quantization is None else QuantizingRMSNorm
         self.input_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
@@ -167,8 +186,21 @@ class DecoderLayer(nn.Module):
         hidden, rows = self.self_attn(normed)
         if rows is not None:
             residual = residual[rows]
-        normed, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(normed), residual
+        normed, residual = self.post_attention_layernorm.add(self._scaled(hidden), residual)
+        return self._scaled(self.mlp(normed)), residual
+
+    def _scaled(self, product: Product) -> Product:
+        if self.residual_scale == 1.0:
+            return product
+        assert isinstance(product, torch.Tensor)  # quantized products are refused with the scale
+        return product * self.residual_scale
+
+
+def make_mlp(spec: DecoderSpec, layer_idx: int) -> MLP | SparseMLP:
+    """Return the MLP of a layer: dense, or a mixture of experts."""
+    if spec.experts is None or layer_idx not in spec.experts.layers:
+        return MLP(spec)
+    return SparseMLP(spec.hidden_size, spec.experts)
 
 
 class DecoderModel(nn.Module):
@@ -177,12 +209,15 @@ class DecoderModel(nn.Module):
     `cache_fuse_metadata` and `old_kvs` are the public blending switches: the engine reads them, the model does not.
     """
 
-    def __init__(self, spec: DecoderSpec, rotaries: dict[str, RotaryEmbedding]) -> None:
+    def __init__(
+        self, spec: DecoderSpec, rotaries: Sequence[RotaryEmbedding], layer: Callable[..., nn.Module] = DecoderLayer
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, rotaries[kind]) for i, kind in enumerate(spec.layer_types))
+        self.embedding_scale = spec.embedding_scale
+        self.layers = nn.ModuleList(layer(spec, i, rotary) for i, rotary in enumerate(rotaries))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self._rotaries = tuple(dict.fromkeys(rotaries.values()))  # already registered, as submodules of the layers
+        self._rotaries = tuple(dict.fromkeys(rotaries))  # already registered, as submodules of the layers
         self.cache_fuse_metadata: dict[str, Any] = {}
         self.old_kvs: list[list[torch.Tensor]] = []
 
@@ -191,7 +226,8 @@ class DecoderModel(nn.Module):
 
         Returns normalised hidden states [T', hidden_size] of the rows that are still active after the last one.
         """
-        hidden: Product = self.embed_tokens(input_ids)
+        embedded = self.embed_tokens(input_ids)
+        hidden: Product = embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
         residual: torch.Tensor | None = None
         with ExitStack() as stack:
             for rotary in self._rotaries:
@@ -214,16 +250,37 @@ def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Itera
     return {kind: built[spec] for kind, spec in specs.items()}
 
 
+def rotaries_by_layer(hf_config: Any, max_position: int, spec: DecoderSpec) -> list[RotaryEmbedding]:
+    """Return the rotary embedding of each layer; one that turns nothing for layers without RoPE."""
+    rotates = spec.rotates or (True,) * spec.num_layers
+    kinds = [kind for kind, turned in zip(spec.layer_types, rotates, strict=True) if turned]
+    built = rotaries_by_layer_type(hf_config, max_position, kinds)
+    if all(rotates):
+        return [built[kind] for kind in spec.layer_types]
+    rotary_dim = next((rotary.spec.rotary_dim for rotary in built.values()), spec.head_dim)
+    still = RotaryEmbedding(RopeSpec(NO_ROPE, rotary_dim, 1.0), max_position)
+    return [built[kind] if turned else still for kind, turned in zip(spec.layer_types, rotates, strict=True)]
+
+
 class DecoderForCausalLM(nn.Module):
     """A decoder with its language-model head: a `CausalLM`. Subclasses say in `spec` how to read their config."""
 
+    layer: Callable[..., nn.Module] = DecoderLayer  # called as layer(spec, layer_idx, rotary)
+    takes_quantization = True
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name here -> in checkpoints
+
     def __init__(self, hf_config: Any, max_position: int, quantization: str | None = None) -> None:
         super().__init__()
+        if quantization is not None and not self.takes_quantization:
+            raise ValueError(
+                f"quantization={quantization!r} is not supported for {type(self).__name__}: leave quantization out"
+            )
         spec = replace(self.spec(hf_config), quantization=quantization)
         self.config = hf_config
-        self.model = DecoderModel(spec, rotaries_by_layer_type(hf_config, max_position, spec.layer_types))
+        self.model = DecoderModel(spec, rotaries_by_layer(hf_config, max_position, spec), type(self).layer)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
+        self.logits_divisor = spec.logits_divisor
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
@@ -238,4 +295,4 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, vocab_size] of hidden states: float32, but on a GPU in the weights' dtype."""
         logits: torch.Tensor = self.lm_head(hidden)
-        return logits
+        return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

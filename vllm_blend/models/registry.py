@@ -6,16 +6,27 @@ from typing import Any
 
 from torch import nn
 
+from vllm_blend.models.granite import GraniteForCausalLM
 from vllm_blend.models.llama import LlamaForCausalLM, MistralForCausalLM
+from vllm_blend.models.mixtures import MixtralForCausalLM, Qwen3MoeForCausalLM
+from vllm_blend.models.olmo2 import Olmo2ForCausalLM
+from vllm_blend.models.phi3 import Phi3ForCausalLM
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.qwen3 import Qwen3ForCausalLM
+from vllm_blend.models.smollm3 import SmolLM3ForCausalLM
 from vllm_blend.registry import Registry
 
 _MODELS: dict[str, type[nn.Module]] = {
+    "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 MODEL_REGISTRY: Registry[type[nn.Module]] = Registry("model architecture", "architectures", _MODELS)
 """Architecture name -> model class, called as cls(hf_config, max_position). Add an entry to serve a model of your own;

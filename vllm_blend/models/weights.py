@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vllm_blend.layers.embedding import LMHead
+from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
 
@@ -53,8 +54,9 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | Quanti
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(module, Linear):
-            beside = _parent_prefix(prefix) if isinstance(module, PackedLinear) else prefix
+        if isinstance(module, Linear | Experts):
+            has_parts = isinstance(module, PackedLinear) and not module.is_fused
+            beside = _parent_prefix(prefix) if has_parts else prefix
             destinations.update({f"{beside}{name}": view for name, view in module.checkpoint_views().items()})
             seen.update(id(parameter) for parameter in module.parameters())
             continue
@@ -62,7 +64,14 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | Quanti
             if id(parameter) not in seen:  # a tied parameter belongs to the first module that has it
                 seen.add(id(parameter))
                 destinations[f"{prefix}{name}"] = parameter.detach()
-    return destinations
+    renamed: Mapping[str, str] = getattr(model, "checkpoint_names", {})
+    return {_renamed(name, renamed): destination for name, destination in destinations.items()}
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:

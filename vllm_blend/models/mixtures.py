@@ -1,0 +1,55 @@
+"""Mixtures of experts: Mixtral (Jiang et al., 2024) and Qwen3-MoE (Yang et al., 2025)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vllm_blend.layers.experts import ExpertsSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.qwen2 import qwen_windows
+
+
+class MixtralForCausalLM(DecoderForCausalLM):
+    """Mistral in which every MLP is a mixture."""
+
+    takes_quantization = False
+    checkpoint_names: ClassVar = {
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.": ".w1.",
+        ".down_proj.": ".w2.",
+        ".up_proj.": ".w3.",
+    }
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
+        kind = "full_attention" if window is None else "sliding_attention"
+        experts = ExpertsSpec(
+            hf_config.num_local_experts,
+            hf_config.num_experts_per_tok,
+            hf_config.intermediate_size,
+            normalizes=True,
+            layers=frozenset(range(layers)),
+        )
+        return DecoderSpec.from_hf(hf_config, layer_types=(kind,) * layers, sliding_window=window, experts=experts)
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Qwen3 in which all MLPs are mixtures, but those of `mlp_only_layers` and between `decoder_sparse_step`s."""
+
+    takes_quantization = False
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        step, dense = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
+        sparse = {layer for layer in range(hf_config.num_hidden_layers) if (layer + 1) % step == 0} - dense
+        experts = ExpertsSpec(
+            hf_config.num_experts,
+            hf_config.num_experts_per_tok,
+            hf_config.moe_intermediate_size,
+            normalizes=bool(hf_config.norm_topk_prob),
+            layers=frozenset(sparse),
+        )
+        bias = bool(getattr(hf_config, "attention_bias", False))
+        windows = qwen_windows(hf_config)
+        return DecoderSpec.from_hf(hf_config, qk_norm=True, qkv_bias=bias, out_bias=bias, experts=experts, **windows)

@@ -1,0 +1,60 @@
+"""OLMo 2 (OLMo team, 2024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_blend.layers.layernorm import RMSNorm
+from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, make_mlp
+
+
+class Olmo2Attention(SelfAttention):
+    """Self-attention that normalises all of Q and all of K, not each head."""
+
+    def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
+        super().__init__(spec, layer_idx, rotary)
+        q_size, k_size, _ = self.qkv_proj.sizes
+        self.q_norm, self.k_norm = RMSNorm(q_size, spec.rms_norm_eps), RMSNorm(k_size, spec.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        """Attend from hidden [T, hidden_size] as `SelfAttention` does."""
+        assert self.q_norm is not None and self.k_norm is not None
+        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
+        out, rows = self.attn(self.q_norm(q), self.k_norm(k), v)
+        return self.o_proj(out), rows
+
+
+class Olmo2Layer(nn.Module):
+    """Attention and MLP, each with a norm behind it instead of before it."""
+
+    def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = Olmo2Attention(spec, layer_idx, rotary)
+        self.mlp = make_mlp(spec, layer_idx)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `hidden` to `residual` (None in the first layer) and run the layer, as `DecoderLayer` does."""
+        residual = hidden if residual is None else hidden + residual
+        attended, rows = self.self_attn(residual)
+        if rows is not None:
+            residual = residual[rows]
+        residual = residual + self.post_attention_layernorm(attended)
+        return self.post_feedforward_layernorm(self.mlp(residual)), residual
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """Llama with its norms after attention and MLP, and with Q and K normalised as wholes."""
+
+    layer = Olmo2Layer
+    takes_quantization = False
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        bias = bool(getattr(hf_config, "attention_bias", False))
+        return DecoderSpec.from_hf(hf_config, qkv_bias=bias, out_bias=bias)

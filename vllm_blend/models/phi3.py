@@ -1,0 +1,18 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024), text models without experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+
+
+class Phi3ForCausalLM(DecoderForCausalLM):
+    """Llama whose checkpoints have fused matrices; RoPE may turn a part of each head only, and often is LongRoPE."""
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        window = getattr(hf_config, "sliding_window", None)
+        kind = "full_attention" if window is None else "sliding_attention"
+        layer_types = (kind,) * hf_config.num_hidden_layers
+        return DecoderSpec.from_hf(hf_config, is_fused=True, layer_types=layer_types, sliding_window=window)

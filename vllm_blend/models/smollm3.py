@@ -1,0 +1,24 @@
+"""SmolLM3 (Hugging Face, 2025)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.qwen2 import qwen_windows
+
+
+class SmolLM3ForCausalLM(DecoderForCausalLM):
+    """Llama in which every fourth layer, or those that `no_rope_layers` marks with 0, has no RoPE."""
+
+    @classmethod
+    def spec(cls, hf_config: Any) -> DecoderSpec:
+        bias = bool(getattr(hf_config, "attention_bias", False))
+        return DecoderSpec.from_hf(
+            hf_config,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
+            rotates=tuple(bool(rotates) for rotates in hf_config.no_rope_layers),
+            **qwen_windows(hf_config),
+        )
