@@ -6,11 +6,15 @@
 Every request draws its passages by Zipf popularity from `--passages` synthetic ones, in random order, and asks one of
 many questions, so that hardly two requests are alike. `--clients` is a closed loop: each client sends its next request
 when the last one has ended. With `--rate` requests arrive at random (Poisson), however many are running. Every `--mode`
-is measured in the same run: off (plain prefill), reuse, or a ratio such as 0.15. `--pids` are processes whose resident
-memory is compared before and after.
+is measured in the same run: off (plain prefill), reuse, or a ratio such as 0.15.
 
-Prints a row for each mode and number of clients or rate; --output keeps every request. The exit status is 1 if any
-request failed.
+`--server` is the process id of the server: its memory and its engine's are watched, and when all requests have ended,
+none may run and no page may be used. `--kill engine 200` kills the engine 200 seconds after the beginning, `--kill 4711
+200` any other process, such as Redis. An engine's death may cost requests an error that says so, until it runs again:
+these are counted as interrupted, and their clients go on when it does.
+
+Prints a row for each mode and number of clients or rate; --summary keeps the rows and what was watched, --output every
+request. The exit status is 1 if a request failed, pages stayed in use, or memory grew by more than --growth-mib.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,16 +36,21 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.ranking import make_passages
+from benchmarks.server_watch import Watch
 from vllm_blend.quality.splits import DEVELOPMENT
 
 PREFIX = "You will be asked a question after reading several passages. Answer within five words.\nPassages:\n"
 PERCENTILES = (50, 90, 99)
+HEAD = (
+    "| mode | load | requests | interrupted | failed | requests/s | tokens/s | first token p50, ms | p90 | p99 "
+    "| reused, % |\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 @dataclass(frozen=True)
 class Served:
     """One request: seconds from the sending to the first token and to the end, tokens of the answer and of its prompt
-    by what became of them, and what went wrong, if anything did."""
+    by what became of them, and what went wrong, if anything did. It was interrupted if the engine was killed."""
 
     mode: str
     load: float
@@ -51,6 +60,8 @@ class Served:
     tokens: int
     prompt: dict[str, Any]
     error: str | None = None
+    code: str | None = None
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,14 +106,16 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], mode: str, load: 
     start, sent = time.perf_counter(), time.time()
     first: float | None = None
     error: str | None = None
+    code: str | None = None
     usage: dict[str, Any] = {}
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 error = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
+                code = error_code(await response.aread())
             async for event in events(response):
                 if "error" in event:
-                    error = json.dumps(event["error"])[:200]
+                    error, code = json.dumps(event["error"])[:200], event["error"]["code"]
                 usage = event.get("usage") or usage
                 if first is None and event.get("choices"):
                     first = time.perf_counter() - start
@@ -112,9 +125,17 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], mode: str, load: 
         error = "the stream ended without a token or without its usage"
     details = usage.get("prompt_tokens_details") or {}
     prompt = {"tokens": usage.get("prompt_tokens", 0), **details}
-    return Served(
-        mode, load, sent, first, time.perf_counter() - start, usage.get("completion_tokens", 0), prompt, error
-    )
+    total = time.perf_counter() - start
+    return Served(mode, load, sent, first, total, usage.get("completion_tokens", 0), prompt, error, code)
+
+
+def error_code(body: bytes) -> str | None:
+    """Return the code of an error in OpenAI's shape; None for what is something else."""
+    try:
+        code = json.loads(body)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(code)
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -124,24 +145,39 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-async def run(args: argparse.Namespace, work: Workload) -> list[Served]:
-    """Run every mode at every load, one after another; return all requests."""
+async def run(args: argparse.Namespace, work: Workload, watch: Watch) -> tuple[list[Served], list[str]]:
+    """Run every mode at every load, one after another; return all requests, and the rows of the table."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     served: list[Served] = []
+    rows: list[str] = []
     async with httpx.AsyncClient(base_url=args.url, timeout=args.timeout, limits=limits) as client:
         model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-        for load in args.rate or args.clients:
-            for mode in args.mode:
-                part = open_loop if args.rate else closed_loop
-                begun = time.perf_counter()
-                found = await part(client, args, work, model, mode, load)
-                print(row(mode, load, found, time.perf_counter() - begun), flush=True)
-                served += found
-    return served
+        async with watch.running(client):
+            for load in args.rate or args.clients:
+                for mode in args.mode:
+                    part = open_loop if args.rate else closed_loop
+                    begun = time.perf_counter()
+                    found = await part(client, args, work, model, mode, load, watch)
+                    found = [replace(each, interrupted=is_interrupted(each, watch)) for each in found]
+                    rows.append(row(mode, load, found, time.perf_counter() - begun))
+                    print(rows[-1], flush=True)
+                    served += found
+    return served, rows
+
+
+def is_interrupted(served: Served, watch: Watch) -> bool:
+    """Return whether a request failed for nothing but the death of an engine that was killed."""
+    return served.code == "engine_unavailable" and watch.was_down(served.sent, served.sent + served.total)
 
 
 async def closed_loop(
-    client: httpx.AsyncClient, args: argparse.Namespace, work: Workload, model: str, mode: str, clients: float
+    client: httpx.AsyncClient,
+    args: argparse.Namespace,
+    work: Workload,
+    model: str,
+    mode: str,
+    clients: float,
+    watch: Watch,
 ) -> list[Served]:
     """Keep `clients` requests running until the minutes or the requests are up."""
     end = time.monotonic() + 60 * args.minutes
@@ -153,6 +189,8 @@ async def closed_loop(
         while time.monotonic() < end and (left is None or left > 0):
             left = None if left is None else left - 1
             own.append(await ask(client, work.body(rng, model, mode), mode, clients))
+            if own[-1].error is not None:
+                await watch.until_healthy(client)
         return own
 
     parts = await asyncio.gather(*(one(number) for number in range(int(clients))))
@@ -160,12 +198,19 @@ async def closed_loop(
 
 
 async def open_loop(
-    client: httpx.AsyncClient, args: argparse.Namespace, work: Workload, model: str, mode: str, rate: float
+    client: httpx.AsyncClient,
+    args: argparse.Namespace,
+    work: Workload,
+    model: str,
+    mode: str,
+    rate: float,
+    watch: Watch,
 ) -> list[Served]:
     """Send requests at random times, `rate` a second on average."""
     rng, end = Random(args.seed), time.monotonic() + 60 * args.minutes
     tasks: list[asyncio.Task[Served]] = []
     while time.monotonic() < end and (args.requests is None or len(tasks) < args.requests):
+        await watch.until_healthy(client)
         tasks.append(asyncio.create_task(ask(client, work.body(rng, model, mode), mode, rate)))
         await asyncio.sleep(rng.expovariate(rate))
     return list(await asyncio.gather(*tasks))
@@ -181,17 +226,10 @@ def row(mode: str, load: float, served: Sequence[Served], seconds: float) -> str
         tokens.update({name: count for name, count in each.prompt.items() if isinstance(count, int)})
     reused = tokens["reused_tokens"] / max(1, tokens["tokens"])
     rate, answers = len(done) / seconds, sum(each.tokens for each in done) / seconds
-    failed = len(served) - len(done)
-    return f"| {mode} | {load:g} | {len(done)} | {failed} | {rate:.2f} | {answers:.1f} | {times} | {100 * reused:.1f} |"
-
-
-def resident_bytes(pids: Sequence[int]) -> int:
-    """Return the memory that processes hold, in bytes. Linux only."""
-    total = 0
-    for pid in pids:
-        status = Path(f"/proc/{pid}/status").read_text()
-        total += 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
-    return total
+    interrupted = sum(each.interrupted for each in served)
+    failed = len(served) - len(done) - interrupted
+    counts = f"{len(done)} | {interrupted} | {failed}"
+    return f"| {mode} | {load:g} | {counts} | {rate:.2f} | {answers:.1f} | {times} | {100 * reused:.1f} |"
 
 
 def make_workload(args: argparse.Namespace) -> Workload:
@@ -220,8 +258,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--zipf", type=float, default=1.0, help="popularity of the n-th passage is n ** -zipf (default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="tokens of an answer (default: %(default)s)")
     add("--timeout", type=float, default=120.0, help="seconds to wait for a server's next bytes (default: %(default)s)")
-    add("--pids", nargs="+", type=int, default=[], help="processes whose memory is watched")
+    add("--server", type=int, metavar="PID", help="the server's process, which is watched")
+    add("--kill", nargs=2, action="append", default=[], metavar=("PID", "SECONDS"), help="a process, or `engine`")
+    add("--growth-mib", type=float, default=64.0, help="by which memory may grow (default: %(default)s)")
     add("--seed", type=int, default=0)
+    add("--summary", type=Path, help="JSON file for the rows, and for what was watched")
     add("--output", type=Path, help="JSON file for every request")
     return parser
 
@@ -230,19 +271,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     if not 1 <= args.per_prompt <= args.passages:
         raise SystemExit(f"--per-prompt {args.per_prompt}: use 1 to {args.passages}, the number of --passages")
-    before = resident_bytes(args.pids)
-    print("| mode | load | requests | failed | requests/s | tokens/s | first token p50, ms | p90 | p99 | reused, % |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    served = asyncio.run(run(args, make_workload(args)))
-    if args.pids:
-        print(f"\nresident memory: {before / 2**20:.0f} MiB before, {resident_bytes(args.pids) / 2**20:.0f} after")
-    errors = Counter(each.error for each in served if each.error is not None)
+    if args.server is None and any(process == "engine" for process, _ in args.kill):
+        raise SystemExit("--kill engine needs --server PID, the process that the engine belongs to")
+    watch = Watch(args.server, [(process, float(seconds)) for process, seconds in args.kill])
+    print(HEAD)
+    served, rows = asyncio.run(run(args, make_workload(args), watch))
+    errors = Counter(each.error for each in served if each.error is not None and not each.interrupted)
     for error, count in errors.most_common(5):
         print(f"{count} x {error}", file=sys.stderr)
+    problems = watch.problems(args.growth_mib)
+    print(f"\n{watch.report()}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    if args.summary is not None:
+        found = {"settings": settings, "head": HEAD, "rows": rows, "problems": problems, "errors": errors}
+        args.summary.write_text(json.dumps(found | {"watched": watch.as_json()}, indent=1) + "\n")
     if args.output is not None:
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         args.output.write_text(json.dumps({"settings": settings, "requests": [asdict(each) for each in served]}) + "\n")
-    return 1 if errors else 0
+    return 1 if errors or problems else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.checkout import ROOT
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
 
 FOLDER = ROOT / "benchmarks"
-COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "answers"))
+COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "answers", "server_watch"))
 TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.rglob("*.py")]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +63,7 @@ def test_config_file(tmp_path: Path) -> None:
         (["m", "--enable-lora"], "--enable-lora is not supported: merge the LoRA adapter"),
         (["m", "--port", "70000"], "port=70000 is no TCP port"),
         (["m", "--ssl-keyfile", "key"], "ssl_keyfile and ssl_certfile belong together"),
+        (["m", "--ssl-keyfile", "missing", "--ssl-certfile", "missing"], "ssl_certfile='missing' and ssl_keyfile"),
         (["m", "--config", "missing.yaml"], "config='missing.yaml' cannot be read"),
         (["/missing/model", "--port", "0"], "/missing/model"),
         (["m", "--api-keys", "missing", "--port", "0"], "api_keys: missing cannot be read"),
@@ -89,29 +90,48 @@ def test_a_bad_config_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
-    """A process of the command: what runs when the signal comes ends as it would have, and so does the process."""
-    template, log = tmp_path / "template.jinja", tmp_path / "log"
+    """A process of the command: what runs when the signal comes ends as it would have, new requests get 503, and when
+    the last one has ended so does the process."""
+    template, log, path = tmp_path / "template.jinja", tmp_path / "log", tmp_path / "socket"
     template.write_text(TEMPLATE)
-    options = {"--port": 0, "--device": "cpu", "--chat-template": template, "--num-gpu-blocks-override": 256}
+    options = {"--uds": path, "--device": "cpu", "--chat-template": template, "--num-gpu-blocks-override": 2048}
     options |= {"--log-format": "json", "--shutdown-timeout": DEADLINE}
     arguments = [str(each) for pair in options.items() for each in pair]
     command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_DEMO, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    body = {"messages": [USER], "max_tokens": 50, "ignore_eos": True, "stream": True}
+    url = "/v1/chat/completions"
     with log.open("w") as file, subprocess.Popen(command, stderr=file, cwd=ROOT, env=environment) as process:
         try:
-            wait_until(lambda: process.poll() is not None or "http://127.0.0.1:" in log.read_text())
-            found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
-            assert found, log.read_text()
-            body = {"messages": [USER], "max_tokens": 100, "ignore_eos": True, "stream": True}
-            url = f"{found[0]}/v1/chat/completions"
-            with httpx.stream("POST", url, json=body, timeout=DEADLINE) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                process.send_signal(signal.SIGTERM)
-                text = "\n".join(lines)
-            assert '"finish_reason":"length"' in text and text.rstrip().endswith("[DONE]")
+            wait_until(lambda: process.poll() is not None or listens(path))
+            assert f"serving {REUSE_DEMO} at {path}" in log.read_text()
+            transport = httpx.HTTPTransport(uds=str(path))
+            with (
+                httpx.Client(transport=transport, base_url="http://server", timeout=DEADLINE) as client,
+                client.stream("POST", url, json=body | {"max_tokens": 900, "n": 24}) as long,
+            ):
+                kept = long.iter_lines()  # which would close the connection if it were dropped
+                next(kept)
+                with client.stream("POST", url, json=body) as answer:
+                    lines = answer.iter_lines()
+                    next(lines)
+                    process.send_signal(signal.SIGTERM)
+                    text = "\n".join(lines)
+                assert '"finish_reason":"length"' in text and text.rstrip().endswith("[DONE]")
+                for place, sent in ((url, body), ("/v1/chunks", {"text": "a"})):
+                    late = client.post(place, json=sent)
+                    assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+                    assert late.headers["x-request-id"]
+                assert client.get("/health").status_code == 503
+                assert process.poll() is None
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()
     assert '"path": "/v1/chat/completions", "status": 200' in log.read_text()
-    assert "draining" in log.read_text()
+    assert "draining" in log.read_text() and "Traceback" not in log.read_text()
+    assert not path.exists()
+
+
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return path.exists() and probe.connect_ex(str(path)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import sys
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from tests.kv_store.test_import_folder import MODELS, chunk
+from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.export_folder import export_folder, main
-from vllm_blend.kv_store.format import load_chunk
+from vllm_blend.kv_store.format import METADATA, ChunkMiss, load_chunk, write_chunk
 from vllm_blend.kv_store.import_folder import import_folder
 from vllm_blend.kv_store.keys import ModelFingerprint
+from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig
 
 
@@ -150,3 +153,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 def test_a_fingerprint_must_fit_the_digest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be the digest of fingerprint"):
         DiskStoreConfig(tmp_path, 1, MODELS[0].digest, fingerprint=MODELS[1])
+
+
+def test_signed_stores_make_signed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the right secret nothing is exported, nor is anything lost. What is not signed, or was changed, is not
+    imported."""
+    (tmp_path / "secret").write_text("s" * 32)
+    signer, other = ChunkSigner(b"s" * 32), ChunkSigner(b"o" * 32)
+    fill(tmp_path / "store", signer=signer)
+    assert export_folder(tmp_path / "store", tmp_path / "none") == {"foreign": 4}
+    assert export_folder(tmp_path / "store", tmp_path / "none", other) == {"forged": 4}
+    command = ["export_folder", "--key-file", str(tmp_path / "secret"), str(tmp_path / "store"), str(tmp_path / "pt")]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    assert len(list((tmp_path / "pt").iterdir())) == 4
+    ids, kv = chunk(MODELS[0], 1)
+    folder = tmp_path / "pt" / ids.key
+    assert torch.equal(load_chunk(folder, ids, MODELS[0], signer).k, kv.k)
+    with pytest.raises(ChunkMiss, match="not signed with this secret"):
+        load_chunk(folder, ids, MODELS[0], other)
+    signed = json.loads((folder / METADATA).read_text())
+    write_chunk(folder, ids, ChunkKV(kv.v, kv.k), MODELS[0])  # whole in itself, and of other numbers
+    unsigned = json.loads((folder / METADATA).read_text())
+    target = DiskStoreConfig(tmp_path / "other", 1 << 20, "0" * 32, signer=signer)
+    assert import_folder(tmp_path / "pt", target) == {"stored": 3, "unsigned": 1}
+    for signature in (signed["signature"], "é", "", 5, [None]):
+        (folder / METADATA).write_text(json.dumps(unsigned | {"signature": signature}))
+        assert import_folder(folder, target) == {"stored": 0, "forged": 1}
+    assert import_folder(folder, target, trust_unsigned=True) == {"stored": 1}
+    assert export_folder(tmp_path / "other", tmp_path / "again", signer) == {"written": 4}

@@ -200,10 +200,10 @@ class AsyncLLM:
     ) -> AsyncRequest:
         """Check a request and send it to the engine process."""
         self._check_arguments(params, request_id, deadline)
-        self._check_room(params)
+        self.check_room(params.n)
         parsed = await self._parse(prompt)
         self._check(parsed, params, priority)
-        self._check_room(params)  # others may have come while it was tokenized
+        self.check_room(params.n)  # others may have come while it was tokenized
         if request_id in self._table:
             raise ValueError(f"request_id {request_id!r} is in use: give every running request an id of its own")
         if deadline is not None and time.time() >= deadline:
@@ -247,16 +247,17 @@ class AsyncLLM:
         check_length(parsed, self.max_model_len)
         check_chunk_settings(parsed, self.config.blend.enable_blending)
 
-    def _check_room(self, params: SamplingParams) -> None:
-        """Raise ShuttingDownError, EngineDeadError or QueueFullError where no request can be taken."""
+    def check_room(self, num_completions: int = 1) -> None:
+        """Raise ShuttingDownError, EngineDeadError or QueueFullError if a request for so many completions could not be
+        taken now."""
         if self._refuses is not None:
             raise ShuttingDownError(self._refuses)
         self._client.check_health()
         if self.max_queued_requests is None:
             return
         unfinished, limit = self._table.num_completions, self.config.scheduler.max_num_seqs + self.max_queued_requests
-        if unfinished and unfinished + params.n > limit:
-            seconds = self._table.retry_after(unfinished + params.n - limit)
+        if unfinished and unfinished + num_completions > limit:
+            seconds = self._table.retry_after(unfinished + num_completions - limit)
             raise QueueFullError(
                 f"{unfinished} completions run or wait, and at most {limit} may (max_num_seqs="
                 f"{self.config.scheduler.max_num_seqs} and max_queued_requests={self.max_queued_requests}): try again "

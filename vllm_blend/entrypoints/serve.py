@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,18 @@ def parse(argv: list[str]) -> tuple[EngineArgs, ServerOptions]:
     values = DEFAULTS | given(namespace, [*OPTIONS])
     if "model" not in values:
         raise ValueError("there is no model: give a model directory or a Hugging Face id, vllm-blend serve MODEL")
-    return EngineArgs(**values), ServerOptions(**given(namespace, [*SERVER_OPTIONS]))
+    server_values = given(namespace, [*SERVER_OPTIONS])
+    if "allowed_origins" in server_values:
+        server_values["allowed_origins"] = _read_list(server_values["allowed_origins"])
+    return EngineArgs(**values), ServerOptions(**server_values)
+
+
+def _read_list(given: list[str]) -> list[str]:
+    """Return a list that was given as several arguments, or, as vLLM has it, as one that is JSON."""
+    if len(given) == 1 and given[0].startswith("["):
+        with suppress(json.JSONDecodeError):
+            return list(map(str, json.loads(given[0])))
+    return given
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,7 +2,8 @@
 
 keys.pt and values.pt hold K before RoPE and V, each [layers, tokens, kv_heads, head_dim]; valid_mask.pt is [tokens]
 bool, True where both are filled. metadata.json says which model, context and tokens they belong to, with a SHA-256 of
-each file. It is removed first and written last: a folder whose writing was cut short has none, and is a miss.
+each file. It is removed first and written last: a folder whose writing was cut short has none, and is a miss. With a
+`ChunkSigner` it is signed, and read only if that has signed it.
 
 Nothing here is trusted when it is read: no more bytes are read than a chunk of the model has, their checksum is
 compared before anything else looks at them, and they are only taken for plain tensors (tensor_file.py). A folder that
@@ -12,6 +13,7 @@ is damaged, unfinished or another model's is a miss: the caller computes the chu
 from __future__ import annotations
 
 import hashlib
+import hmac
 import io
 import json
 import logging
@@ -26,6 +28,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV, ExpectedChunk, find_mismatch, is_finite
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.regular_file import read_regular
+from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.tensor_file import OVERHEAD, BadTensorFile, read_tensor
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ KEYS, VALUES, VALID_MASK = "keys.pt", "values.pt", "valid_mask.pt"
 MAX_METADATA = 32 << 20  # bytes: three million token ids
 MAX_NUMBER = 1 << 31  # of layers, heads and token ids: no model has so many
 
-MissKind = Literal["missing", "damaged", "foreign"]
+MissKind = Literal["missing", "damaged", "foreign", "unsigned", "forged"]
 
 
 class ChunkMiss(Exception):
@@ -48,7 +51,9 @@ class ChunkMiss(Exception):
         self.folder, self.kind, self.reason = folder, kind, reason
 
 
-def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFingerprint) -> int:
+def write_chunk(
+    folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFingerprint, signer: ChunkSigner | None = None
+) -> int:
     """Write `kv` to `folder`, replacing what is there; returns the bytes written. OSError when the disk refuses."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,18 +68,24 @@ def write_chunk(folder: str | Path, chunk: ChunkId, kv: ChunkKV, model: ModelFin
         data = buffer.getvalue()
         metadata["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
         size += _write(folder / name, data)
+    if signer is not None:
+        metadata["signature"] = signer.folder_signature(_signed_part(metadata))
     return size + _write(folder / METADATA, (json.dumps(metadata, indent=1) + "\n").encode())
 
 
-def load_chunk(folder: str | Path, chunk: ChunkId, model: ModelFingerprint) -> ChunkKV:
+def load_chunk(
+    folder: str | Path, chunk: ChunkId, model: ModelFingerprint, signer: ChunkSigner | None = None
+) -> ChunkKV:
     """Return the KV of `chunk`, on the CPU. Raises ChunkMiss when the folder does not hold it, whole and of this
-    model."""
+    model, and with a signer when that has not signed it."""
     folder = Path(folder)
     if model.dtype not in STORED_DTYPES:
         raise ChunkMiss(folder, "foreign", f"KV of {model.dtype} is not stored: {', '.join(STORED_DTYPES)} are")
     if not folder.is_dir():
         raise ChunkMiss(folder, "missing", "there is no such folder")
     metadata = _read_metadata(folder)
+    if signer is not None:
+        _check_signature(folder, metadata, signer)
     _check_identity(folder, metadata, chunk, model)
     expected, tokens = ExpectedChunk(model, chunk), len(chunk.token_ids)
     k, v = (_read_tensor(folder, name, metadata, expected.num_bytes // 2) for name in (KEYS, VALUES))
@@ -116,6 +127,23 @@ def _metadata(chunk: ChunkId, model: ModelFingerprint) -> dict[str, Any]:
         "layout": "[layers, tokens, kv_heads, head_dim], keys before RoPE",
         "model": asdict(model),
     }
+
+
+def _signed_part(metadata: dict[str, Any]) -> bytes:
+    """Return what a signature is for: all but the signature, as JSON of one form."""
+    rest = {name: value for name, value in metadata.items() if name != "signature"}
+    return json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _check_signature(folder: Path, metadata: dict[str, Any], signer: ChunkSigner) -> None:
+    signature = metadata.get("signature")
+    if signature is None:
+        raise ChunkMiss(folder, "unsigned", "it is not signed, and signed folders alone are taken")
+    expected = signer.folder_signature(_signed_part(metadata))
+    if not isinstance(signature, str) or not hmac.compare_digest(
+        expected.encode(), signature.encode("utf-8", "replace")
+    ):
+        raise ChunkMiss(folder, "forged", "it is not signed with this secret")
 
 
 def _check_identity_types(model: ModelFingerprint, context: object, token_ids: object) -> None:

@@ -42,6 +42,11 @@ class ChunkSigner:
         """Return whether a signature is that of a header, in a time that does not depend on how much of it is right."""
         return hmac.compare_digest(self.signature(header), signature)
 
+    def folder_signature(self, metadata: bytes) -> str:
+        """Return the signature of what an exported folder says of itself, its files' checksums included, as hex
+        digits."""
+        return hmac.digest(self._folder_key, metadata, "sha256").hex()
+
     def layer_checksum(self, layer: memoryview) -> int:
         """Return the checksum of a layer, 64 bits."""
         return int.from_bytes(hashlib.blake2b(layer, digest_size=8, key=self._layer_key).digest(), "little")
@@ -49,6 +54,10 @@ class ChunkSigner:
     @cached_property
     def _header_key(self) -> bytes:
         return hmac.digest(self.secret, b"vllm-blend: headers of chunks", "sha256")
+
+    @cached_property
+    def _folder_key(self) -> bytes:
+        return hmac.digest(self.secret, b"vllm-blend: folders of chunks", "sha256")
 
     @cached_property
     def _layer_key(self) -> bytes:

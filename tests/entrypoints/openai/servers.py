@@ -6,7 +6,9 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -19,6 +21,7 @@ from vllm_blend import EngineArgs
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.openai.run import DrainingServer, address, bind, new_server
 
 T = TypeVar("T")
 REUSE_DEMO = str(ROOT / "inputs" / "demo-model-reuse")
@@ -86,6 +89,32 @@ class _Listening:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
         self.address: tuple[str, int] = self.socket.getsockname()
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+
+
+@contextmanager
+def serving(engine: AsyncLLM, **settings: Any) -> Iterator[str]:
+    """Serve an engine, which other servers may use as well, as `vllm-blend serve` does with these options; the URL or
+    the socket's path."""
+    fixed: dict[str, Any] = {"port": 0, "served_model_name": [NAME], "chat_template": TEMPLATE}
+    options = ServerOptions(**fixed | settings)
+    app, started = create_app(engine, options), Future[DrainingServer]()
+
+    async def serve() -> None:
+        server = new_server(app, options)
+        started.set_result(server)
+        await server.serve(sockets=[listener])
+
+    with bind(options) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        thread.start()
+        server = started.result(DEADLINE)
+        try:
+            wait_until(lambda: server.started)
+            yield address(listener, options)
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE)
+            app.state.server.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

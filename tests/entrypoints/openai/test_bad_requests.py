@@ -54,6 +54,8 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(max_tokens=5.5), 400, "max_tokens is 5.5", "max_tokens"),
     (COMPLETIONS, prompt(max_tokens=0), 400, "max_tokens=0", "max_tokens"),
     (COMPLETIONS, prompt(max_tokens=5000), 400, "maximum context length is 1024", "max_tokens"),
+    (COMPLETIONS, prompt(request_id="a\nb"), 400, "it should match pattern", "request_id"),
+    (COMPLETIONS, prompt(request_id="a" * 129), 400, "it should have at most 128 characters", "request_id"),
     (COMPLETIONS, prompt(n=0), 400, "n=0", "n"),
     (COMPLETIONS, prompt(n=2, temperature=0), 400, "use n=1", "n"),
     (COMPLETIONS, prompt(logprobs=21), 400, "the engine allows 20", "logprobs"),
@@ -121,13 +123,6 @@ def test_unknown_fields_are_ignored(server: TestServer, caplog: pytest.LogCaptur
     assert [record.getMessage() for record in caplog.records if "unknown" in record.getMessage()] == [
         "the field 'from_the_future' of a request is unknown and ignored"
     ]
-
-
-def test_full_queue(server: TestServer) -> None:
-    """The server takes 256 running completions and 64 waiting ones."""
-    response = server.post(COMPLETIONS, content=prompt(prompt=["a"] * 4, n=100, max_tokens=900, ignore_eos=True))
-    assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
-    assert response.json()["error"]["type"] == "rate_limit_error"
 
 
 def test_the_server_is_well(server: TestServer) -> None:

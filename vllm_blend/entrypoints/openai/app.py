@@ -72,10 +72,6 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         app.include_router(module.router)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _answer_disconnected)
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
     tenants = Tenants.from_options(options.api_key, options.api_keys)
     app.add_middleware(
         RequestContext,
@@ -83,6 +79,14 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
     )
+    if options.allowed_origins:  # outermost: pages must be able to read errors, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
     _without_422(app)
     return app
 

@@ -37,11 +37,11 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answer a conversation."""
     server = server_of(request)
     server.check_model(body.model)
-    call = await server.in_tokenizing_thread(prepare_chat, server, body, tenant_of(request))
+    call = await server.prepare(prepare_chat, server, body, tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     request_id = body.request_id or request.state.request_id
     answer = _Answer(body, server, call, f"chatcmpl-{request_id}")
-    generation = Generation.of(server, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation))
     [output] = await until_disconnected(request, generation.final())

@@ -51,7 +51,7 @@ async def store_chunk(body: ChunkRequest, request: Request, x_cache_salt: Salt =
     seconds = _seconds(body) or DEFAULT_SECONDS
     priority = DEFAULT_PRIORITY if body.priority is None else body.priority
     server.stored.check_space(len(body.text or "") + len(body.title or ""), salt)
-    parsed = await server.in_tokenizing_thread(_prompt_with, server, body, salt)
+    parsed = await server.prepare(_prompt_with, server, body, salt)
     if not parsed.chunk_bounds:
         raise bad_request(
             "text: the chat template changes the passage, or merges it with what stands beside it, so that it is no "

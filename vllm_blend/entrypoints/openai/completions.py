@@ -49,12 +49,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         )
     blend = parse_blend(body.blend, body.vllm_xargs)
     salt = tenant_of(request).combined_salt(body.cache_salt)
-    parsed = await server.in_tokenizing_thread(parse_completion_prompts, server, prompts, blend, salt)
+    parsed = await server.prepare(parse_completion_prompts, server, prompts, blend, salt)
     jobs = [(prompt, _sampling_params(body, server, prompt)) for prompt in parsed]
     request_id = body.request_id or request.state.request_id
     call = _Completion(body, server, f"cmpl-{request_id}", parsed)
     note(request, prompt_tokens=sum(len(prompt.token_ids) for prompt in parsed))
-    generation = Generation.of(server, call.id, jobs, body.priority)
+    generation = Generation.of(request, call.id, jobs, body.priority)
     if body.stream:
         return await event_stream(request, call.events(generation))
     outputs = await until_disconnected(request, generation.final())

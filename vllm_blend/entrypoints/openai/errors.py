@@ -25,6 +25,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ENGINE_ERRORS = (QueueFullError, DeadlineError, EngineDeadError)
 _BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
 _FIELD = re.compile(r"^([a-z_]+)(?:\[[^\]]*\])*(?:=| is | must | has | holds | names | needs )")
 
@@ -101,8 +102,8 @@ def _validation_error(error: RequestValidationError) -> APIError:
         return bad_request(f"{param} is missing" if param else "the body is missing: send a JSON object", param or None)
     if not param:
         return bad_request("the body is not a JSON object: send {...}", code="invalid_type")
-    wanted = dict.fromkeys(entry["msg"].removeprefix("Input should be ") for entry in deepest)
-    message = f"{param} is {_shown(first.get('input'))}: it should be {' or '.join(wanted)}"
+    wanted = dict.fromkeys(entry["msg"].partition(" should ")[2] or entry["msg"] for entry in deepest)
+    message = f"{param} is {_shown(first.get('input'))}: it should {' or '.join(wanted).replace(' or be ', ' or ')}"
     return bad_request(message, param, "invalid_type" if first["type"].endswith("_type") else None)
 
 
@@ -136,7 +137,8 @@ def error_response(error: BaseException, path: str) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have every error of an application answered in OpenAI's shape."""
+    """Have the errors of an application's endpoints answered in OpenAI's shape. What is no client's fault and none of
+    the engine's passes on to `RequestContext`, which answers it as the last."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return error_response(error, request.url.path)
@@ -152,7 +154,7 @@ def install_error_handlers(app: FastAPI) -> None:
         message = f"{request.url.path} does not take {request.method}: see /docs"
         return error_response(APIError(405, message, headers=allowed), request.url.path)
 
-    for kind in (HTTPException, RequestValidationError, ValueError, TypeError, Exception):
+    for kind in (HTTPException, RequestValidationError, ValueError, TypeError, *_ENGINE_ERRORS):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(404, not_found)
     app.add_exception_handler(405, wrong_method)

@@ -15,7 +15,7 @@ from fastapi import Request
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
-from vllm_blend.entrypoints.openai.server import Server
+from vllm_blend.entrypoints.openai.server import server_of
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.sampling_params import SamplingParams
@@ -43,12 +43,17 @@ class Generation:
 
     @classmethod
     def of(
-        cls, server: Server, request_id: str, jobs: Sequence[tuple[ParsedPrompt, SamplingParams]], priority: int | None
+        cls,
+        request: Request,
+        request_id: str,
+        jobs: Sequence[tuple[ParsedPrompt, SamplingParams]],
+        priority: int | None,
     ) -> Generation:
-        """Return the generation of a call that has just arrived."""
+        """Return the generation of a call whose prompts have been tokenized: that time counts, too."""
+        server, arrival_time = server_of(request), request.state.arrival_time
         timeout = server.options.request_timeout
-        deadline = None if timeout is None else time.time() + timeout
-        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline)
+        deadline = None if timeout is None else arrival_time + timeout
+        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline, arrival_time)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (number of the prompt, output) as outputs come. Closing the generator aborts what still runs.

@@ -43,10 +43,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     server.check_model(body.model)
     if body.max_tokens is None:
         raise bad_request("max_tokens is missing: say how many tokens the answer may have", "max_tokens")
-    call = await server.in_tokenizing_thread(prepare_chat, server, as_chat(body), tenant_of(request))
+    call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(server, call, f"msg_{request.state.request_id}")
-    generation = Generation.of(server, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation), _error_event)
     [output] = await until_disconnected(request, generation.final())

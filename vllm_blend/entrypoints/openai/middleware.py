@@ -23,7 +23,8 @@ _DRAINED_BODIES = 8  # times the limit: what is read of a body that is too large
 
 
 class RequestContext:
-    """The outermost layer. It puts `request_id` and `tenant` into the request's state."""
+    """The layer around all endpoints. It puts `request_id` and `tenant` into the request's state, and answers errors
+    that nothing else has answered: an error that reached uvicorn would cost the client its connection."""
 
     def __init__(self, app: ASGIApp, tenants: Tenants, max_body_size: int, logs_access: bool) -> None:
         self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
@@ -62,7 +63,22 @@ class RequestContext:
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        await self.app(scope, limited, send)
+        await self._call(scope, limited, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting)
+        except Exception as error:
+            if begun:
+                raise
+            await error_response(error, scope["path"])(scope, receive, send)
 
     async def _limit(self, headers: Headers, receive: Receive) -> Receive:
         """Return a `receive` that refuses a body beyond the limit. Raises APIError if its length says so already."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from vllm_blend.checks import not_negative, positive, require
 from vllm_blend.options import OptionGroup, option
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+
 
 def _check_port(name: str, value: int) -> None:
     require(0 <= value <= 65535, f"{name}={value} is no TCP port: use 1 to 65535, or 0 for any free one")
+
+
+def _check_origins(name: str, value: list[str] | None) -> None:
+    wrong = next((origin for origin in value or () if origin != "*" and not _ORIGIN.fullmatch(origin)), None)
+    require(
+        wrong is None,
+        f"{name} holds {wrong!r}, which is no origin: write a scheme and a host, such as https://example.org, or *",
+    )
 
 
 @dataclass(frozen=True)
@@ -27,8 +38,8 @@ class ServerOptions(OptionGroup):
     )
     api_key: list[str] | None = option(None, "keys of which a request must bring one; each is a tenant", shown=False)
     api_keys: str | None = option(None, "file with a key, or a tenant's name and a key, on every line")
-    max_queued_requests: int | None = option(
-        None, "requests that may wait for the engine; others get 429", check=positive
+    max_queued_requests: int = option(
+        1024, "completions that may wait for the engine beside those that run; others get 429", check=positive
     )
     request_timeout: float | None = option(None, "seconds after which a request is aborted", check=positive)
     max_body_size: int = option(8 << 20, "bytes of the largest request; larger ones get 413", check=positive)
@@ -55,7 +66,9 @@ class ServerOptions(OptionGroup):
     return_tokens_as_token_ids: bool = option(False, "write tokens in log-probabilities as token_id:N")
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
     root_path: str = option("", "path under which a proxy serves this server")
-    allowed_origins: list[str] | None = option(None, "origins of web pages that may call the server (CORS)")
+    allowed_origins: list[str] | None = option(
+        None, "origins of web pages that may call the server (CORS), or * for any", check=_check_origins
+    )
     ssl_keyfile: str | None = option(None, "file with the key of the TLS certificate")
     ssl_certfile: str | None = option(None, "file with the TLS certificate")
     disable_fastapi_docs: bool = option(False, "serve no /docs, /redoc and /openapi.json")

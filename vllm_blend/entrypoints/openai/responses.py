@@ -31,10 +31,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation in the format of OpenAI's Responses."""
     server = server_of(request)
     server.check_model(body.model)
-    call = await server.in_tokenizing_thread(prepare_chat, server, as_chat(body), tenant_of(request))
+    call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(body, server, call, f"resp_{request.state.request_id}")
-    generation = Generation.of(server, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation), answer.error_event)
     [output] = await until_disconnected(request, generation.final())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
+import stat
 from pathlib import Path
 
 import uvicorn
@@ -24,7 +26,9 @@ logger = logging.getLogger(__name__)
 def run_server(args: EngineArgs, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
     configure_logging(options.log_format, options.uvicorn_log_level)
-    Tenants.from_options(options.api_key, options.api_keys)  # a bad file is an error before the model is loaded
+    # what is wrong with a file is an error before the model is loaded
+    Tenants.from_options(options.api_key, options.api_keys)
+    check_certificate(options)
     with bind(options) as listener:
         engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
         try:
@@ -33,14 +37,34 @@ def run_server(args: EngineArgs, options: ServerOptions) -> int:
             asyncio.run(serve(app, listener, options))
         finally:
             engine.shutdown()
+            if options.uds is not None:
+                Path(options.uds).unlink(missing_ok=True)
     return 0
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Raise ValueError if the files for TLS cannot be used."""
+    if options.ssl_certfile is None:
+        return
+
+    def refuse() -> str:
+        raise ValueError("the key needs a password, which a server cannot be asked for")
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, refuse)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"ssl_certfile={options.ssl_certfile!r} and ssl_keyfile={options.ssl_keyfile!r} cannot be used ({error}): "
+            "give a certificate and its key, without a password, as PEM files"
+        ) from error
 
 
 def bind(options: ServerOptions) -> socket.socket:
     """Return a listening socket. Raises OSError that names the address."""
     try:
         if options.uds is not None:
-            Path(options.uds).unlink(missing_ok=True)
+            _remove_stale_socket(Path(options.uds))
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(options.uds)
         else:
@@ -52,6 +76,24 @@ def bind(options: ServerOptions) -> socket.socket:
         where = options.uds or f"{options.host}:{options.port}"
         raise OSError(f"cannot listen on {where}: {error}; use another --host, --port or --uds") from error
     return listener
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Remove the socket that a server which was killed has left. Raises OSError for a path that is something else, or
+    on which another server listens."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise OSError("there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise OSError("another server listens there")
 
 
 def address(listener: socket.socket, options: ServerOptions) -> str:
@@ -96,6 +138,14 @@ class DrainingServer(uvicorn.Server):
 
 async def serve(app: FastAPI, listener: socket.socket, options: ServerOptions) -> None:
     """Serve an application on a socket until a signal ends it."""
+    try:
+        await new_server(app, options).serve(sockets=[listener])
+    finally:
+        app.state.server.close()
+
+
+def new_server(app: FastAPI, options: ServerOptions) -> DrainingServer:
+    """Return what serves an application in the event loop that runs."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -105,7 +155,4 @@ async def serve(app: FastAPI, listener: socket.socket, options: ServerOptions) -
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-    try:
-        await DrainingServer(config, app.state.server).serve(sockets=[listener])
-    finally:
-        app.state.server.close()
+    return DrainingServer(config, app.state.server)

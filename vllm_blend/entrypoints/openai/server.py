@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from fastapi import Request
 
 from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine.errors import QueueFullError
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.options import ServerOptions
@@ -45,6 +46,7 @@ class Server:
         self.num_encoding = 0  # passages that /v1/chunks is having encoded
         has_keys = self.options.api_key is not None or self.options.api_keys is not None
         self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
+        self._num_tokenizing = 0  # that wait for the thread, or are in it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
 
     @property
@@ -63,9 +65,25 @@ class Server:
             )
 
     async def in_tokenizing_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a function returns that uses the tokenizer."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, partial(function, *args, **kwargs))
+        """Return what a function returns that uses the tokenizer. Raises QueueFullError if too many wait for that."""
+        limit = self.options.max_queued_requests
+        if self._num_tokenizing >= limit:
+            raise QueueFullError(
+                f"{limit} requests wait to be tokenized, as many as may (--max-queued-requests): try again in a second",
+                retry_after=1.0,
+            )
+        self._num_tokenizing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenizing, partial(function, *args, **kwargs))
+        finally:
+            self._num_tokenizing -= 1
+
+    async def prepare(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns that makes the prompts of a request from its body. Raises QueueFullError,
+        EngineDeadError or ShuttingDownError, before any work, if the engine could not take the request now."""
+        self.engine.check_room()
+        return await self.in_tokenizing_thread(function, *args, **kwargs)
 
     def close(self) -> None:
         """End the thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,10 +14,13 @@ from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 
 
 class StrictRequest(Request):
-    """A request whose body is read by `parse_json`."""
+    """A request whose body is read by `parse_json`. `state.arrival_time` is when all of it was there: what a client
+    takes to send it is no time of the server's."""
 
     async def json(self) -> Any:
-        return parse_json(await self.body())
+        body = await self.body()
+        self.state.arrival_time = time.time()
+        return parse_json(body)
 
 
 class StrictRoute(APIRoute):

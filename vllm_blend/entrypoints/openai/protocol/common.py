@@ -145,7 +145,7 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Whole | None = None
-    request_id: str | None = Field(None, max_length=128)
+    request_id: str | None = Field(None, max_length=128, pattern="^[A-Za-z0-9_.:/+=@-]+$")  # it is logged
     cache_salt: str | None = None
     vllm_xargs: dict[str, Any] | None = Field(None, description='settings of this engine, e.g. {"blend": {...}}')
     blend: dict[str, Any] | None = Field(None, description="mode, ratio, selector, relevance, order")

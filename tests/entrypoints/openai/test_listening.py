@@ -1,0 +1,107 @@
+"""Where a server listens and how it is reached: TLS, a Unix domain socket, web pages of other origins."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.entrypoints.openai.servers import DEADLINE, TestServer, serving
+from vllm_blend.entrypoints.openai.options import ServerOptions
+from vllm_blend.entrypoints.openai.run import bind, check_certificate
+from vllm_blend.entrypoints.serve import parse
+
+pytestmark = pytest.mark.cpu_only
+
+BODY = {"prompt": "a", "max_tokens": 1}
+PAGE = {"Origin": "https://app.example"}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of a certificate for 127.0.0.1 and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    return files
+
+
+def test_tls(server: TestServer, certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    with serving(server.engine, ssl_certfile=cert, ssl_keyfile=key) as url:
+        assert url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=cert)
+        answer = httpx.post(f"{url}/v1/completions", json=BODY, verify=trusting, timeout=DEADLINE)
+        assert answer.status_code == 200 and answer.json()["choices"]
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health", timeout=DEADLINE)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url.replace('https', 'http')}/health", timeout=DEADLINE)
+
+
+def test_what_is_no_certificate(certificate: tuple[str, str], tmp_path: Path) -> None:
+    """It is said before the model is loaded, and a key's password is not asked for."""
+    cert, key = certificate
+    locked = str(tmp_path / "locked.pem")
+    subprocess.run(["openssl", "ec", "-aes256", "-passout", "pass:a", "-in", key, "-out", locked], check=True)
+    for bad, message in ((locked, "needs a password"), (cert, "cannot be used"), ("missing.pem", "No such file")):
+        with pytest.raises(ValueError, match=message) as caught:
+            check_certificate(ServerOptions(ssl_certfile=cert, ssl_keyfile=bad))
+        assert "ssl_keyfile" in str(caught.value)
+    check_certificate(ServerOptions(ssl_certfile=cert, ssl_keyfile=key))
+
+
+def test_a_unix_socket(server: TestServer, tmp_path: Path) -> None:
+    """A socket that a killed server has left is replaced. A file that is none, and a socket in use, are not."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with serving(server.engine, uds=str(path)) as where:
+        assert where == str(path)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=where), base_url="http://server") as client:
+            answer = client.post("/v1/completions", json=BODY, timeout=DEADLINE)
+            assert answer.status_code == 200 and answer.headers["x-request-id"]
+        with pytest.raises(OSError, match="another server listens there"):
+            bind(ServerOptions(uds=where))
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(OSError, match="a file that is no socket"):
+        bind(ServerOptions(uds=str(file)))
+    assert file.read_text() == "precious"
+
+
+def test_pages_of_other_origins(server: TestServer) -> None:
+    """They can read errors, too, those included that come before the endpoints."""
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with (
+        serving(server.engine, allowed_origins=["https://app.example"], api_key=["secret"], max_body_size=100) as url,
+        httpx.Client(base_url=url, timeout=DEADLINE) as client,
+    ):
+        answer = client.options("/v1/completions", headers=PAGE | asks)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE["Origin"]
+        own = PAGE | {"Authorization": "Bearer secret"}
+        for headers, body, status in ((own, b"{}", 400), (PAGE, b"{}", 401), (own, b"{}" * 100, 413)):
+            answer = client.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status and answer.headers["access-control-allow-origin"] == PAGE["Origin"]
+            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        other = {"Origin": "https://other.example"}
+        assert client.options("/v1/completions", headers=other | asks).status_code == 400
+        assert "access-control-allow-origin" not in client.post("/v1/completions", headers=own | other).headers
+    assert "access-control-allow-origin" not in server.post("/v1/completions", json=BODY, headers=PAGE).headers
+
+
+def test_origins_on_the_command_line() -> None:
+    """Several arguments, or JSON as in vLLM."""
+    both = ["https://a.example", "http://b.example:8080"]
+    for given in (both, ['["https://a.example", "http://b.example:8080"]']):
+        assert parse(["m", "--allowed-origins", *given])[1].allowed_origins == both
+    assert parse(["m", "--allowed-origins", '["*"]'])[1].allowed_origins == ["*"]
+    for wrong in ("a.example", "https://a.example/", "['*']"):
+        with pytest.raises(ValueError, match="is no origin"):
+            parse(["m", "--allowed-origins", wrong])
