@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_blend.entrypoints.openai.blocks import Block, BlockReader
-from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
+from vllm_blend.entrypoints.openai.block_answer import BlockAnswer
+from vllm_blend.entrypoints.openai.blocks import Block, Step
+from vllm_blend.entrypoints.openai.chat_request import prepare_chat
 from vllm_blend.entrypoints.openai.errors import as_api_error, bad_request
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.messages_request import as_chat
@@ -21,10 +20,9 @@ from vllm_blend.entrypoints.openai.protocol.messages import (
     MessagesUsage,
     TokenCount,
 )
-from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.streaming import dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
-from vllm_blend.entrypoints.openai.usage import UsageCounter
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
@@ -63,44 +61,30 @@ async def count_tokens(body: MessagesRequest, request: Request) -> Response:
     return Response(TokenCount(input_tokens=len(call.prompt.token_ids)).to_json(), media_type="application/json")
 
 
-@dataclass
-class _Answer:
+class _Answer(BlockAnswer):
     """What the events, or the one message, of a call have in common."""
-
-    server: Server
-    call: ChatCall
-    id: str
-
-    def __post_init__(self) -> None:
-        self._counter = UsageCounter()
-        self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
 
     def response(self, output: RequestOutput) -> MessagesResponse:
         """Return the whole message."""
-        [completion] = output.outputs
-        self._counter.add(0, output)
-        for _ in self._reader.feed(completion.text, True):
-            pass
-        content = [_content(block) for block in self._reader.blocks]
-        return self._message(content=content, **self._stop(completion))
+        stop = self._stop(self._read_whole(output))
+        return self._message(content=[_content(block) for block in self._reader.blocks], **stop)
 
-    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream."""
-        async with aclosing(generation.outputs()) as outputs:
-            begun = False
-            async for index, output in outputs:
-                self._counter.add(index, output)
-                if not begun:
-                    begun = True
-                    message = self._message(content=[], stop_reason=None, stop_sequence=None)
-                    yield _event("message_start", message=message.model_dump())
-                for completion in output.outputs:
-                    ends = completion.finish_reason is not None
-                    for step, block, text in self._reader.feed(completion.text, ends):
-                        yield _block_event(step, block, text)
-                    if ends:
-                        delta = self._stop(completion)
-                        yield _event("message_delta", delta=delta, usage=self._usage().model_dump())
+    def _first_events(self) -> Iterator[str]:
+        message = self._message(content=[], stop_reason=None, stop_sequence=None)
+        yield _event("message_start", message=message.model_dump())
+
+    def _block_events(self, step: Step, block: Block, text: str) -> Iterator[str]:
+        if step == "open":
+            empty = _content(Block(block.index, block.kind, block.id, block.name))
+            yield _event("content_block_start", index=block.index, content_block=empty)
+        elif step == "close":
+            yield _event("content_block_stop", index=block.index)
+        else:
+            kind, key = _DELTAS[block.kind]
+            yield _event("content_block_delta", index=block.index, delta={"type": kind, key: text})
+
+    def _last_events(self, completion: CompletionOutput) -> Iterator[str]:
+        yield _event("message_delta", delta=self._stop(completion), usage=self._usage().model_dump())
         yield _event("message_stop")
 
     def _message(self, **others: Any) -> MessagesResponse:
@@ -151,16 +135,6 @@ def _arguments(text: str) -> Any:
     except ValueError:
         return {"INVALID_JSON": text}
     return value if isinstance(value, dict) else {"INVALID_JSON": text}
-
-
-def _block_event(step: str, block: Block, text: str) -> str:
-    if step == "open":
-        empty = _content(Block(block.index, block.kind, block.id, block.name))
-        return _event("content_block_start", index=block.index, content_block=empty)
-    if step == "close":
-        return _event("content_block_stop", index=block.index)
-    kind, key = _DELTAS[block.kind]
-    return _event("content_block_delta", index=block.index, delta={"type": kind, key: text})
 
 
 def _event(name: str, **fields: Any) -> str:

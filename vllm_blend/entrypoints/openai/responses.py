@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_blend.entrypoints.openai.blocks import Block, BlockReader
-from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
+from vllm_blend.entrypoints.openai.block_answer import BlockAnswer
+from vllm_blend.entrypoints.openai.blocks import Block, Step
+from vllm_blend.entrypoints.openai.chat_request import prepare_chat
 from vllm_blend.entrypoints.openai.errors import as_api_error
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm_blend.entrypoints.openai.responses_request import as_chat
-from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.streaming import dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
-from vllm_blend.entrypoints.openai.usage import UsageCounter
-from vllm_blend.outputs import RequestOutput
+from vllm_blend.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -33,7 +32,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     server.check_model(body.model)
     call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
-    answer = _Answer(body, server, call, f"resp_{request.state.request_id}")
+    answer = _Answer(server, call, f"resp_{request.state.request_id}", body)
     generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation), answer.error_event)
@@ -42,44 +41,26 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 @dataclass
-class _Answer:
+class _Answer(BlockAnswer):
     """What the events, or the one response, of a call have in common."""
 
     body: ResponsesRequest
-    server: Server
-    call: ChatCall
-    id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._counter = UsageCounter()
-        self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
+        super().__post_init__()
         self._numbers = itertools.count()
 
     def response(self, output: RequestOutput) -> dict[str, Any]:
         """Return the whole response."""
-        [completion] = output.outputs
-        self._counter.add(0, output)
-        for _ in self._reader.feed(completion.text, True):
-            pass
-        return self._response(completion.finish_reason)
+        return self._response(self._read_whole(output).finish_reason)
 
-    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream."""
-        reason: str | None = None
-        async with aclosing(generation.outputs()) as outputs:
-            begun = False
-            async for index, output in outputs:
-                self._counter.add(index, output)
-                if not begun:
-                    begun = True
-                    yield self._event("response.created", response=self._response(None))
-                    yield self._event("response.in_progress", response=self._response(None))
-                for completion in output.outputs:
-                    reason = completion.finish_reason
-                    for step, block, text in self._reader.feed(completion.text, reason is not None):
-                        for event in self._block_events(step, block, text):
-                            yield event
+    def _first_events(self) -> Iterator[str]:
+        yield self._event("response.created", response=self._response(None))
+        yield self._event("response.in_progress", response=self._response(None))
+
+    def _last_events(self, completion: CompletionOutput) -> Iterator[str]:
+        reason = completion.finish_reason
         name = "response.incomplete" if reason == "length" else "response.completed"
         yield self._event(name, response=self._response(reason))
 
@@ -142,8 +123,7 @@ class _Answer:
         content = [_text_part(block.text)] if status == "completed" else []
         return {"type": "message", "id": f"msg_{item_id}", "role": "assistant", "status": status, "content": content}
 
-    def _block_events(self, step: str, block: Block, text: str) -> Iterator[str]:
-        """Yield the events of a step: what opens or closes an item, and what is written into it."""
+    def _block_events(self, step: Step, block: Block, text: str) -> Iterator[str]:
         item = self._item(block, "completed" if step == "close" else "in_progress")
         place: dict[str, Any] = {"item_id": item["id"], "output_index": block.index}
         part: dict[str, Any] = place | {"content_index": 0}

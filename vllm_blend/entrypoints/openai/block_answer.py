@@ -1,0 +1,66 @@
+"""The answer to one call in the APIs of Responses and Messages: read as blocks, whole or as a stream of events."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from vllm_blend.entrypoints.openai.blocks import Block, BlockReader, Step
+from vllm_blend.entrypoints.openai.chat_request import ChatCall
+from vllm_blend.entrypoints.openai.generation import Generation
+from vllm_blend.entrypoints.openai.server import Server
+from vllm_blend.entrypoints.openai.usage import UsageCounter
+from vllm_blend.outputs import CompletionOutput, RequestOutput
+
+
+@dataclass
+class BlockAnswer(ABC):
+    """Reads the one completion of a call. What an API's events look like is left to its class."""
+
+    server: Server
+    call: ChatCall
+    id: str
+
+    def __post_init__(self) -> None:
+        self._counter = UsageCounter()
+        self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
+
+    def _read_whole(self, output: RequestOutput) -> CompletionOutput:
+        """Read the output of a call that does not stream. Return its completion."""
+        [completion] = output.outputs
+        self._counter.add(0, output)
+        for _ in self._reader.feed(completion.text, True):
+            pass
+        return completion
+
+    async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream."""
+        begun, last = False, None
+        async with aclosing(generation.outputs()) as outputs:
+            async for index, output in outputs:
+                self._counter.add(index, output)
+                if not begun:
+                    begun = True
+                    for event in self._first_events():
+                        yield event
+                for last in output.outputs:
+                    for step, block, text in self._reader.feed(last.text, last.finish_reason is not None):
+                        for event in self._block_events(step, block, text):
+                            yield event
+        if last is not None:
+            for event in self._last_events(last):
+                yield event
+
+    @abstractmethod
+    def _first_events(self) -> Iterator[str]:
+        """Yield the events that begin a stream."""
+
+    @abstractmethod
+    def _block_events(self, step: Step, block: Block, text: str) -> Iterator[str]:
+        """Yield the events of what a piece of text does to a block (see `BlockReader.feed`)."""
+
+    @abstractmethod
+    def _last_events(self, completion: CompletionOutput) -> Iterator[str]:
+        """Yield the events that end a stream; `completion` has the finish reason."""
