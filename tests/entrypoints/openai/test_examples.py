@@ -47,5 +47,5 @@ def test_an_agent_whose_context_grows(
         assert f"{answer}\n" in printed
     reused, stored = numbers(r"(\d+) reused", printed), numbers(r"(\d+) computed for", printed)
     totals = numbers(r"(\d+) prompt", printed)
-    assert reused[0] == 0 and 0 < reused[1] < reused[2]
+    assert reused[0] < reused[1] < reused[2]  # what other tests have stored may be the token that begins a prompt
     assert sum(stored) < totals[-1]
