@@ -16,13 +16,13 @@ MAX_TOKENS = 8
 
 
 @cache
-def _loaded() -> tuple[Any, Any]:
-    return AutoTokenizer.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def _loaded(name: str) -> tuple[Any, Any]:
+    return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 
 
-def greedy(prompt: str) -> str:
-    """Return the text that greedy decoding puts after a prompt."""
-    tokenizer, model = _loaded()
+def greedy(prompt: str, name: str = MODEL) -> str:
+    """Return the text that greedy decoding of a model puts after a prompt."""
+    tokenizer, model = _loaded(name)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs this checkout and packages that drive vLLM into a virtual environment of their own, and checks that they work
-# with it unmodified. The files are called check_*.py, which pytest collects only when they are named: the other
-# environments do not have these packages.
+# Installs this checkout and packages that drive vLLM, or its server, into a virtual environment of their own, and checks
+# that they work with it unmodified. The files are called check_*.py, which pytest collects only when they are named: the
+# other environments do not have these packages.
 #
 #   bash tests/integrations/run.sh
 #   bash tests/integrations/run.sh -k outlines
@@ -25,4 +25,7 @@ fi
 home="$(mktemp -d)"
 trap 'rm -rf "$home"' EXIT
 export HF_HOME="$home" HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-"$venv/bin/python" -m pytest tests/integrations/check_*.py "$@"
+export LITELLM_LOCAL_MODEL_COST_MAP=True  # else LiteLLM would download its list of prices
+# Coroutines among the tests, such as those of LangChain, run without a mark of their own.
+"$venv/bin/python" -m pytest -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
+  tests/integrations/check_*.py "$@"

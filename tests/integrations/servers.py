@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,13 @@ from tests.integrations.hugging_face import ROOT
 
 REUSE_MODEL = str(ROOT / "inputs" / "demo-model-reuse")
 NAME = "demo"  # what requests call the model
+QUESTION = "What does Tulmaris Works make?"
 DEADLINE = 120.0  # seconds: no machine is so slow
+
+
+def as_prompt(question: str) -> str:
+    """Return what the model's chat template makes of a question, but for the first token."""
+    return f"Question: {question}\nAnswer:"
 
 
 class ServerProcess:
@@ -25,7 +32,17 @@ class ServerProcess:
     def __init__(self, folder: Path) -> None:
         """Start it, with its log in `folder`."""
         self._log = folder / "server.log"
-        options = {"--port": "0", "--device": "cpu", "--served-model-name": NAME, "--num-gpu-blocks-override": "512"}
+        # A small model likes to go on with spaces, and with properties of its own.
+        structured_outputs = {"disable_any_whitespace": True, "disable_additional_properties": True}
+        options = {
+            "--port": "0",
+            "--device": "cpu",
+            "--dtype": "float32",
+            "--served-model-name": NAME,
+            "--num-gpu-blocks-override": "512",
+            "--tool-call-parser": "hermes",  # the model's chat template shows no format of calls
+            "--structured-outputs-config": json.dumps(structured_outputs),
+        }
         arguments = [text for pair in options.items() for text in pair]
         command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_MODEL, *arguments]
         with self._log.open("w") as log:
@@ -44,6 +61,13 @@ class ServerProcess:
 
     def log(self) -> str:
         return self._log.read_text()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text, without those that begin or end a prompt."""
+        body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+        request = urllib.request.Request(f"{self.url}/tokenize", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+            return [int(token) for token in json.load(answer)["tokens"]]
 
     def close(self) -> None:
         """Stop the server as SIGTERM does. Raises RuntimeError if it was gone before, or did not end well."""
