@@ -104,6 +104,20 @@ def test_passages_in_a_system_prompt_and_in_a_tools_result() -> None:
     assert asked == "Where is it now?" and asked not in str(byte_level().decode(prompt.prefix))
 
 
+def test_a_system_prompt_of_passages_alone() -> None:
+    """Nothing says that its first passage is no instruction, until that stands elsewhere. Then all are chunks in any
+    order, and an instruction stays what it is, also behind another date."""
+    finder = PassageFinder(**FINDER)
+    question = {"role": "user", "content": "Who?"}
+    for order, count in ((PASSAGES, 0), (PASSAGES[::-1], 4), (PASSAGES[2:] + PASSAGES[:2], 4)):
+        prompt = chat(finder, [{"role": "system", "content": "\n\n".join(order)}, question], CHATML_LIKE)
+        assert [text.strip() for text in chunk_texts(prompt)] == order[:count]
+    for date, order in (("Monday", PASSAGES), ("Tuesday", PASSAGES[::-1])):
+        system = {"role": "system", "content": "\n\n".join([INSTRUCTION, *order])}
+        prompt = chat(finder, [system, question], f"It is {date}. {CHATML_LIKE}")
+        assert str(byte_level().decode(prompt.prefix)).endswith(INSTRUCTION + "\n\n")
+
+
 def test_what_is_too_short_and_what_is_not_detected() -> None:
     for finder in (PassageFinder(min_characters=100), PassageFinder(False, 1)):
         for order in (PASSAGES, PASSAGES[::-1], PASSAGES):

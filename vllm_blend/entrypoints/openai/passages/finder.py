@@ -21,6 +21,7 @@ T = TypeVar("T")
 MAX_PIECES = 8192  # of a prompt: one that has more is not looked at
 BLEND_COST = 1 / 3  # of computing the passages in full: the share that is computed again, and what encoding costs
 _MOVED = b""  # in place of what stands before a passage that has stood behind different texts
+_FIRST = b"system"  # in place of what stands before the first piece of a system prompt: dates and tools may change
 _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as part of a fixed beginning
 
 
@@ -28,8 +29,8 @@ _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as pa
 class TextSection:
     """Pieces of one text of a prompt, a message or a part of one, with their places in the whole prompt. The last
     `num_kept` of them are no passages: they hold the question. Nor are the first `num_fixed`, if they stand at the
-    beginning of the prompt: they are what a system prompt begins with. The pieces of a text that is to be stored are
-    one passage together, which counts as known."""
+    beginning of the prompt and nowhere else: they are what a system prompt begins with. The pieces of a text that is to
+    be stored are one passage together, which counts as known."""
 
     pieces: Sequence[TextPiece]
     num_kept: int = 0
@@ -227,10 +228,11 @@ class _Search:
                 self._is_leading = False
             elif piece.start >= skip_to:
                 text = _digest(self.whole[piece.start : piece.stop])
+                if index < section.num_fixed:
+                    before = _FIRST
                 self.places.append((text, before))
                 registered = self._registered_at(free, index, text)
-                is_fixed = index < section.num_fixed or (registered is None and self._is_fixed(text, before))
-                if self._is_leading and is_fixed:
+                if self._is_leading and registered is None and self._is_fixed(text, before):
                     self.fixed = piece.end
                     continue
                 self._is_leading = False
@@ -250,10 +252,11 @@ class _Search:
 
     def _is_fixed(self, text: bytes, before: bytes) -> bool:
         """Return whether a piece at the beginning of a prompt has always stood there. The first one is taken to be an
-        instruction; others may be passages that were not found elsewhere yet, so they have to stand there for longer.
-        """
-        last, count = self.tenant.seen.get(text, (_MOVED, 0))
-        return last == before and count >= (1 if self.fixed is None else _FIXED_AFTER)
+        instruction, that of a system prompt at once; others may be passages that were not found elsewhere yet, so they
+        have to stand there for longer."""
+        last, count = self.tenant.seen.get(text, (before, 0))
+        needed = 0 if before == _FIRST else 1 if self.fixed is None else _FIXED_AFTER
+        return last == before and count >= needed
 
     def _is_known(self, piece: TextPiece, text: bytes) -> bool:
         return piece.stop - piece.start >= self.min_characters and text in self.tenant.seen
