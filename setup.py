@@ -38,6 +38,7 @@ CUDA_LIBRARY = "vllm_blend.libvllm_blend_cuda"
 NAMES_FOLDER = "vllm_blend/compat"  # holds the packages vllm and lmcache_vllm
 NAMES = "vllm_blend_names"  # the .pth file, and the folder of the metadata that it puts on the path too
 VLLM_VERSION = runpy.run_path(str(ROOT / NAMES_FOLDER / "vllm" / "version.py"))["__version__"]
+OTEL = ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"]
 SERVER = ["fastapi", "uvicorn", "pyzmq", "msgspec", "prometheus-client"]
 INSTALLING = {"egg_info", "dist_info", "bdist_wheel", "editable_wheel", "install", "develop"}  # what pip and uv run
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
@@ -299,9 +300,11 @@ setup(
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
         "finetune": ["peft"],
+        "otel": OTEL,
         "structured": ["llguidance>=1.9"],
         "dev": [
             *SERVER,
+            *OTEL,
             "anthropic",
             "httpx",
             "openai",

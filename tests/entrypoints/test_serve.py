@@ -66,6 +66,7 @@ def test_config_file(tmp_path: Path) -> None:
         (["m", "--ssl-keyfile", "missing", "--ssl-certfile", "missing"], "ssl_certfile='missing' and ssl_keyfile"),
         (["m", "--config", "missing.yaml"], "config='missing.yaml' cannot be read"),
         (["/missing/model", "--port", "0"], "/missing/model"),
+        (["m", "--otlp-traces-endpoint", "grpc://localhost:4317"], "is no HTTP URL: traces are sent by OTLP over HTTP"),
         (["m", "--api-keys", "missing", "--port", "0"], "api_keys: missing cannot be read"),
     ],
 )

@@ -229,7 +229,7 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     # what is observed
     "aggregate_engine_logging": Unsupported(False, _ONE_PROCESS),
     "show_hidden_metrics_for_version": Unsupported(None, _METRICS),
-    "otlp_traces_endpoint": Unsupported(None, "the engine exports no traces"),
+    "otlp_traces_endpoint": Unsupported(None, "the engine exports no traces, but vllm-blend serve does"),
     "collect_detailed_traces": Unsupported(None, "the engine exports no traces"),
     "kv_cache_metrics": Unsupported(False, _METRICS),
     "kv_cache_metrics_sample": Unsupported(0.01, _METRICS),

@@ -27,6 +27,7 @@ from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.protocol.common import ErrorResponse
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
+from vllm_blend.entrypoints.openai.tracing import Tracing
 
 _ROUTERS = (
     completions,
@@ -55,8 +56,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """Return the application that serves `engine`. Raises ValueError for options that are wrong."""
+def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: Tracing | None = None) -> FastAPI:
+    """Return the application that serves `engine`; requests have spans with `tracing`. Raises ValueError for options
+    that are wrong."""
     options = ServerOptions() if options is None else options
     has_docs = not options.disable_fastapi_docs
     app = FastAPI(
@@ -67,7 +69,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAP
         responses=_ERRORS,
         strict_content_type=False,
     )
-    app.state.server = Server(engine, options)
+    app.state.server = Server(engine, options, tracing)
     for module in _ROUTERS:
         app.include_router(module.router)
     install_error_handlers(app)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,6 +17,7 @@ from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.server import server_of
+from vllm_blend.entrypoints.openai.tracing import RequestSpan, trace_headers
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.sampling_params import SamplingParams
@@ -40,6 +42,7 @@ class Generation:
     priority: int = 0
     deadline: float | None = None
     arrival_time: float = field(default_factory=time.time)
+    new_span: Callable[[SamplingParams], RequestSpan] | None = None  # where requests are traced
 
     @classmethod
     def of(
@@ -53,7 +56,12 @@ class Generation:
         server, arrival_time = server_of(request), request.state.arrival_time
         timeout = server.options.request_timeout
         deadline = None if timeout is None else arrival_time + timeout
-        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline, arrival_time)
+        new_span = None
+        if server.tracing is not None:
+            new_span = partial(
+                server.tracing.request, request_id, server.model_name, arrival_time, trace_headers(request.headers)
+            )
+        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline, arrival_time, new_span)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (number of the prompt, output) as outputs come. Closing the generator aborts what still runs.
@@ -92,7 +100,10 @@ class Generation:
     async def _run(self, index: int, queue: asyncio.Queue[_Item]) -> None:
         prompt, params = self.jobs[index]
         try:
-            with self.metrics.request(prompt, params, self.arrival_time) as record:
+            with ExitStack() as stack:
+                observers = [stack.enter_context(self.metrics.request(prompt, params, self.arrival_time)).on_output]
+                if self.new_span is not None:
+                    observers.append(stack.enter_context(self.new_span(params)).on_output)
                 outputs = self.engine.generate(
                     prompt,
                     params,
@@ -104,7 +115,8 @@ class Generation:
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
-                        record.on_output(output)
+                        for observe in observers:
+                            observe(output)
                         queue.put_nowait((index, output))
             queue.put_nowait((index, None))
         except Exception as error:

@@ -27,14 +27,14 @@ class JSONFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: str, uvicorn_level: str) -> None:
-    """Send the messages of this package and of uvicorn to stderr, in the given format.
+    """Send the messages of this package, uvicorn and OpenTelemetry to stderr, in the given format.
 
     Handlers of other libraries stay as they are: `logging.config` would close them, and with some of them stderr.
     """
     is_json = log_format == "json"
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if is_json else logging.Formatter(TEXT_FORMAT))
-    for name, level in (("vllm_blend", "INFO"), ("uvicorn", uvicorn_level.upper())):
+    for name, level in (("vllm_blend", "INFO"), ("uvicorn", uvicorn_level.upper()), ("opentelemetry", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level)

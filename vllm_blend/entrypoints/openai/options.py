@@ -77,6 +77,9 @@ class ServerOptions(OptionGroup):
     )
     log_format: Literal["text", "json"] = option("text", "one line for each request: text, or a JSON object")
     disable_access_log: bool = option(False, "log no line for each request")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that OpenTelemetry's spans are sent to, by OTLP over HTTP: http://localhost:4318/v1/traces"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from vllm_blend.entrypoints.openai.logs import configure_logging
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
+from vllm_blend.entrypoints.openai.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +30,20 @@ def run_server(args: EngineArgs, options: ServerOptions) -> int:
     # what is wrong with a file is an error before the model is loaded
     Tenants.from_options(options.api_key, options.api_keys)
     check_certificate(options)
+    endpoint = options.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
     with bind(options) as listener:
         engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
         try:
-            app = create_app(engine, options)
+            app = create_app(engine, options, tracing)
             logger.info("serving %s at %s", app.state.server.model_name, address(listener, options))
             asyncio.run(serve(app, listener, options))
         finally:
             engine.shutdown()
             if options.uds is not None:
                 Path(options.uds).unlink(missing_ok=True)
+            if tracing is not None:
+                tracing.close()
     return 0
 
 

@@ -21,6 +21,7 @@ from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.passages import PassageFinder
 from vllm_blend.entrypoints.openai.passages.stored import StoredPassages
 from vllm_blend.entrypoints.openai.tenancy import Tenant
+from vllm_blend.entrypoints.openai.tracing import Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,11 +31,12 @@ T = TypeVar("T")
 class Server:
     """The engine, the options, and a thread for tokenizing, so that a long text keeps no stream waiting.
 
-    One thread, because not every tokenizer can be used by several at a time.
+    One thread, because not every tokenizer can be used by several at a time. `tracing` makes spans; None for no traces.
     """
 
     engine: AsyncLLM
     options: ServerOptions
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
 
