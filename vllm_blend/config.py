@@ -129,7 +129,11 @@ class SchedulerConfig(OptionGroup):
     title: ClassVar[str] = "Scheduling"
 
     max_num_seqs: int = option(256, "requests in a step", check=positive, none_means_default=True)
-    max_num_batched_tokens: int | None = option(None, "tokens in a step; by default 2048 on a CPU and 8192 on a GPU")
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens in a step; by default 2048 on a CPU and 8192 on a GPU. With fewer, running requests get their tokens "
+        "more often while long prompts and blends are computed",
+    )
     async_scheduling: bool | None = option(
         None, "queue a step before the last one is read; by default on a GPU, while nothing is drafted"
     )
@@ -280,6 +284,7 @@ class FeatureConfig(OptionGroup):
     name: ClassVar[str]  # what errors call the feature: the option that turns it on
     extension: ClassVar[str | None] = None  # of (these settings, EngineParts) -> Extension
     worker_extension: ClassVar[str | None] = None  # of (these settings, WorkerSpec) -> WorkerExtension, if it is on
+    divides_blends: ClassVar[bool] = True  # whether it works with blends that several steps share
 
     @property
     def is_on(self) -> bool:

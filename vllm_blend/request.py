@@ -84,6 +84,8 @@ class Request:
     states: dict[StateKey[Any], Any] = field(default_factory=dict, repr=False)  # of features
     # blending
     blend: BlendPlan | None = None
+    num_blended_rows: int = 0  # of a blend that several steps share: those that earlier ones have computed
+    blend_positions: torch.Tensor | None = None  # the positions of all its rows, [n] int64 on the host, ascending
     blocked: bool = False  # waits for chunks that are being encoded: the scheduler passes over it
     retention: RetentionKey | None = None  # under which its context's pages are looked for, and retained
     # the hook `collect`, and the encoding of chunks: keep K before RoPE and V of every token from this position on
@@ -173,11 +175,12 @@ class Request:
             self.pages.release()
         self.pages, self.block_table = None, []
         self.num_computed_tokens = 0
+        self.num_blended_rows, self.blend_positions = 0, None
         self.collected.clear()
 
     @property
     def awaits_blend(self) -> bool:
-        """Return whether all of it is still to be computed, as a blend: its pages hold nothing yet."""
+        """Return whether it is still to be computed as a blend, or the rest of its rows."""
         return self.blend is not None and self.num_computed_tokens == 0
 
     @property

@@ -11,7 +11,8 @@ from vllm_blend.blend.plan import Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.chunks.retention import RetentionKey
 from vllm_blend.core.block_manager import BlockManager
-from vllm_blend.core.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from vllm_blend.core.scheduler import Scheduler
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request, RequestStatus
@@ -91,6 +92,10 @@ class Simulation:
         scheduler.advance(output)
         for item in output.scheduled:
             request = item.request
+            if not item.completes:
+                assert item.part is not None and request.num_blended_rows == item.part.stop
+                assert request.num_computed_tokens == 0 and not item.samples
+                continue
             assert request.num_computed_tokens == item.stop
             assert len(request.block_table) >= blocks.blocks_for(item.stop)
             assert item.samples == (request.params is not None and item.stop == request.num_tokens)
@@ -128,14 +133,10 @@ class Simulation:
             assert scheduled, "a request could run, but none does"
 
     def check_budget(self, scheduled: list[ScheduledRequest]) -> None:
-        def cost(item: ScheduledRequest) -> int:
-            if not item.is_blend or item.request.blend is None:
-                return item.num_tokens
-            return item.request.blend.num_scheduled_tokens + len(item.request.output_token_ids)
-
-        if sum(map(cost, scheduled)) > self.scheduler.max_num_batched_tokens:
+        if sum(item.num_rows for item in scheduled) > self.scheduler.max_num_batched_tokens:
             *others, last = scheduled
-            assert last.is_blend
+            assert last.is_blend and last.part is None
+            assert last.request.params is None or last.request.blend is None or not last.request.blend.is_divisible
             assert all(item.num_tokens == 1 for item in others), "beside a blend above the budget only decodes run"
 
     def read_and_write(self, item: ScheduledRequest) -> None:
@@ -148,6 +149,8 @@ class Simulation:
         assert item.is_blend == (request.blend is not None and item.start == 0)
         for slot, expected in list(zip(slots, content, strict=True))[: item.start]:
             assert self.written[slot] == expected
+        if item.is_blend and not item.starts_blend:  # what earlier parts computed, and put in place, is still there
+            assert [self.written[slot] for slot in slots] == content
         for slot, value in list(zip(slots, content, strict=True))[item.start :]:
             others = [other for other in self.scheduler.running if other is not request]
             assert not any(slot // size in other.block_table for other in others), "wrote to a shared block"

@@ -14,7 +14,7 @@ from tests.engine.engines import tiny_model
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.config import BlendConfig
-from vllm_blend.core.scheduler import SchedulerOutput
+from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.models.loader import load_hf_config, load_model
 from vllm_blend.worker.block_pass import BlockPass
 from vllm_blend.worker.device_parts import DeviceParts

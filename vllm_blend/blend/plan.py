@@ -145,8 +145,16 @@ class BlendPlan:
         return start, stop
 
     @property
+    def is_divisible(self) -> bool:
+        """Return whether the rows of this plan can be computed in several steps. They can if their number is known
+        before the first layer, and if what is reused stays as it is: a mean shift needs all rows at once."""
+        counts = type(self.selector).count is Selector.count
+        return counts and not self.looks_at.checks and not self.selector.mean_shift()
+
+    @property
     def num_scheduled_tokens(self) -> int:
-        """Return the number of tokens in the largest step that this plan needs, without generated ones."""
+        """Return the number of tokens that this plan computes, in the largest step if it is one that narrows, without
+        generated ones."""
         suffix = self.num_prompt_tokens - self.suffix_start
         chosen = len(self.candidates) if self.looks_at.checks else self.final_budget
         return chosen + len(self.holes) + suffix

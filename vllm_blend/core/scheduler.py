@@ -15,68 +15,23 @@ from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from vllm_blend.core.block_manager import BlockManager, Retained
 from vllm_blend.core.pages import BlockTable
 from vllm_blend.core.prefix_cache import find_prefix, publish_blocks
+from vllm_blend.core.step import BlendPart, ScheduledRequest, SchedulerOutput, blend_rows
 from vllm_blend.request import Request, RequestStatus
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen
-    ones. The last positions hold `drafts`, guesses that the step verifies."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    is_blend: bool = False
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def known_stop(self) -> int:
-        """Return the position after the last token that is not a guess."""
-        return self.stop - len(self.drafts)
-
-    @property
-    def is_prefill(self) -> bool:
-        """Return whether it computes several tokens of which none is a guess."""
-        return self.num_tokens - len(self.drafts) > 1
-
-    @property
-    def is_decode(self) -> bool:
-        """Return whether this is the next token of a request that has begun to answer."""
-        request = self.request
-        return self.num_tokens == 1 and self.samples and bool(request.output_token_ids or request.num_in_flight)
-
-    @property
-    def samples(self) -> bool:
-        """Return whether this step computes the request's last known token, so that the next one can be sampled."""
-        return self.request.params is not None and self.known_stop == self.request.num_tokens
-
-
-@dataclass
-class SchedulerOutput:
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)  # of those, the ones that run for the first time
-    preempted: list[Request] = field(default_factory=list)
-    # (from, to): blocks whose content is to be copied before anything of the step is computed
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.scheduled)
 
 
 class Scheduler:
     """Owns the queues. It takes and returns pages; the model run in between never allocates."""
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, divides_blends: bool = True
+    ) -> None:
+        """`divides_blends`: a blend of more than `max_num_batched_tokens` rows is computed in several steps, where its
+        plan allows it; otherwise it exceeds the budget in one."""
+        self.blocks, self.divides_blends = blocks, divides_blends
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -149,6 +104,10 @@ class Scheduler:
         that exact prefill fills."""
         self._uncopied.clear()
         for item in output.scheduled:
+            if item.part is not None:
+                item.request.num_blended_rows = item.part.stop
+            if not item.completes:
+                continue
             item.request.num_computed_tokens = item.known_stop
             retention = item.request.retention
             if item.is_blend and retention is not None:  # its pages hold the context for every later step
@@ -180,8 +139,9 @@ class Scheduler:
             if ahead and _is_complete(request):
                 index += 1
                 continue
-            # A blend whose step failed is done again, and as a blend: whole, whatever the budget.
+            # A blend goes on, or is done again if its step failed, whole if it is not divided, whatever the budget.
             is_blend = request.awaits_blend
+            part = self._blend_part(request, budget) if is_blend else None
             remaining = request.num_tokens - request.num_computed_tokens
             count = remaining if is_blend else min(remaining, budget)
             while not self._grow(request, request.num_computed_tokens + count):
@@ -194,8 +154,9 @@ class Scheduler:
             if request.drafts and remaining == 1:
                 drafts = self._take_drafts(request, budget - (len(self.running) - index))
                 count += len(drafts)
-            output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count, is_blend, drafts))
-            budget -= _blend_cost(request) if is_blend else count
+            item = ScheduledRequest(request, request.num_computed_tokens, count, is_blend, drafts, part)
+            output.scheduled.append(item)
+            budget -= item.num_rows
             index += 1
         return budget
 
@@ -227,7 +188,7 @@ class Scheduler:
             if item.is_blend and request.retention is not None:
                 blending.add(request.retention.key)
             output.scheduled.append(item)
-            budget -= _blend_cost(request) if item.is_blend else item.num_tokens
+            budget -= item.num_rows
             if request.status is not RequestStatus.PREEMPTED:
                 output.admitted.append(request)
             request.status = RequestStatus.RUNNING
@@ -247,14 +208,24 @@ class Scheduler:
                 self.lost.append(request)
                 return None
         if request.blend is not None:
-            # A blend is one step by nature: it may exceed the budget, but only if nothing else is being prefilled.
-            if _blend_cost(request) > budget and any(item.is_prefill for item in output.scheduled):
+            part = self._blend_part(request, budget)
+            # A blend that is not divided may exceed the budget, but only if nothing else is being prefilled.
+            exceeds = part is None and blend_rows(request) > budget
+            if exceeds and any(item.is_prefill for item in output.scheduled):
                 return None
             if not self._open(request, (), request.num_tokens):
                 return None
-            return ScheduledRequest(request, 0, request.num_tokens, is_blend=True)
+            return ScheduledRequest(request, 0, request.num_tokens, is_blend=True, part=part)
         cached = find_prefix(self.blocks, request)
         return self._go_on(request, cached, len(cached) * self.blocks.block_size, budget)
+
+    def _blend_part(self, request: Request, budget: int) -> BlendPart | None:
+        """Return the rows of a request's blend that the next step computes, None for all in one step."""
+        total, first = blend_rows(request), request.num_blended_rows
+        if total <= self.max_num_batched_tokens or not (self.divides_blends and _is_divisible(request)):
+            return None
+        stop = min(total, first + budget)
+        return BlendPart(first, stop, stop == total)
 
     def _resume(
         self, request: Request, retained: Retained, budget: int, output: SchedulerOutput
@@ -334,8 +305,10 @@ def _is_complete(request: Request) -> bool:
     return request.num_computed_tokens == request.num_tokens or (longest is not None and request.num_tokens >= longest)
 
 
-def _blend_cost(request: Request) -> int:
-    """Return how many tokens a blend's step computes at most. Tokens generated before a preemption are computed with
-    it."""
+def _is_divisible(request: Request) -> bool:
+    """Return whether a blend can be computed in several steps: nothing but its next token is asked of it."""
     assert request.blend is not None
-    return request.blend.num_scheduled_tokens + len(request.output_token_ids)
+    wants_rows = (
+        request.collect_from is not None or request.params is None or request.params.prompt_logprobs is not None
+    )
+    return request.blend.is_divisible and not wants_rows

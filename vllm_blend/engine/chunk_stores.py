@@ -11,7 +11,7 @@ import torch
 
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.config import BlendConfig, ChunkStoreConfig, EngineConfig
-from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.kv_store.disk import DiskChunkStore

@@ -11,7 +11,8 @@ from pkgutil import resolve_name
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.core.scheduler import Scheduler, SchedulerOutput
+from vllm_blend.core.scheduler import Scheduler
+from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.engine.metrics import Metric
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.request import Request

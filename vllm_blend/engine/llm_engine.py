@@ -91,7 +91,9 @@ class LLMEngine:
         self.model_executor = UniProcExecutor(worker)
         cache = config.cache
         self.blocks = BlockManager(worker.model_runner.cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, config.scheduler.step_tokens(device))
+        divides_blends = all(feature.divides_blends for feature in config.features if feature.is_on)
+        step_tokens = config.scheduler.step_tokens(device)
+        self.scheduler = Scheduler(self.blocks, config.scheduler.max_num_seqs, step_tokens, divides_blends)
         self.fingerprint = setup.fingerprint(config.model, worker, self.tokenizer)
         self.controller = make_controller(config.blend, worker)
         self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)

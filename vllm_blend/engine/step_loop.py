@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_blend.blend.controller import LoadingController
-from vllm_blend.core.scheduler import SchedulerOutput
+from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.engine.chunk_stores import observe_step
 from vllm_blend.engine.extension import Extension, Step
 from vllm_blend.engine.metrics import StatLogger

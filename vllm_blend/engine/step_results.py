@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.extension import Extension
 from vllm_blend.engine.metrics import EngineMetrics
 from vllm_blend.engine.output_processor import OutputProcessor

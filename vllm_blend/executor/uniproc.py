@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_blend.core.scheduler import SchedulerOutput
+from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.worker.runner_output import RunnerOutput
 from vllm_blend.worker.worker import Worker
 

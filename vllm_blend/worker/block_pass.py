@@ -8,7 +8,7 @@ import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import prompt_logprobs
 from vllm_blend.ops.host_copy import to_device
@@ -68,7 +68,7 @@ class BlockPass:
         return decode_graphs.run(spans, drawn)
 
     def _forward(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
-        arriving = self.placement.start([item.request for item in items if item.is_blend])
+        arriving = self.placement.start([item.request for item in items if item.starts_blend])
         spans, masses = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.parts.device, drawn)
         capture = _capture_hook(items, self.cache.key.shape[0])
@@ -87,8 +87,10 @@ class BlockPass:
             request = item.request
             if capture is not None and index in capture.first_rows:
                 request.collected[_first_row_position(item)] = capture.captured(index)
-            if item.is_blend:
+            if item.is_blend and item.part is None:
                 result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
+            elif item.part is not None and item.part.is_last:
+                result.blends[request] = self._divided_result(request)
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return output
@@ -97,13 +99,21 @@ class BlockPass:
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
     ) -> tuple[list[Span], dict[Request, torch.Tensor]]:
         """Return the spans of a step, and the attention mass of each blended request whose question has looked."""
-        blended = [item.request for item in items if item.is_blend]
+        blended = [item.request for item in items if item.starts_blend]
         starts, masses, errors = first_positions(blended, self.parts, arriving, self.question_graphs)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
-        where = [positions[item.request] if item.is_blend else None for item in items]
-        spans = [Span(i.request, i.start, i.stop, at, i.drafts) for i, at in zip(items, where, strict=True)]
+        spans = [_span(item, positions.get(item.request)) for item in items]
         return spans, {blended[index]: mass for index, mass in masses.items()}
+
+    def _divided_result(self, request: Request) -> BlendResult:
+        """Return the result of a blend whose last part has been computed."""
+        plan, positions, size = request.blend, request.blend_positions, self.cache.block_size
+        assert plan is not None and positions is not None
+        table = torch.tensor(request.block_table)
+        slots = to_device(table[positions // size] * size + positions % size, self.parts.device)
+        before_suffix = positions[: len(positions) - (request.num_tokens - plan.suffix_start)]
+        return BlendResult(plan, to_device(before_suffix, self.parts.device), slots, slots)
 
     def _read_out(
         self,
@@ -145,6 +155,21 @@ class BlockPass:
             logits = self.model.compute_logits(hidden[start : start + len(wanted)])
             entries += prompt_logprobs(logits, wanted, num_logprobs)
         return entries
+
+
+def _span(item: ScheduledRequest, chosen: torch.Tensor | None) -> Span:
+    """Return the span of an item; `chosen` [n] int64 are the positions of a blend that starts.
+
+    Where a blend is divided, the host has to know which positions come first, and waits for the device to choose them.
+    """
+    request, part = item.request, item.part
+    if part is None:
+        return Span(request, item.start, item.stop, chosen, item.drafts)
+    if chosen is not None:
+        request.blend_positions = chosen.cpu()
+    assert request.blend_positions is not None
+    positions = request.blend_positions[part.first : part.stop]
+    return Span(request, item.start, int(positions[-1]) + 1, positions)
 
 
 def _wants_prompt_logprobs(item: ScheduledRequest) -> bool:

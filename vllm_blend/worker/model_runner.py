@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.layers.sampler import Sampler
 from vllm_blend.layers.sampling_state import SamplingState

@@ -17,7 +17,7 @@ import torch
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.config import EngineConfig
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.worker.batch import Drawn, Span
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.kv_cache import CacheShape

@@ -14,7 +14,7 @@ import torch
 from vllm_blend.blend.plan import Segment, make_plan
 from vllm_blend.blend.selectors.gradual import Gradual
 from vllm_blend.config import BlendConfig
-from vllm_blend.core.scheduler import ScheduledRequest, SchedulerOutput
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.outputs import RequestMetrics

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.features.hook_log.config import HookLogConfig
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import LayerStep
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.worker.passes import WorkerExtension, WorkerSpec
 
 

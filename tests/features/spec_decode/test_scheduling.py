@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_blend.core.block_manager import BlockManager
-from vllm_blend.core.scheduler import ScheduledRequest, Scheduler
+from vllm_blend.core.scheduler import Scheduler
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import SamplingParams

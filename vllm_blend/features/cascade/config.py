@@ -16,6 +16,7 @@ class CascadeConfig(FeatureConfig):
     title: ClassVar[str] = "Cascade attention"
     name: ClassVar[str] = "cascade_attention"
     worker_extension: ClassVar[str | None] = "vllm_blend.features.cascade.passes:CascadePasses"
+    divides_blends: ClassVar[bool] = False
 
     cascade_attention: bool = option(False, "attend blocks that several requests of a step share once for all of them")
 

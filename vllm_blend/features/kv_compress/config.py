@@ -94,6 +94,7 @@ class KVCompressConfig(FeatureConfig):
     name: ClassVar[str] = "enable_kvc"
     extension: ClassVar[str | None] = "vllm_blend.features.kv_compress.extension:make_compression"
     worker_extension: ClassVar[str | None] = "vllm_blend.features.kv_compress.passes:CompressionPasses"
+    divides_blends: ClassVar[bool] = False
 
     enable_kvc: bool = option(False, "evict KV by head (KV-Compress) and free its pages")
     settings: CompressionSettings = CompressionSettings()

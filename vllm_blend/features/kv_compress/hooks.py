@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, LayerStep
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.features.kv_compress import ops
 from vllm_blend.features.kv_compress.metrics import BlockView, EvictionMetric, Window
 from vllm_blend.features.kv_compress.state import COMPRESSION, CompressionState

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_blend.attention.context import LayerHook
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.features.kv_compress.cache_engine import CacheEngine
 from vllm_blend.features.kv_compress.config import KVCompressConfig
 from vllm_blend.features.kv_compress.decode_step import CompressedStep

@@ -31,6 +31,7 @@ class OffloadConfig(FeatureConfig):
     name: ClassVar[str] = "offload_mode"
     extension: ClassVar[str | None] = "vllm_blend.features.offload.extension:make_offload"
     worker_extension: ClassVar[str | None] = "vllm_blend.features.offload.passes:OffloadPasses"
+    divides_blends: ClassVar[bool] = False
 
     mode: OffloadMode | None = option(
         None, "resident or exact: chunks leave the device while decoding; unseen there, or attended on the host"

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_blend.attention.context import LayerHook
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
-from vllm_blend.core.scheduler import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.features.offload.attention import ExactBackend, GraphTap, LastTap, QueryTap, tapped_layers
 from vllm_blend.features.offload.block_pool import HostBlockPool
 from vllm_blend.features.offload.config import OffloadConfig

@@ -1,0 +1,92 @@
+"""One step as the scheduler plans it: which tokens of which requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_blend.request import Request
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """Rows first .. stop - 1 of a blend that several steps share: its chosen positions, in order of position."""
+
+    first: int
+    stop: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """Positions start .. start + num_tokens - 1 of a request. A blend covers all of them and computes the chosen
+    ones, or a `part` of these. The last positions hold `drafts`, guesses that the step verifies."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    is_blend: bool = False
+    drafts: tuple[int, ...] = ()
+    part: BlendPart | None = None
+
+    @property
+    def starts_blend(self) -> bool:
+        """Return whether this is a blend, or the first part of one: its stored KV is still to be put in place."""
+        return self.is_blend and (self.part is None or self.part.first == 0)
+
+    @property
+    def completes(self) -> bool:
+        """Return whether its positions are all in the cache after this step: those of a blend are after its last
+        part."""
+        return self.part is None or self.part.is_last
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many tokens the step computes for it, at most."""
+        if self.part is not None:
+            return self.part.stop - self.part.first
+        return blend_rows(self.request) if self.is_blend else self.num_tokens
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def known_stop(self) -> int:
+        """Return the position after the last token that is not a guess."""
+        return self.stop - len(self.drafts)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Return whether it computes several tokens of which none is a guess."""
+        return self.num_tokens - len(self.drafts) > 1
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether this is the next token of a request that has begun to answer."""
+        request = self.request
+        return self.num_tokens == 1 and self.samples and bool(request.output_token_ids or request.num_in_flight)
+
+    @property
+    def samples(self) -> bool:
+        """Return whether this step computes the request's last known token, so that the next one can be sampled."""
+        whole = self.completes and self.known_stop == self.request.num_tokens
+        return whole and self.request.params is not None
+
+
+@dataclass
+class SchedulerOutput:
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # of those, the ones that run for the first time
+    preempted: list[Request] = field(default_factory=list)
+    # (from, to): blocks whose content is to be copied before anything of the step is computed
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+def blend_rows(request: Request) -> int:
+    """Return how many tokens a blend computes at most, in all its steps. Tokens generated before a preemption are
+    computed with it."""
+    assert request.blend is not None
+    return request.blend.num_scheduled_tokens + len(request.output_token_ids)
