@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -113,7 +114,8 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
             ):
                 kept = long.iter_lines()  # which would close the connection if it were dropped
                 next(kept)
-                with client.stream("POST", url, json=body) as answer:
+                with client.stream("POST", url, json=body, headers={"X-Request-Id": "mine"}) as answer:
+                    assert answer.headers["x-request-id"] == "mine"
                     lines = answer.iter_lines()
                     next(lines)
                     process.send_signal(signal.SIGTERM)
@@ -131,6 +133,11 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     assert '"path": "/v1/chat/completions", "status": 200' in log.read_text()
     assert "draining" in log.read_text() and "Traceback" not in log.read_text()
     assert not path.exists()
+    lines_of = [json.loads(line) for line in log.read_text().splitlines()]  # of both processes, all in JSON
+    [engine, served] = sorted((line for line in lines_of if "mine" in str(line.get("request_id"))), key=len)
+    assert engine["process"] == "engine" and engine["request_id"].startswith("chatcmpl-mine-0-")
+    assert engine["finish_reason"] == "length" and 0 <= engine["queue_seconds"] <= engine["seconds"]
+    assert (served["request_id"], served["answer_id"], served["status"]) == ("mine", "chatcmpl-mine", 200)
 
 
 def listens(path: Path) -> bool:

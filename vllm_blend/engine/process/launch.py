@@ -23,6 +23,7 @@ import zmq
 
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.process.messages import FromEngine, ToEngine, new_encoder
+from vllm_blend.log_lines import LogSettings
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Bootstrap:
     inbox: str  # where it listens
     outbox: str  # where the server's process listens
     parent: int  # the server's process: when it is gone, the engine ends
-    log_level: int
+    logs: LogSettings
     num_threads: int  # of torch's operators on a CPU
 
 
@@ -62,9 +63,8 @@ class EngineProcess:
         self._context = zmq.Context()
         self._folder = _private_folder()
         inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
-        level = logging.getLogger("vllm_blend").getEffectiveLevel()
         try:
-            settings = pickle_config(Bootstrap(config, inbox, outbox, os.getpid(), level, num_threads))
+            settings = pickle_config(Bootstrap(config, inbox, outbox, os.getpid(), LogSettings.current(), num_threads))
             self._receiver = self._socket(zmq.PULL)
             self._receiver.bind(outbox)
             self._sender = self._socket(zmq.PUSH)

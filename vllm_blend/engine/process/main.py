@@ -33,6 +33,7 @@ from vllm_blend.engine.process.messages import (
     Add,
     Answer,
     Call,
+    Delta,
     Failed,
     FromEngine,
     Outputs,
@@ -44,6 +45,7 @@ from vllm_blend.engine.process.messages import (
     new_encoder,
 )
 from vllm_blend.engine.request_builder import NewRequest
+from vllm_blend.log_lines import REQUEST_ID, log_request
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +113,10 @@ class EngineLoop:
                 for number in message.numbers:
                     self._preparing.pop(number, None)
                 ids = [self._ids.pop(number, None) for number in message.numbers]
-                self.engine.abort_request([request_id for request_id in ids if request_id is not None])
+                known = [request_id for request_id in ids if request_id is not None]
+                self.engine.abort_request(known)
+                for request_id in known:
+                    log_request({"request_id": request_id, "finish_reason": "abort"})
             case Stop():
                 self._stop(message)
             case Call():
@@ -131,6 +136,7 @@ class EngineLoop:
 
     def _add(self, new: Add) -> None:
         watch = self._reporter.watch(new.number, new.parsed, new.params.n)
+        about = REQUEST_ID.set(new.request_id)
         try:
             self.engine.add(
                 NewRequest(
@@ -149,6 +155,8 @@ class EngineLoop:
             self.send(Refused(new.number, describe_error(error)))
         else:
             self._ids[new.number] = new.request_id
+        finally:
+            REQUEST_ID.reset(about)
 
     def _refuse(self, data: bytes, error: Exception) -> None:
         """Answer a request or a call with values of a wrong type, as only one that is wrong in itself has."""
@@ -163,6 +171,7 @@ class EngineLoop:
         self.engine.stop_completion(request_id, message.index)
         if not self.engine.has_request(request_id):
             del self._ids[message.number]
+            log_request({"request_id": request_id, "finish_reason": "stop"})
 
     def _call(self, call: Call) -> None:
         try:
@@ -190,8 +199,11 @@ class EngineLoop:
         deltas = self._reporter.take()
         if deltas:
             self.send(Outputs(deltas))
+            last = {delta.number: delta for delta in deltas}
             for number in self._reporter.take_ended():
-                self._ids.pop(number, None)
+                request_id = self._ids.pop(number, None)
+                if request_id is not None:
+                    _log_end(request_id, last[number])
         while self._answers:
             number, future = self._answers.popleft()
             self._waiting.discard(number)
@@ -206,10 +218,27 @@ class EngineLoop:
         self.send(Answer(number, None, describe_error(error, trace)))
 
 
+def _log_end(request_id: str, last: Delta) -> None:
+    """Log the line of a request that has ended by itself, given its last news."""
+    facts = last.facts
+    assert facts is not None
+    times = facts.metrics
+    ended = times.finished_time or last.time
+    log_request(
+        {
+            "request_id": request_id,
+            "finish_reason": ",".join(tokens.finish_reason for tokens in last.tokens if tokens.finish_reason),
+            "cached_tokens": facts.num_cached_tokens,
+            "queue_seconds": None if times.time_in_queue is None else round(times.time_in_queue, 6),
+            "seconds": round(ended - times.arrival_time, 6),
+        }
+    )
+
+
 def main() -> int:
     """Run an engine process whose settings are on the standard input; return its exit status."""
     bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
-    logging.basicConfig(level=bootstrap.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s")
+    bootstrap.logs.apply_to_engine()
     torch.set_num_threads(bootstrap.num_threads)
     threading.Thread(target=_follow_parent, args=(bootstrap.parent,), daemon=True, name="follow-parent").start()
     context = zmq.Context()

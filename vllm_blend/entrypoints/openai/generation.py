@@ -16,7 +16,7 @@ from fastapi import Request
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
-from vllm_blend.entrypoints.openai.server import server_of
+from vllm_blend.entrypoints.openai.server import note, server_of
 from vllm_blend.entrypoints.openai.tracing import RequestSpan, trace_headers
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.outputs import RequestOutput
@@ -56,6 +56,7 @@ class Generation:
         server, arrival_time = server_of(request), request.state.arrival_time
         timeout = server.options.request_timeout
         deadline = None if timeout is None else arrival_time + timeout
+        note(request, answer_id=request_id)
         new_span = None
         if server.tracing is not None:
             new_span = partial(

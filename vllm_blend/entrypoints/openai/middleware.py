@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import uuid
@@ -13,8 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_blend.entrypoints.openai.errors import APIError, error_response
 from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants
-
-access_logger = logging.getLogger("vllm_blend.access")
+from vllm_blend.log_lines import REQUEST_ID, log_request
 
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
 OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/metrics", "/status", "/"))
@@ -37,6 +35,7 @@ class RequestContext:
         given = headers.get("x-request-id", "")
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        REQUEST_ID.set(request_id)  # not reset: what follows in this task is about this request, errors included
         state["tenant"] = ANYONE
         begun, status, num_bytes = time.perf_counter(), 0, 0
 
@@ -130,4 +129,4 @@ def _log(scope: Scope, state: dict[str, Any], status: int, num_bytes: int, secon
         "seconds": round(seconds, 6),
         **state.get("log_fields", {}),
     }
-    access_logger.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra={"fields": fields})
+    log_request(fields)

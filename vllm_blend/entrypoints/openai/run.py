@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def run_server(args: EngineArgs, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
-    configure_logging(options.log_format, options.uvicorn_log_level)
+    configure_logging(options.log_format, options.uvicorn_log_level, not options.disable_access_log)
     # what is wrong with a file is an error before the model is loaded
     Tenants.from_options(options.api_key, options.api_keys)
     check_certificate(options)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ class Server:
         self._num_tokenizing += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._tokenizing, partial(function, *args, **kwargs))
+            return await loop.run_in_executor(self._tokenizing, partial(copy_context().run, function, *args, **kwargs))
         finally:
             self._num_tokenizing -= 1
 
