@@ -18,6 +18,7 @@ from tests.stand_ins import needs_compiler, write_driver
 
 CUDA_SOURCES = {f"csrc/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
 LIBRARY = "vllm_blend/libvllm_blend_cuda.so"
+STATUS_PAGE = "vllm_blend/entrypoints/openai/metrics/status.html"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def test_a_wheel_carries_the_sources_and_builds_from_them(checkout: Path, nvcc: 
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert {f"vllm_blend/{name}" for name in CUDA_SOURCES} <= names
+    assert STATUS_PAGE in names
     assert LIBRARY not in names and nvcc.calls == []
 
     script = tmp_path / "site" / "vllm_blend" / "ops" / "cuda_build.py"
@@ -61,7 +63,7 @@ def test_a_source_distribution_carries_the_sources(checkout: Path, nvcc: FakeNvc
     [path] = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert CUDA_SOURCES | {"setup.py", "vllm_blend/ops/cuda_build.py", "csrc/vllm_blend_cpu.h"} <= names
+    assert CUDA_SOURCES | {STATUS_PAGE, "setup.py", "vllm_blend/ops/cuda_build.py", "csrc/vllm_blend_cpu.h"} <= names
 
 
 def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc: FakeNvcc) -> None:
