@@ -151,10 +151,10 @@ def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
     assert rotaries[0].fingerprint() != rotaries[1].fingerprint()
 
 
-@pytest.mark.parametrize("family", ["granite", "mixtral", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "granite", "mixtral", "olmo2", "qwen3_moe"])
 def test_families_that_cannot_be_quantized_say_so(family: str) -> None:
-    config_class, model_class, traits = FAMILIES[family]
-    config = config_class(**traits, architectures=[model_class.__name__])
+    config, model_class = tiny_hf_model(family).config, FAMILIES[family][1]
+    config.architectures = [model_class.__name__]
     with pytest.raises(ValueError, match=f"quantization='fp8' is not supported for {model_class.__name__}"):
         resolve_model_class(config)(config, 16, "fp8")
 
@@ -162,6 +162,12 @@ def test_families_that_cannot_be_quantized_say_so(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        (
+            "gemma3",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping=50.0 in the model",
+        ),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
         ("mixtral", {"num_experts_per_tok": 9}, "sends a token to 9 of 4 experts"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "says of 2 layers whether they have RoPE, but it has 3 layers"),
     ],
@@ -259,6 +265,6 @@ def test_the_attention_of_every_layer_must_be_ours() -> None:
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])
 def test_registry_lists_what_it_knows(architectures: list[str] | None) -> None:
-    known = "GraniteForCausalLM, LlamaForCausalLM, MistralForCausalLM,"
+    known = "Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM, MistralForCausalLM,"
     with pytest.raises(ValueError, match=f"unsupported model architecture: .*known: {known}"):
         resolve_model_class(SimpleNamespace(architectures=architectures))

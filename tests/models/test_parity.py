@@ -25,6 +25,7 @@ from tests.models.tiny import (
 )
 
 LENGTH = 70
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SCHEDULES = {
     "whole prompt": [LENGTH],
     "chunks": [1, 17, 32, 3, 17],
@@ -120,6 +121,12 @@ def test_dynamic_rope_beyond_the_original_context_uses_the_base_of_max_position(
 
 # Fields that take a family's trait away: Hugging Face's logits must change by more than a comparison allows.
 WITHOUT_TRAIT: dict[str, list[dict[str, Any]]] = {
+    "gemma3": [
+        {"layer_types": ["full_attention"] * 3},
+        {"query_pre_attn_scalar": HEAD_DIM},
+        {"final_logit_softcapping": None},
+        {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in LAYER_TYPES}},
+    ],
     "granite": [
         {"attention_multiplier": HEAD_DIM**-0.5},
         {"embedding_multiplier": 1.0},

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -49,10 +51,22 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+_GEMMA3 = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 3,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+    "pad_token_id": 0,
+}
 _GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0}
 _QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
 # Families that differ from those above in one trait each, and the fields that make it visible.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
     "granite": (GraniteConfig, GraniteForCausalLM, _GRANITE),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),

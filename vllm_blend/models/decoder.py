@@ -27,6 +27,7 @@ from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}
 Product = torch.Tensor | UnscaledProduct  # the output of a linear layer, for its one reader
 
 
@@ -54,6 +55,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
+    activation: str = "silu"  # of the gate in the MLP: a name in ACTIVATIONS
     is_fused: bool = False  # the checkpoint has Q, K and V as one matrix, gate and up as another
     experts: ExpertsSpec | None = None  # of the layers whose MLP is a mixture of experts
     quantization: str | None = None  # "fp8": of the linear layers of attention and MLP
@@ -146,15 +148,15 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+    """A gated MLP (Shazeer, 2020), mostly SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.gate_up_proj = GateUpLinear(
             spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.quantization, spec.is_fused
         )
-        activation: Callable[[Any], Any] = ops.silu_and_mul if spec.quantization is None else ops.silu_and_mul_quant
-        self.activation = activation
+        quantized = spec.quantization is not None
+        self.activation = ops.silu_and_mul_quant if quantized else ACTIVATIONS[spec.activation]
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.quantization)
 
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> Product:
@@ -210,13 +212,17 @@ class DecoderModel(nn.Module):
     """
 
     def __init__(
-        self, spec: DecoderSpec, rotaries: Sequence[RotaryEmbedding], layer: Callable[..., nn.Module] = DecoderLayer
+        self,
+        spec: DecoderSpec,
+        rotaries: Sequence[RotaryEmbedding],
+        layer: Callable[..., nn.Module] = DecoderLayer,
+        norm: Callable[[int, float], nn.Module] = RMSNorm,
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.embedding_scale = spec.embedding_scale
         self.layers = nn.ModuleList(layer(spec, i, rotary) for i, rotary in enumerate(rotaries))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.norm: Any = norm(spec.hidden_size, spec.rms_norm_eps)
         self._rotaries = tuple(dict.fromkeys(rotaries))  # already registered, as submodules of the layers
         self.cache_fuse_metadata: dict[str, Any] = {}
         self.old_kvs: list[list[torch.Tensor]] = []
@@ -237,7 +243,8 @@ class DecoderModel(nn.Module):
         assert residual is not None  # DecoderSpec: at least one layer
         if isinstance(hidden, UnscaledProduct):
             hidden = hidden.scaled().to(residual.dtype)
-        return self.norm.add(hidden, residual)[0]
+        normed: torch.Tensor = self.norm.add(hidden, residual)[0]
+        return normed
 
 
 def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Iterable[str]) -> dict[str, RotaryEmbedding]:
@@ -266,6 +273,7 @@ class DecoderForCausalLM(nn.Module):
     """A decoder with its language-model head: a `CausalLM`. Subclasses say in `spec` how to read their config."""
 
     layer: Callable[..., nn.Module] = DecoderLayer  # called as layer(spec, layer_idx, rotary)
+    norm: Callable[[int, float], nn.Module] = RMSNorm  # the last one, called as norm(size, eps)
     takes_quantization = True
     checkpoint_names: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name here -> in checkpoints
 
@@ -277,7 +285,8 @@ class DecoderForCausalLM(nn.Module):
             )
         spec = replace(self.spec(hf_config), quantization=quantization)
         self.config = hf_config
-        self.model = DecoderModel(spec, rotaries_by_layer(hf_config, max_position, spec), type(self).layer)
+        family = type(self)
+        self.model = DecoderModel(spec, rotaries_by_layer(hf_config, max_position, spec), family.layer, family.norm)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
         self.logits_divisor = spec.logits_divisor

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm_blend.models.gemma3 import Gemma3ForCausalLM
 from vllm_blend.models.granite import GraniteForCausalLM
 from vllm_blend.models.llama import LlamaForCausalLM, MistralForCausalLM
 from vllm_blend.models.mixtures import MixtralForCausalLM, Qwen3MoeForCausalLM
@@ -17,6 +18,7 @@ from vllm_blend.models.smollm3 import SmolLM3ForCausalLM
 from vllm_blend.registry import Registry
 
 _MODELS: dict[str, type[nn.Module]] = {
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

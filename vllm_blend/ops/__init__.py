@@ -3,7 +3,7 @@
 The plain torch version of `f` is `f_reference`, beside it in the same file: the kernels are tested against it.
 """
 
-from vllm_blend.ops.activation import silu_and_mul
+from vllm_blend.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
 from vllm_blend.ops.cache import HeadNorms, place_chunks, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.deviation import kv_deviation
@@ -33,6 +33,7 @@ __all__ = [
     "copy_pieces",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
+    "gelu_tanh_and_mul",
     "keep_allowed",
     "kv_deviation",
     "linear",

@@ -11,6 +11,12 @@ from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
 from vllm_blend.ops.cuda_library import DTYPES, check, expect, stream_of
 
 
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up, GELU in its tanh form, for gate_up [tokens, 2 * n], gate first -> [tokens, n]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up for gate_up [tokens, 2 * n], gate first -> [tokens, n]."""
     n = gate_up.shape[-1] // 2
