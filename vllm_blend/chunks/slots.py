@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, between_marks
+from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS
 from vllm_blend.chunks.composition import matching_prefix
 
 Render = Callable[[Sequence[str]], str]  # returns the whole text, for these texts in the slots
 
 _MARK = "ThePartSays0x5d2c90e7n{}e"
+_MARKS = re.compile(_MARK.format("(0|[1-9][0-9]{,8})"))
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,12 @@ def find_slots(render: Render, texts: Sequence[str], numbers: Sequence[int], who
         rendered = render(marked)
     except (*TEMPLATE_ERRORS, ValueError):  # the template takes the texts, but not the marks
         return None
-    order = sorted(numbers, key=lambda number: rendered.find(marks[number]))
-    between = between_marks(rendered, [marks[number] for number in order])
+    pieces = _MARKS.split(rendered)  # once over the text, however many marks there are
+    between, order = pieces[::2], [int(number) for number in pieces[1::2]]
+    if sorted(order) != sorted(marks):
+        return None
     cores = [texts[number].strip() for number in order]
-    if between is None or between[0] + "".join(map(str.__add__, cores, between[1:])) != whole:
+    if between[0] + "".join(map(str.__add__, cores, between[1:])) != whole:
         return None
     slots, position, taken = {}, 0, 0
     for index, (number, core) in enumerate(zip(order, cores, strict=True)):

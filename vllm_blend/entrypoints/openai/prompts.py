@@ -50,8 +50,16 @@ def parse_chat_prompt(
     blend: BlendOptions,
     salt: str | None,
 ) -> ParsedPrompt:
-    """Return a conversation as token ids. Raises ValueError or TypeError."""
+    """Return a conversation as token ids. Raises ValueError, TypeError, or APIError if it is too long for the model."""
     engine = server.engine
+    num_texts = sum(max(1, len(message.texts)) for message in messages) + len(documents or ())
+    if num_texts > engine.max_model_len:  # each has a token at least; and rendering them takes its time
+        raise bad_request(
+            f"This model's maximum context length is {engine.max_model_len} tokens, but the conversation has "
+            f"{num_texts} messages, parts and documents: shorten it",
+            "messages",
+            "context_length_exceeded",
+        )
     return chat_prompt(
         server.passages,
         template,

@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from vllm_blend.chunks.chat_prompt import CHUNK_ROLES, ConversationTexts
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
@@ -115,13 +116,13 @@ class _Conversation:
         users = (n for n in own.part_numbers() if own.role_of(n) == "user" and n not in shown)
         question = max(users, default=None)
         for number in own.part_numbers():
-            if number not in (question, *shown) and len(own.messages[own.places[number][0]].texts) > 1:
+            if number != question and number not in shown and len(own.messages[own.places[number][0]].texts) > 1:
                 start = num_shown if number == shown_in else 0
                 if own.texts[number][start:].strip():
                     named.append((number, (start, len(own.texts[number]))))
         return cls(own, rendered, tuple(named), question, shown_in, num_shown)
 
-    @property
+    @cached_property
     def texts(self) -> list[str]:
         return [*self.own.texts, *(document.text for document in self.documents)]
 
@@ -215,9 +216,15 @@ class _Places:
 
     def kept_seconds(self, span: Span) -> float:
         """Return for how many seconds a chunk is to be kept, as the text in which it stands asks for."""
-        given = self.conversation
-        within = (n for n, slot in self.slots.items() if slot.start <= span[0] and span[1] <= slot.stop)
-        return max((given.own.kept_seconds(n) for n in within if n < len(given.own.texts)), default=0.0)
+        within = (kept for slot, kept in self._kept if slot.start <= span[0] and span[1] <= slot.stop)
+        return max(within, default=0.0)
+
+    @cached_property
+    def _kept(self) -> list[tuple[Slot, float]]:
+        """Return the texts that ask for being kept, and for how many seconds."""
+        own = self.conversation.own
+        kept = ((slot, own.kept_seconds(n)) for n, slot in self.slots.items() if n < len(own.texts))
+        return [(slot, seconds) for slot, seconds in kept if seconds > 0]
 
     def question(self, chunks: Sequence[Span]) -> Span | None:
         """Return where the question stands: behind the chunks in the last text that a user wrote."""

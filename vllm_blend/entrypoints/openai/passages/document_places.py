@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from vllm_blend.entrypoints.openai.passages.documents import Document
 
 _BLANK_LINE = "\n\n"
 _MARK = "TheDocumentSays0x7a31f5c2n{}e"
+_MARKS = re.compile(_MARK.format("[0-9]+"))
 
 
 def are_rendered(own: ConversationTexts, documents: Sequence[Document]) -> bool:
@@ -25,7 +27,7 @@ def are_rendered(own: ConversationTexts, documents: Sequence[Document]) -> bool:
         text = render(own, documents, [*own.texts, *marks])
     except (*TEMPLATE_ERRORS, ValueError):
         return False
-    return all(mark in text for mark in marks)
+    return {*_MARKS.findall(text)} >= {*marks}
 
 
 def show_documents(

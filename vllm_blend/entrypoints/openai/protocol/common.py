@@ -12,6 +12,7 @@ from vllm_blend.unsupported import Unsupported
 
 logger = logging.getLogger(__name__)
 
+MAX_STRINGS = 1024  # in `stop` and `bad_words`: each is looked for in every token
 _MISSPELT = 0.88  # the similarity from which on an unknown field is taken for a misspelt one
 
 
@@ -120,7 +121,7 @@ class SamplingFields(RequestModel):
     top_k: Whole | None = None
     min_p: float | None = None
     seed: Whole | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STRINGS)] | None = None
     stop_token_ids: list[Whole] | None = None
     max_tokens: Whole | None = None
     min_tokens: Whole | None = None
@@ -129,7 +130,7 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Whole] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[str] | None = Field(None, max_length=MAX_STRINGS)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
