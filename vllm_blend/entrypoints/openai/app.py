@@ -22,9 +22,9 @@ from vllm_blend.entrypoints.openai import (
 from vllm_blend.entrypoints.openai.errors import install_error_handlers
 from vllm_blend.entrypoints.openai.generation import ClientDisconnected
 from vllm_blend.entrypoints.openai.metrics import endpoints as watching
-from vllm_blend.entrypoints.openai.middleware import RequestContext
+from vllm_blend.entrypoints.openai.middleware import OPEN_PATHS, RequestContext
+from vllm_blend.entrypoints.openai.openapi import ERRORS, mended
 from vllm_blend.entrypoints.openai.options import ServerOptions
-from vllm_blend.entrypoints.openai.protocol.common import ErrorResponse
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
 from vllm_blend.entrypoints.openai.tracing import Tracing
@@ -41,19 +41,6 @@ _ROUTERS = (
     watching,
     unsupported,
 )
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in {
-        400: "The request is wrong",
-        401: "The API key is missing or unknown",
-        404: "There is no such model or endpoint",
-        413: "The body is too large",
-        415: "The body is not JSON",
-        429: "Too many requests wait",
-        503: "The engine is down, or the server is shutting down",
-        504: "The request took too long",
-    }.items()
-}
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: Tracing | None = None) -> FastAPI:
@@ -66,7 +53,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: 
         summary="An OpenAI server in which every passage is reusable",
         root_path=options.root_path,
         openapi_url="/openapi.json" if has_docs else None,
-        responses=_ERRORS,
+        responses=ERRORS,
         strict_content_type=False,
     )
     app.state.server = Server(engine, options, tracing)
@@ -89,7 +76,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: 
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
-    _without_422(app)
+    _mend_description(app, bool(options.api_key or options.api_keys))
     return app
 
 
@@ -97,18 +84,12 @@ async def _answer_disconnected(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _without_422(app: FastAPI) -> None:
-    """Leave FastAPI's own errors out of the API's description: bodies that do not fit are answered by 400."""
+def _mend_description(app: FastAPI, has_keys: bool) -> None:
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = describe()
-            for operations in schema["paths"].values():
-                for operation in operations.values():
-                    operation.get("responses", {}).pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                schema.get("components", {}).get("schemas", {}).pop(name, None)
-        return dict(app.openapi_schema or schema)
+            app.openapi_schema = mended(describe, has_keys, OPEN_PATHS)
+        return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from vllm_blend.entrypoints.openai.protocol.chat import (
     ChatMessage,
 )
 from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
-from vllm_blend.entrypoints.openai.streaming import DONE, data_event, event_stream
+from vllm_blend.entrypoints.openai.streaming import DONE, STREAMS, data_event, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
 from vllm_blend.entrypoints.openai.usage import UsageCounter
 from vllm_blend.outputs import CompletionOutput, RequestOutput
@@ -32,7 +32,7 @@ from vllm_blend.outputs import CompletionOutput, RequestOutput
 router = APIRouter(route_class=StrictRoute)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+@router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=STREAMS)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     server = server_of(request)

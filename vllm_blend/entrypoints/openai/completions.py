@@ -23,7 +23,7 @@ from vllm_blend.entrypoints.openai.protocol.completion import (
 )
 from vllm_blend.entrypoints.openai.sampling import make_sampling_params, resolve_max_tokens
 from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
-from vllm_blend.entrypoints.openai.streaming import DONE, data_event, event_stream
+from vllm_blend.entrypoints.openai.streaming import DONE, STREAMS, data_event, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
 from vllm_blend.entrypoints.openai.usage import UsageCounter
 from vllm_blend.inputs import ParsedPrompt
@@ -35,7 +35,7 @@ router = APIRouter(route_class=StrictRoute)
 _DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMS)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete one prompt or several."""
     server = server_of(request)

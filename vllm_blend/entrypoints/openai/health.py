@@ -13,9 +13,9 @@ from vllm_blend.entrypoints.openai.server import server_of
 router = APIRouter()
 
 
-@router.get("/health")
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/health", response_class=Response)
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
 async def health(request: Request) -> Response:
     """Answer 200 while the engine runs, and 503 while it is down or the server is about to stop."""
     server = server_of(request)

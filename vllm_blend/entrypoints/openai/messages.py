@@ -21,7 +21,7 @@ from vllm_blend.entrypoints.openai.protocol.messages import (
     TokenCount,
 )
 from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
-from vllm_blend.entrypoints.openai.streaming import dump, event_stream
+from vllm_blend.entrypoints.openai.streaming import STREAMS, dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 
@@ -34,7 +34,7 @@ _DELTAS = {
 }
 
 
-@router.post("/v1/messages", response_model=MessagesResponse)
+@router.post("/v1/messages", response_model=MessagesResponse, responses=STREAMS)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation in Anthropic's format."""
     server = server_of(request)

@@ -15,17 +15,17 @@ from vllm_blend.entrypoints.openai.blocks import Block, Step
 from vllm_blend.entrypoints.openai.chat_request import prepare_chat
 from vllm_blend.entrypoints.openai.errors import as_api_error
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
-from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest, ResponsesResponse
 from vllm_blend.entrypoints.openai.responses_request import as_chat
 from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
-from vllm_blend.entrypoints.openai.streaming import dump, event_stream
+from vllm_blend.entrypoints.openai.streaming import STREAMS, dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMS)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation in the format of OpenAI's Responses."""
     server = server_of(request)

@@ -13,6 +13,13 @@ from fastapi.responses import StreamingResponse
 from vllm_blend.entrypoints.openai.errors import as_api_error
 from vllm_blend.entrypoints.openai.generation import until_disconnected
 
+# What endpoints that stream say of it in the API's description.
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream=true, server-sent events",
+        "content": {"text/event-stream": {}},
+    }
+}
 DONE = "data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must pass chunks on at once
 

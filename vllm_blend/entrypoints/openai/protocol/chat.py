@@ -14,6 +14,7 @@ from vllm_blend.entrypoints.openai.protocol.common import (
     UsageInfo,
     Whole,
 )
+from vllm_blend.entrypoints.openai.protocol.described import ChatMessages, Documents, Tools
 from vllm_blend.unsupported import Unsupported
 
 _TEXT_ONLY = "the supported models take and give text only"
@@ -33,12 +34,12 @@ class ChatCompletionRequest(SamplingFields):
     }
     ignored: ClassVar[frozenset[str]] = IGNORED_ANYWHERE | {"verbosity"}
 
-    messages: list[dict[str, Any]]
-    documents: list[Any] | None = Field(None, description="passages: strings, {title, text} or {id, data}")
+    messages: ChatMessages
+    documents: Documents | None = Field(None, description="passages: strings, {title, text} or {id, data}")
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

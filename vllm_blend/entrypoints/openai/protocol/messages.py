@@ -6,13 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.common import ErrorInfo, RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.described import Blocks
 from vllm_blend.unsupported import Unsupported
 
 
 class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Blocks
 
 
 class MessagesRequest(RequestModel):
@@ -69,3 +70,8 @@ class MessagesResponse(ResponseModel):
 
 class TokenCount(ResponseModel):
     input_tokens: int
+
+
+class MessagesErrorResponse(ResponseModel):
+    type: Literal["error"]
+    error: ErrorInfo

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.described import ChatMessages, Documents, Tools
 
 
 class ModelCard(ResponseModel):
@@ -31,11 +32,11 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    documents: list[Any] | None = None
+    tools: Tools | None = None
+    documents: Documents | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_blend.entrypoints.openai.protocol.common import RequestModel, Whole
+from vllm_blend.entrypoints.openai.protocol.common import PromptTokensDetails, RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.described import Documents, InputItems, ResponsesTools
 from vllm_blend.unsupported import Unsupported
 
 _NO_STATE = "this server keeps no state between requests: send the whole conversation as input"
@@ -39,12 +40,12 @@ class ResponsesRequest(RequestModel):
     )
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | InputItems
     instructions: str | None = None
     max_output_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ResponsesTools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema")
@@ -55,10 +56,102 @@ class ResponsesRequest(RequestModel):
     blend: dict[str, Any] | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[Any] | None = None
+    documents: Documents | None = None
     ignore_eos: bool | None = None
     priority: Whole | None = None
     seed: Whole | None = None
     stop: str | list[str] | None = None
     top_k: Whole | None = None
     vllm_xargs: dict[str, Any] | None = None
+
+
+class OutputText(ResponseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class ReasoningText(ResponseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputItem(ResponseModel):
+    """What the items of an output have in common."""
+
+    id: str
+    status: Literal["in_progress", "completed"]
+
+
+class MessageItem(OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(OutputItem):
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(OutputItem):
+    """A call; `arguments` is a JSON text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class IncompleteDetails(ResponseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningSettings(ResponseModel):
+    effort: str | None
+    summary: None
+
+
+class InputTokensDetails(PromptTokensDetails):
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponsesResponse(ResponseModel):
+    """The answer of /v1/responses, and the `response` of its streams' events."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Annotated[MessageItem | ReasoningItem | FunctionCallItem, Field(discriminator="type")]]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: ReasoningSettings
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponsesUsage | None

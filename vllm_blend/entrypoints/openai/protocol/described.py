@@ -1,0 +1,70 @@
+"""Types of fields that the endpoints check themselves, with what the API's description says of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": required | optional, "required": list(required)}
+
+
+def _one_of(*schemas: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": list(schemas)}
+
+
+def _list(item: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"type": "array", "items": item, **others}
+
+
+_TEXT = {"type": "string"}
+_NAME = {"type": "string", "minLength": 1}
+_JSON_TEXT = {"type": "string", "contentMediaType": "application/json", "examples": ['{"city": "Jorholm"}']}
+_ANY_OBJECT = {"type": "object"}
+
+
+def _content(*kinds: str) -> dict[str, Any]:
+    """Return a text, or a list of text parts, which may have any of these types."""
+    return _one_of(_TEXT, _list(_object({"type": {"enum": list(kinds)}, "text": _TEXT})))
+
+
+_CALL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME, "arguments": _JSON_TEXT})})
+_CHAT_MESSAGE = _one_of(
+    _object({"role": _NAME, "content": _content("text")}),
+    _object({"role": {"const": "assistant"}, "tool_calls": _list(_CALL, minItems=1)}, content={"type": "null"}),
+)
+_DOCUMENT = _one_of(
+    _NAME,
+    _object({"text": _NAME}, title=_TEXT, score={"type": "number"}),
+    _object({"data": _one_of(_NAME, _object({"text": _NAME}))}, id=_TEXT, score={"type": "number"}),
+    _object({"id": {"type": "string", "pattern": "^chunk-"}}),
+)
+_TOOL = _object(
+    {"type": {"const": "function"}, "function": _object({"name": _NAME}, description=_TEXT, parameters=_ANY_OBJECT)}
+)
+_INPUT_ITEM = _one_of(
+    _object({"role": _NAME, "content": _content("input_text", "output_text")}, type={"const": "message"}),
+    _object({"type": {"const": "function_call"}, "call_id": _NAME, "name": _NAME, "arguments": _JSON_TEXT}),
+    _object({"type": {"const": "function_call_output"}, "call_id": _NAME, "output": _TEXT}),
+)
+_RESPONSES_TOOL = _object({"type": {"const": "function"}, "name": _NAME}, description=_TEXT, parameters=_ANY_OBJECT)
+_SOURCE = _object({"type": {"const": "text"}, "data": _TEXT}, media_type={"const": "text/plain"})
+_TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT})
+_BLOCK = _one_of(
+    _TEXT_BLOCK,
+    _object({"type": {"const": "document"}, "source": _SOURCE}, title=_TEXT),
+    _object(
+        {"type": {"const": "search_result"}, "content": _list(_object({"type": {"const": "text"}, "text": _TEXT}))}
+    ),
+    _object({"type": {"const": "tool_use"}, "id": _NAME, "name": _NAME, "input": _ANY_OBJECT}),
+    _object({"type": {"const": "tool_result"}, "tool_use_id": _NAME, "content": _content("text")}),
+)
+
+ChatMessages = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_CHAT_MESSAGE, minItems=1))]
+Documents = Annotated[list[Any], WithJsonSchema(_list(_DOCUMENT))]
+Tools = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_TOOL))]
+InputItems = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_INPUT_ITEM, minItems=1))]
+ResponsesTools = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_RESPONSES_TOOL))]
+Blocks = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_BLOCK, minItems=1))]
