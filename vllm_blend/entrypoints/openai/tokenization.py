@@ -15,9 +15,11 @@ from vllm_blend.entrypoints.openai.protocol.others import (
 )
 from vllm_blend.entrypoints.openai.server import Server, server_of
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
-from vllm_blend.prompt_parser import parse_piece
+from vllm_blend.prompt_parser import is_far_too_long, parse_piece
 
 router = APIRouter(route_class=StrictRoute)
+
+MAX_CONTEXTS = 16  # tokens of a text, as multiples of max_model_len
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
@@ -52,6 +54,12 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 def _tokenize(server: Server, body: TokenizeRequest) -> list[int]:
     engine = server.engine
     if body.prompt is not None:
+        if is_far_too_long([body.prompt], engine.get_tokenizer(), MAX_CONTEXTS // 2 * engine.max_model_len):
+            raise bad_request(
+                f"prompt has more than {MAX_CONTEXTS} times max_model_len={engine.max_model_len} tokens, and other "
+                "requests wait while it is tokenized: send it in pieces",
+                "prompt",
+            )
         special = body.add_special_tokens is not False
         return parse_piece(body.prompt, engine.get_tokenizer(), special, "prompt", engine.vocab_size)
     template = make_template(

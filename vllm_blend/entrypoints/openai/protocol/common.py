@@ -13,6 +13,7 @@ from vllm_blend.unsupported import Unsupported
 logger = logging.getLogger(__name__)
 
 MAX_STRINGS = 1024  # in `stop` and `bad_words`: each is looked for in every token
+MAX_UNKNOWN_FIELDS = 128  # of one object: each is compared with the known ones, and logged
 _MISSPELT = 0.88  # the similarity from which on an unknown field is taken for a misspelt one
 
 
@@ -37,7 +38,10 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="after")
     def _check_other_fields(self) -> RequestModel:
-        for name, value in (self.model_extra or {}).items():
+        extra = self.model_extra or {}
+        if len(extra) > MAX_UNKNOWN_FIELDS:
+            raise ValueError(f"there are {len(extra)} fields that are unknown: leave them out")
+        for name, value in extra.items():
             if name in self.refused:
                 self.refused[name].check(name, value)
             elif name not in self.ignored:
