@@ -61,6 +61,21 @@ def test_files_of_keys(tmp_path: Path) -> None:
     assert "key-1" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("key-2 a\nb\n", "'key-2' is that of a key without"),
+        ("anyone a\n", "'anyone'"),
+        ("bob \u043a\n", "printable ASCII"),
+    ],
+)
+def test_keys_that_could_not_be_told_apart_or_sent(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Tenants.from_options(None, str(path))
+
+
 def test_keys_over_http(caplog: pytest.LogCaptureFixture) -> None:
     """Everything needs a key but what load balancers ask for. The log has the tenant, and no key."""
 

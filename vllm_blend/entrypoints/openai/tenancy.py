@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from vllm_blend.entrypoints.openai.errors import APIError
 
 _PURPOSE = b"vllm-blend: salt of a tenant"
+_NUMBERED = re.compile(r"key-[0-9]+")  # names of keys without one
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,13 @@ class Tenants:
     """The keys of a server, and the tenants that they belong to. Without keys everyone is the same tenant."""
 
     def __init__(self, keys: Sequence[tuple[str | None, str]] = ()) -> None:
-        """Take (tenant's name or None, key) pairs; a key without a name is a tenant of its own."""
+        """Take (tenant's name or None, key) pairs; a key without a name is a tenant of its own. Raises ValueError for a
+        name that such a tenant has, as the two would be one."""
         salts: dict[str, str] = {}
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, (name, key) in enumerate(keys, start=1):
+            if name is not None and (name == ANYONE.name or _NUMBERED.fullmatch(name)):
+                raise ValueError(f"api_keys: the tenant's name {name!r} is that of a key without a name: use another")
             name = f"key-{number}" if name is None else name
             salt = salts.setdefault(name, hmac.new(key.encode(), _PURPOSE, hashlib.sha256).hexdigest())
             self._tenants.append((_digest(key), Tenant(name, salt)))
@@ -55,6 +60,8 @@ class Tenants:
             pairs += read_keys(Path(path))
         if not all(key for _, key in pairs):
             raise ValueError("api_key holds an empty key: remove it")
+        if not all(key.isascii() and key.isprintable() for _, key in pairs):
+            raise ValueError("an API key has characters that no HTTP header can bring: use printable ASCII")
         if len({key for _, key in pairs}) != len(pairs):
             raise ValueError("an API key is given twice: every key belongs to one tenant, remove one of them")
         return cls(pairs)
