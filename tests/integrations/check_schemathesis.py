@@ -16,6 +16,7 @@ CHECKS = (
     "status_code_conformance",
     "content_type_conformance",
     "response_schema_conformance",
+    "negative_data_rejection",
 )
 WRITING = ("completions", "chat/completions", "responses", "messages", "chunks")
 NUM_EXAMPLES = 20  # for each of the operations

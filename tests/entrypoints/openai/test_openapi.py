@@ -72,6 +72,12 @@ def test_messages_are_described(description: dict[str, Any]) -> None:
     assert [kind["required"] for kind in chat["items"]["anyOf"]] == [["role", "content"], ["role", "tool_calls"]]
 
 
+def test_alternatives_are_described(description: dict[str, Any]) -> None:
+    schemas = description["components"]["schemas"]
+    for name, fields in (("ChunkRequest", ["text", "token_ids"]), ("TokenizeRequest", ["prompt", "messages"])):
+        assert [kind["required"] for kind in schemas[name]["anyOf"]] == [[field] for field in fields]
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     "fields, kind, status",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.described import either
 
 
 class RetentionFields(RequestModel):
@@ -26,6 +27,8 @@ class RetentionFields(RequestModel):
 
 class ChunkRequest(RetentionFields):
     """A passage to store: its text or its token ids, and what stands before it in the prompts that will have it."""
+
+    model_config = ConfigDict(json_schema_extra=either("text", "token_ids"))
 
     model: str | None = None
     text: str | None = None

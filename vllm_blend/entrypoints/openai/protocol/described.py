@@ -11,6 +11,12 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     return {"type": "object", "properties": required | optional, "required": list(required)}
 
 
+def either(first: str, second: str) -> dict[str, Any]:
+    """Return what a model's schema says in addition if just one of two fields is to be given."""
+    pairs = ((first, second), (second, first))
+    return {"anyOf": [{"required": [own], "properties": {own: _GIVEN, other: _ABSENT}} for own, other in pairs]}
+
+
 def _one_of(*schemas: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": list(schemas)}
 
@@ -19,6 +25,8 @@ def _list(item: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"type": "array", "items": item, **others}
 
 
+_GIVEN: dict[str, Any] = {"not": {"type": "null"}}
+_ABSENT = {"type": "null"}
 _TEXT = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
 _JSON_TEXT = {"type": "string", "contentMediaType": "application/json", "examples": ['{"city": "Jorholm"}']}

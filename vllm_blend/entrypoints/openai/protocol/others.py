@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
-from vllm_blend.entrypoints.openai.protocol.described import ChatMessages, Documents, Tools
+from vllm_blend.entrypoints.openai.protocol.described import ChatMessages, Documents, Tools, either
 
 
 class ModelCard(ResponseModel):
@@ -27,6 +27,8 @@ class ModelList(ResponseModel):
 
 class TokenizeRequest(RequestModel):
     """Text (`prompt`), or a chat (`messages`), whose token ids are asked for."""
+
+    model_config = ConfigDict(json_schema_extra=either("prompt", "messages"))
 
     ignored: ClassVar[frozenset[str]] = frozenset(("mm_processor_kwargs",))
 
