@@ -1,13 +1,12 @@
-"""Measure the time to first token and decoding on a GPU: the table of what is claimed against vLLM.
+"""Measure the time to first token and decoding on a GPU, blends beside full prefills of as many tokens in the same run.
 
     bash scripts/build_cuda.sh && python -m benchmarks.engine_gpu [--only prefill blend decode mix] [--chunk-device cpu]
         [--markdown FILE]
 
 Weights are random, in the shapes named below, bf16; times are medians. Chunk KV is on the GPU; `--chunk-device cpu`
 measures the same blends with it in pinned host memory, too. TTFT is `first_token_time - first_scheduled_time` of one
-request at a time, with placing and selection. vLLM's figures (0.22.1 on an H200) are constants here; `floor` is the
-limit that the chip's arithmetic or memory sets for the same work, `peak` the most memory that tensors took, with the
-caches.
+request at a time, with placing and selection. `floor` is the limit that an H200's arithmetic or memory sets for the
+same work, `peak` the most memory that tensors took, with the caches.
 """
 
 from __future__ import annotations
@@ -65,11 +64,8 @@ QWEN3_06B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-VLLM_PREFILL = {2048: 49.1, 4096: 98.1, 8192: 213.8, 16384: 490.6, 32000: 1163.4}  # ms
 FLOOR_PREFILL = {2048: 39.0, 4096: 80.0, 8192: 172.0, 16384: 387.0, 32000: 923.0}  # ms at 784 TFLOP/s
-VLLM_DECODE = {(1, 4096): 7.44, (32, 4096): 9.07, (128, 2048): 14.55}  # ms a step
-FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}
-VLLM_MIX = 23684.0  # output tokens per second
+FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}  # ms a step, by batch and context
 READ = 4.2e9  # bytes per ms that an H200 reads
 WEIGHTS_7B = 13.96e9  # bytes of the layers
 
@@ -87,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     rng = random.Random(0)
+    full: dict[int, float] = {}  # ms of a full prefill, by tokens
     options: dict[str, Any] = {"attention_backend": args.backend, "quantization": args.quantization}
     if "prefill" in args.only or "decode" in args.only:
         llm = load(MISTRAL_7B, enable_prefix_caching=False, max_num_batched_tokens=32768, max_num_seqs=128, **options)
@@ -94,15 +91,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_kv_bytes(llm, MISTRAL_7B)
             for n in args.lengths:
                 prompts: list[Any] = [{"prompt_token_ids": ids(rng, n, 32000)} for _ in range(args.repeats + 2)]
-                report(f"full prefill, {n}", ttft(llm, prompts), VLLM_PREFILL.get(n), FLOOR_PREFILL.get(n))
+                full[n] = ttft(llm, prompts)
+                report(f"full prefill, {n}", full[n], FLOOR_PREFILL.get(n))
         if "decode" in args.only:
-            for (batch, context), theirs in VLLM_DECODE.items():
-                report(
-                    f"decode step, batch {batch} at {context}",
-                    decode(llm, rng, batch, context),
-                    theirs,
-                    FLOOR_DECODE[batch, context],
-                )
+            for (batch, context), floor in FLOOR_DECODE.items():
+                report(f"decode step, batch {batch} at {context}", decode(llm, rng, batch, context), floor)
         unload(llm)
     if "blend" in args.only:
         by_length = {n: chunked(rng, n) for n in args.lengths}
@@ -111,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         on_gpu = {}
         for n, name, asked in blends(by_length):
             on_gpu[name] = ttft(llm, [asked] * (args.repeats + 3))
-            report(name, on_gpu[name], VLLM_PREFILL.get(n), blend_floor(n, asked))
+            report(name, on_gpu[name], blend_floor(n, asked), full.get(n))
         unload(llm)
         if args.chunk_device == "cpu":
-            from_host(by_length, on_gpu, args.repeats, blending)
+            from_host(by_length, on_gpu, full, args.repeats, blending)
     if "mix" in args.only:
         llm = load(QWEN3_06B, enable_prefix_caching=False, max_num_seqs=256, max_model_len=4096, **options)
         mix(llm)
@@ -124,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [
         header,
         "",
-        "| work | ours | vLLM 0.22.1 | ratio | floor | peak, GiB |",
-        "|---|---|---|---|---|---|",
+        "| work | time | full prefill / this | floor | peak, GiB |",
+        "|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     print("\n".join(lines))
@@ -176,7 +169,11 @@ def blends(prompts: dict[int, dict[str, Any]]) -> Iterator[tuple[int, str, dict[
 
 
 def from_host(
-    prompts: dict[int, dict[str, Any]], on_gpu: dict[str, float], repeats: int, options: dict[str, Any]
+    prompts: dict[int, dict[str, Any]],
+    on_gpu: dict[str, float],
+    full: dict[int, float],
+    repeats: int,
+    options: dict[str, Any],
 ) -> None:
     """Measure the same blends with chunk KV in pinned host memory, against their time with it on the GPU (compute) and
     the time that the host link takes for their chunk KV (load)."""
@@ -190,7 +187,7 @@ def from_host(
         measured, compute_ms = ttft(llm, [asked] * (repeats + 3)), on_gpu[name]
         over = measured / max(load_ms, compute_ms)
         what = f"{name}, from the host (load {load_ms:.1f}, compute {compute_ms:.1f} ms: {over:.2f} x the larger)"
-        report(what, measured, VLLM_PREFILL.get(n), max(load_ms, blend_floor(n, asked)))
+        report(what, measured, max(load_ms, blend_floor(n, asked)), full.get(n))
     for n, prompt in prompts.items():
         speed = load_speed(llm, prompt)
         print(f"chunks of {n} tokens, layer by layer: {speed:.1f} GB/s; one pinned copy: {rate:.1f}", flush=True)
@@ -306,13 +303,7 @@ def mix(llm: LLM) -> None:
     kv = 2 * 2 * QWEN3_06B["num_hidden_layers"] * QWEN3_06B["num_key_value_heads"] * QWEN3_06B["head_dim"]
     read = max(out for _, out in lengths) * 1.2e9 + sum(out * (before + out / 2) * kv for before, out in lengths)
     fastest = drawn / (read / READ / 1e3)
-    figures = (
-        f"{rate:,.0f} tok/s",
-        f"{VLLM_MIX:,.0f} tok/s",
-        f"{rate / VLLM_MIX:.2f}x",
-        f"{fastest:,.0f} tok/s",
-        peak(),
-    )
+    figures = (f"{rate:,.0f} tok/s", "", f"{fastest:,.0f} tok/s", peak())
     rows.append(("Qwen3-0.6B shape, 256-request mix", *figures))
     print(rows[-1], flush=True)
 
@@ -324,10 +315,10 @@ def peak() -> str:
     return f"{most:.1f}"
 
 
-def report(name: str, ours: float, theirs: float | None, floor: float | None) -> None:
-    ratio = f"{theirs / ours:.2f}x" if theirs else ""
-    limit = f"{floor:.1f} ms" if floor else ""
-    rows.append((name, f"{ours:.2f} ms", f"{theirs} ms" if theirs else "", ratio, limit, peak()))
+def report(name: str, measured: float, floor: float | None, full: float | None = None) -> None:
+    """Add a row: milliseconds, and those of the floor and of a full prefill of as many tokens, where known."""
+    ratio = f"{full / measured:.2f}x" if full else ""
+    rows.append((name, f"{measured:.2f} ms", ratio, f"{floor:.1f} ms" if floor else "", peak()))
     print(rows[-1], flush=True)
 
 
