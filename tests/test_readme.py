@@ -1,30 +1,52 @@
-"""The README names only what exists."""
+"""The README and the pages of docs name only what exists, and the README's example prints what it says."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import vllm_blend
 from vllm_blend.blend.selectors import SELECTORS, make_selector
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MAX_LINES = 120
 
 
-def test_every_path_exists() -> None:
-    paths = set(re.findall(r"\b(?:scripts|examples|inputs|configs|vllm_blend)/[\w./-]*\w", TEXT))
-    assert {"scripts/quickstart.sh", "configs/musique.yaml", "examples/blend_hooks.py"} <= paths
-    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
-
-
-def test_the_code_is_python_and_the_rules_are_known() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_and_links_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/.-])(?:scripts|examples|inputs|configs|vllm_blend|benchmarks)/[\w./-]*\w", text))
+    assert [path for path in sorted(named) if not (ROOT / path).exists() and not path.startswith("results/")] == []
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         ast.parse(block)
-    listed = re.search(r"Selection rules:\s(.*?), or your own", TEXT, re.DOTALL)
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_LINES
+    reached = {match for page in PAGES for match in re.findall(r"\((?:docs/)?([\w]+\.md)", page.read_text("utf-8"))}
+    assert [page.name for page in PAGES[1:] if page.name not in reached] == []
+
+
+def test_the_example_prints_what_the_readme_says() -> None:
+    text = README.read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", text, re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", code[0]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.strip() for line in run.stdout.splitlines()] == [line.strip() for line in code[1].splitlines()]
+
+
+def test_the_rules_are_known() -> None:
+    text = (ROOT / "docs" / "chunks.md").read_text(encoding="utf-8")
+    listed = re.search(r"Selection rules:\s(.*?), or your own", text, re.DOTALL)
     assert listed is not None
     names = re.findall(r"`(\w+)`", listed[1])
     assert set(names) == set(SELECTORS) and [make_selector(name).name for name in names] == names
