@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests import settings
 from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, greedy
 from vllm_blend import ChunkedLLM, RequestOutput
+from vllm_blend.blend.selectors import SELECTORS, Selector
+from vllm_blend.blend.selectors.base import Evidence
 
 PARAMS = greedy(8, logprobs=1, ignore_eos=True)
 RULE: dict[str, Any] = {"selector": "first_tokens"}  # does not look at the question: its choice is the same each time
@@ -175,6 +178,32 @@ def test_a_step_that_fails_before_it_runs_copies_its_pages_again(monkeypatch: py
         *_, output = stream
         assert_same_logprobs(output, expected)
         assert output.blend is not None and output.blend.retained
+
+
+class FailingOnce(Selector):
+    name = "failing_once"
+    calls = 0
+
+    def score(self, evidence: Evidence) -> torch.Tensor:
+        FailingOnce.calls += 1
+        if FailingOnce.calls == 1:
+            raise ZeroDivisionError("on purpose")
+        return -evidence.positions.float()
+
+
+@pytest.mark.parametrize("divided", [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 4}], ids=["whole", "divided"])
+def test_a_failed_blend_serves_no_other_question(divided: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SELECTORS, "failing_once", FailingOnce)
+    monkeypatch.setattr(FailingOnce, "calls", 0)
+    rule: dict[str, Any] = {"selector": "failing_once", "recompute_ratio": 0.2}
+    with chunked_llm(**divided, async_scheduling=True) as chunked:  # what follows is queued before the error is read
+        chunks = registered(chunked, 20, 14)
+        first = ask(chunked, chunks, 1, **rule)
+        assert first.error is not None and "on purpose" in first.error
+        assert not chunked.llm_engine.blocks.retained
+        second, third = (ask(chunked, chunks, seed, **rule) for seed in (2, 3))
+        assert second.blend is not None and not second.blend.retained
+        assert third.blend is not None and third.blend.retained
 
 
 def test_deleting_a_chunk_forgets_what_it_stands_in() -> None:

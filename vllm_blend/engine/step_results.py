@@ -144,5 +144,7 @@ class StepResults:
         if not request.finished:
             logger.warning("request %s failed: %s", request.request_id, error)
             request.error = error
+            if request.blend is not None and request.retention is not None:  # its pages may hold a failed blend
+                self.requests.scheduler.blocks.forget_retained(request.retention.key)
             self.requests.finish(request, "error")
             touched[self.requests.groups[request]] = None
