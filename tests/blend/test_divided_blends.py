@@ -137,12 +137,13 @@ class Failing(Selector):
 
 
 def test_a_selector_that_fails_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SELECTORS, "failing", Failing())
+    monkeypatch.setitem(SELECTORS, "failing", Failing)
     with engine(MODEL, **SMALL, async_scheduling=True) as llm:  # its next part is queued before the error is read
         good = tiny_prompt(blend_selector="question_attention", blend_recompute_ratio=0.5)
         bad = tiny_prompt(blend_selector="failing", blend_recompute_ratio=0.5)
         outputs = run(llm, [bad, good, good], PARAMS)
         assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "length"]
+        assert outputs[0].error is not None and "on purpose" in outputs[0].error
         assert_same_logprobs(outputs[1], outputs[2])
 
 
