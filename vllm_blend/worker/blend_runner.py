@@ -53,12 +53,12 @@ def first_positions(
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
         chosen = plan.candidates if plan.chosen is None else plan.chosen
         if plan.error is not None:
-            errors[index], chosen = plan.error, plan.candidates[: plan.final_budget]
+            errors[index], chosen = plan.error, plan.candidates[:0]
         elif not plan.looks_at.checks and plan.final_budget < len(chosen):
             try:
                 chosen = choose_positions(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                errors[index], chosen = failure(plan, error), plan.candidates[: plan.final_budget]
+                errors[index], chosen = failure(plan, error), plan.candidates[:0]
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
         result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
     return result, mass_of, errors

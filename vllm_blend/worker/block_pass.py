@@ -168,7 +168,9 @@ def _span(item: ScheduledRequest, chosen: torch.Tensor | None) -> Span:
     if chosen is not None:
         request.blend_positions = chosen.cpu()
     assert request.blend_positions is not None
-    positions = request.blend_positions[part.first : part.stop]
+    # A selector that failed chose nothing: until its request ends, parts that were queued ahead have its last row.
+    first = min(part.first, len(request.blend_positions) - 1)
+    positions = request.blend_positions[first : part.stop]
     return Span(request, item.start, int(positions[-1]) + 1, positions)
 
 
