@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from vllm_blend import __version__
 from vllm_blend.entrypoints import cli
 
 
@@ -20,6 +21,12 @@ def test_every_command_is_listed_and_has_help(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
         assert ended.value.code == 0 and f"usage: vllm-blend {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"vllm-blend {__version__}\n"
 
 
 def test_a_command_gets_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:

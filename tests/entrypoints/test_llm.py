@@ -37,6 +37,16 @@ def test_outputs_come_in_the_order_of_the_prompts() -> None:
             assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
 
 
+def test_its_repr_is_a_line() -> None:
+    with engine(TINY) as llm:
+        device = llm.llm_engine.model_executor.driver_worker.device
+        dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        assert repr(llm) == f"LLM({TINY!r}, {dtype} on {device})"
+    options = {"enable_blending": True, "blend_selector": "first_tokens", "blend_recompute_ratio": 0.2}
+    with engine(TINY, cascade_attention=True, **options) as llm:
+        assert repr(llm).endswith(", blends by first_tokens at 0.2, cascade_attention)")
+
+
 def test_a_prompt_may_be_text_a_dict_or_ids() -> None:
     with engine(TINY) as llm:
         text = "over the lazy dog"

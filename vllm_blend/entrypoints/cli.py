@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from vllm_blend import __version__
+
 # Name -> the module whose main(arguments) it is (an exit status, or None for 0), and what it does.
 COMMANDS = {
     "serve": (
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(["commands:", *lines, "", "`vllm-blend COMMAND --help` explains each."]),
     )
+    parser.add_argument("--version", action="version", version=f"vllm-blend {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given[:1])

@@ -247,6 +247,18 @@ class LLM:
         call but `shutdown` is a RuntimeError. Calls that other threads are in end with that error too."""
         self.llm_engine.shutdown()
 
+    def __repr__(self) -> str:
+        """Return the model and the settings that decide what it computes, in a line."""
+        engine = self.llm_engine
+        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        blend = engine.config.blend
+        ratio = "" if blend.recompute_ratio is None else f" at {blend.recompute_ratio:g}"
+        rule = f", blends by {blend.selector}{ratio}" if blend.enable_blending else ""
+        used = [feature.name for feature in engine.config.features if feature.is_on]
+        features = f", {', '.join(used)}" if used else ""
+        device = engine.model_executor.driver_worker.device
+        return f"{type(self).__name__}({engine.config.model.model!r}, {dtype} on {device}{rule}{features})"
+
     def __enter__(self: Own) -> Own:
         return self
 
