@@ -157,11 +157,15 @@ class StepLoop:
         by then are reported by the next step."""
         self._in_flight = None
         again: dict[Request, None] = {}
-        for step in steps:
+        for step in reversed(steps):
+            drafts = {item.request: len(item.drafts) for item in step.scheduled.scheduled}
             for request in step.result.sampled:
+                if not request.num_in_flight:  # its tokens were entered before reading failed
+                    continue
                 if request.sampling is not None:
-                    request.sampling.take_back(request.num_in_flight)
-                request.num_in_flight = 0
+                    request.sampling.take_back(1 + drafts[request])
+                request.num_in_flight -= 1
+        for step in steps:
             for item in step.scheduled.scheduled:
                 group = self.requests.groups.get(item.request)
                 if group is not None and group.finished and group not in self._unreported:

@@ -17,6 +17,7 @@ from vllm_blend.ops.penalties import PenaltyTable
 from vllm_blend.sampling_params import SamplingParams
 
 _DRAWS_AHEAD = 64
+_MOST_TAKEN_BACK = 128  # more than two steps in flight draw, with the most drafts that one may have
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class SamplingState:
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
-    _given: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_DRAWS_AHEAD), repr=False)
+    _given: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_MOST_TAKEN_BACK), repr=False)
 
     def __post_init__(self) -> None:
         if self.params.seed is not None:
@@ -95,7 +96,7 @@ class SamplingState:
         return self._given[-1]
 
     def take_back(self, count: int) -> None:
-        """Undo the last `count` (up to 64) draws: a seeded sequence gets their random numbers again."""
+        """Undo the last `count` (up to 128) draws: a seeded sequence gets their random numbers again."""
         if self.seeded and not self.params.greedy:
             self._uniforms += [self._given.pop() for _ in range(count)]
 

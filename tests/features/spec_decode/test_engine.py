@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import itertools
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +80,34 @@ def test_answers_are_those_of_plain_decoding(params: Any, options: dict[str, Any
     assert drafts > 0
     if run_settings.current().exact:
         assert accepted == drafted if error_every == 0 else 0 < accepted < drafted
+
+
+def test_steps_that_cannot_be_read_change_no_seeded_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have drawn for every draft, too: the steps that replace them draw the same random numbers."""
+    asked = sampled(30, seed=5, ignore_eos=True, logprobs=1)
+    with engine(MODEL) as llm:
+        plain = run(llm, PROMPTS, asked)
+    with speculating(MODEL, ORACLE) as llm:
+        teach(llm, plain)
+        oracle_of(llm).error_every["n"] = 0  # type: ignore[union-attr]
+        inner, before = llm.llm_engine, counts(llm)
+        process, calls = inner.results.process, itertools.count(1)
+
+        def failing(*step: Any) -> Any:
+            if next(calls) % 3 == 0:
+                raise RuntimeError("cannot be read")
+            return process(*step)
+
+        monkeypatch.setattr(inner.results, "process", failing)
+        for index, prompt in enumerate(PROMPTS):
+            inner.add_request(str(index), cast(Any, prompt), asked)
+        done: dict[str, RequestOutput] = {}
+        while inner.has_unfinished_requests():
+            with contextlib.suppress(RuntimeError):
+                done |= {output.request_id: output for output in inner.step() if output.finished}
+        assert counts(llm)[2] > before[2]
+    for index, expected in enumerate(plain):
+        assert_same(done[str(index)], expected)
 
 
 @pytest.mark.parametrize("method", real_drafters())

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layers.sampling import draw
+from vllm_blend.features.spec_decode.config import MAX_DRAFT_TOKENS
 from vllm_blend.features.spec_decode.verifier import num_kept
 from vllm_blend.layers.logits_processing import process_logits
 from vllm_blend.layers.sampler import Sampler
@@ -37,6 +38,14 @@ def test_a_row_without_a_token_ends_it() -> None:
 def test_one_draw_per_draft_and_one_more() -> None:
     with pytest.raises(ValueError, match="one each and one more"):
         num_kept([1, 2], [1, 2])
+
+
+def test_all_draws_of_the_longest_draft_are_taken_back() -> None:
+    state = SamplingState(SamplingParams(seed=1), [0], [])
+    count = 1 + MAX_DRAFT_TOKENS
+    drawn = [state.next_uniform() for _ in range(count)]
+    state.take_back(count)
+    assert [state.next_uniform() for _ in range(count)] == drawn
 
 
 def decode(sampler: Sampler, params: SamplingParams, drafts: list[int]) -> tuple[int, int]:
