@@ -97,19 +97,28 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     template, log, path = tmp_path / "template.jinja", tmp_path / "log", tmp_path / "socket"
     template.write_text(TEMPLATE)
     options = {"--uds": path, "--device": "cpu", "--chat-template": template, "--num-gpu-blocks-override": 2048}
-    options |= {"--log-format": "json", "--shutdown-timeout": DEADLINE}
+    keys, keys_end = os.pipe()  # as the shell's <(...) gives them: it can be read only once
+    os.write(keys_end, b"alice secret\n")
+    os.close(keys_end)
+    options |= {"--log-format": "json", "--shutdown-timeout": DEADLINE, "--api-keys": f"/dev/fd/{keys}"}
     arguments = [str(each) for pair in options.items() for each in pair]
     command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_DEMO, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     body = {"messages": [USER], "max_tokens": 50, "ignore_eos": True, "stream": True}
     url = "/v1/chat/completions"
-    with log.open("w") as file, subprocess.Popen(command, stderr=file, cwd=ROOT, env=environment) as process:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stderr=file, cwd=ROOT, env=environment, pass_fds=(keys,)) as process,
+    ):
+        os.close(keys)
         try:
             wait_until(lambda: process.poll() is not None or listens(path))
             assert f"serving {REUSE_DEMO} at {path}" in log.read_text()
-            transport = httpx.HTTPTransport(uds=str(path))
+            transport, headers = httpx.HTTPTransport(uds=str(path)), {"Authorization": "Bearer secret"}
             with (
-                httpx.Client(transport=transport, base_url="http://server", timeout=DEADLINE) as client,
+                httpx.Client(
+                    transport=transport, base_url="http://server", timeout=DEADLINE, headers=headers
+                ) as client,
                 client.stream("POST", url, json=body | {"max_tokens": 900, "n": 24}) as long,
             ):
                 kept = long.iter_lines()  # which would close the connection if it were dropped
@@ -138,6 +147,7 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     assert engine["process"] == "engine" and engine["request_id"].startswith("chatcmpl-mine-0-")
     assert engine["finish_reason"] == "length" and 0 <= engine["queue_seconds"] <= engine["seconds"]
     assert (served["request_id"], served["answer_id"], served["status"]) == ("mine", "chatcmpl-mine", 200)
+    assert served["tenant"] == "alice" and "secret" not in log.read_text()
 
 
 def listens(path: Path) -> bool:

@@ -43,9 +43,14 @@ _ROUTERS = (
 )
 
 
-def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: Tracing | None = None) -> FastAPI:
-    """Return the application that serves `engine`; requests have spans with `tracing`. Raises ValueError for options
-    that are wrong."""
+def create_app(
+    engine: AsyncLLM,
+    options: ServerOptions | None = None,
+    tracing: Tracing | None = None,
+    tenants: Tenants | None = None,
+) -> FastAPI:
+    """Return the application that serves `engine`; requests have spans with `tracing`. `tenants` are those of the
+    options' keys if these have been read already. Raises ValueError for options that are wrong."""
     options = ServerOptions() if options is None else options
     has_docs = not options.disable_fastapi_docs
     app = FastAPI(
@@ -61,10 +66,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None, tracing: 
         app.include_router(module.router)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _answer_disconnected)
-    tenants = Tenants.from_options(options.api_key, options.api_keys)
     app.add_middleware(
         RequestContext,
-        tenants=tenants,
+        tenants=Tenants.from_options(options.api_key, options.api_keys) if tenants is None else tenants,
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
     )

@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 def run_server(args: EngineArgs, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
     configure_logging(options.log_format, options.uvicorn_log_level, not options.disable_access_log)
-    # what is wrong with a file is an error before the model is loaded
-    Tenants.from_options(options.api_key, options.api_keys)
+    # What is wrong with a file is an error before the model is loaded. Keys are read once: they may come from a pipe.
+    tenants = Tenants.from_options(options.api_key, options.api_keys)
     check_certificate(options)
     endpoint = options.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
     with bind(options) as listener:
         engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
         try:
-            app = create_app(engine, options, tracing)
+            app = create_app(engine, options, tracing, tenants)
             logger.info("serving %s at %s", app.state.server.model_name, address(listener, options))
             asyncio.run(serve(app, listener, options))
         finally:
