@@ -56,7 +56,7 @@ def test_memory_the_disk_and_a_killed_engine(tmp_path: Path) -> None:
         new, known = ask(alice), ask(alice)
         assert new["cached_tokens"] == 0 and not any(new["tiers"].values())
         assert known["tiers"]["host"] == known["reused_tokens"] == new["stored_tokens"] > 0
-        assert ask(bob) == new, "as if nobody had asked before"
+        assert ask(bob) == new, "as if it had never been asked before"
         passage = check_ids(alice, bob)
         assert asyncio.run(engine.call("flush"))
         kill_in_mid_run(engine, alice, bob)
@@ -126,7 +126,7 @@ def test_redis(tmp_path: Path) -> None:
             assert asyncio.run(engine.call("flush"))
             known = ask(alice)
             assert known["tiers"]["remote"] == known["reused_tokens"] == new["stored_tokens"] > 0
-            assert ask(bob) == new, "as if nobody had asked before"
+            assert ask(bob) == new, "as if it had never been asked before"
             redis.stop()
             again = ask(alice)
             assert again["tiers"]["remote"] == 0 and again["stored_tokens"] == new["stored_tokens"]
