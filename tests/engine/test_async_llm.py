@@ -220,6 +220,23 @@ def test_a_full_queue_refuses(llm: AsyncLLM) -> None:
     assert 1 <= asyncio.run(fill()).retry_after <= 60
 
 
+def test_requests_that_are_tokenized_at_once_do_not_overfill_the_queue(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is space for three of them, and none is queued yet when they come."""
+    monkeypatch.setattr("vllm_blend.engine.async_llm.INLINE_CHARACTERS", 0)
+
+    async def fill() -> list[BaseException]:
+        runners = [asyncio.ensure_future(final(llm, QUESTION, endless(n=8))) for _ in range(5)]
+        await until(lambda: sum(runner.done() for runner in runners) == 2, "two are refused")
+        assert llm.num_unfinished_requests == 3
+        for runner in runners:
+            runner.cancel()
+        return [each for each in await asyncio.gather(*runners, return_exceptions=True) if isinstance(each, Exception)]
+
+    assert [type(error) for error in asyncio.run(fill())] == [QueueFullError] * 2
+
+
 def test_priority_is_passed_on(llm: AsyncLLM) -> None:
     async def race() -> list[RequestOutput]:
         long = asyncio.ensure_future(final(llm, QUESTION, endless(n=16)))

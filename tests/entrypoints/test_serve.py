@@ -72,11 +72,8 @@ def test_config_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_command_lines(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:
-    for name in ("vllm_blend", "uvicorn"):  # logging as it is without a server
-        for field in ("handlers", "level", "propagate"):
-            monkeypatch.setattr(logging.getLogger(name), field, getattr(logging.getLogger(name), field))
     handler = Closing()
     assert main(arguments) == 2
     assert not handler.is_closed  # other libraries' handlers may close stderr with themselves

@@ -80,6 +80,8 @@ def test_no_part_of_a_signed_chunk_can_be_exchanged() -> None:
         with pytest.raises(ChunkFault) as fault:
             from_bytes(forged, name, MODEL, signer=OURS)
         assert fault.value.kind == kind
+    layer = memoryview(data)[first:stop]
+    assert OURS.layer_checksum(layer) != THEIRS.layer_checksum(layer)  # it cannot be computed without the secret
     for cut in range(0, len(header), 7):
         with pytest.raises(ChunkFault):
             ChunkHeader.decode(header[:cut], key(1), MODEL, signer=OURS)

@@ -74,6 +74,10 @@ class TestServer:
         for each in self._servers:
             each.server.should_exit = True
         self._thread.join(DEADLINE)
+        assert not self._thread.is_alive(), "the server did not stop"
+        self.loop.close()
+        for each in self._servers:
+            each.app.state.server.close()
         self.engine.shutdown()
 
     def _run(self) -> None:
@@ -85,6 +89,7 @@ class _Listening:
     """A socket, and an application that will answer at it."""
 
     def __init__(self, app: FastAPI) -> None:
+        self.app = app
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
         self.address: tuple[str, int] = self.socket.getsockname()

@@ -7,12 +7,15 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.entrypoints.openai.servers import DEADLINE, TestServer, serving, wait_until
+from vllm_blend.entrypoints.openai.generation import Generation
+from vllm_blend.entrypoints.openai.options import ServerOptions
 
 pytestmark = pytest.mark.cpu_only
 
@@ -45,6 +48,16 @@ def test_the_deadline(server: TestServer, caplog: pytest.LogCaptureFixture) -> N
     assert "request_id=late tenant=anyone client=127.0.0.1 method=POST path=/v1/completions status=504" in caplog.text
     assert "Traceback" not in caplog.text
     wait_until(lambda: server.metrics()["vllm:kv_cache_usage_perc"] == 0)
+
+
+def test_the_time_before_a_request_is_tokenized_counts() -> None:
+    server = SimpleNamespace(options=ServerOptions(request_timeout=5.0), engine=None, metrics=None, tracing=None)
+    state = SimpleNamespace(arrival_time=100.0)
+    request: Any = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(server=server)), state=state, scope={"state": {}}
+    )
+    generation = Generation.of(request, "cmpl-1", [], None)
+    assert (generation.arrival_time, generation.deadline) == (100.0, 105.0)
 
 
 def test_a_full_queue(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import ssl
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from tests.entrypoints.openai.servers import DEADLINE, TestServer, serving
 from vllm_blend.entrypoints.openai.options import ServerOptions
-from vllm_blend.entrypoints.openai.run import bind, check_certificate
+from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate
 from vllm_blend.entrypoints.serve import parse
 
 pytestmark = pytest.mark.cpu_only
@@ -105,3 +111,25 @@ def test_origins_on_the_command_line() -> None:
     for wrong in ("a.example", "https://a.example/", "['*']"):
         with pytest.raises(ValueError, match="is no origin"):
             parse(["m", "--allowed-origins", wrong])
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    """The first one waits for what runs, the second one for nothing."""
+
+    async def send_both() -> None:
+        drained = asyncio.Event()
+
+        async def drain(_: float) -> None:
+            await drained.wait()
+
+        engine = SimpleNamespace(drain=drain)
+        state: Any = SimpleNamespace(engine=engine, options=ServerOptions(), is_draining=False)
+        server = DrainingServer(uvicorn.Config(FastAPI(), log_config=None), state)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0)
+        assert state.is_draining and not server.should_exit
+        server.handle_exit(signal.SIGTERM, None)
+        assert server.should_exit and server.force_exit
+        drained.set()
+
+    asyncio.run(send_both())

@@ -41,7 +41,10 @@ def post(
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
             return [await client.post("/v1/completions", json=body, headers=headers) for body, headers in calls]
 
-    return server.call(ask())
+    try:
+        return server.call(ask())
+    finally:
+        app.state.server.close()
 
 
 def test_spans_say_what_requests_asked_for_and_got(server: TestServer) -> None:
@@ -137,7 +140,7 @@ def test_endpoints() -> None:
     "missing", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
 )
 def test_what_is_not_installed_is_named_before_the_model_is_looked_for(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert serve.main(["/missing/model", "--otlp-traces-endpoint", "http://localhost:4318"]) == 2

@@ -181,7 +181,7 @@ def test_a_known_form_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked.wait(60)
     compiler.matcher(Params(regex="known"))
     go_on.set()
-    other.join(60)
+    other.join()
     assert compiler.num_compiled == 2
 
 

@@ -85,6 +85,7 @@ def test_a_server_with_keys_shows_no_passages(server: TestServer) -> None:
             return [served, *[await client.get(path) for path in ("/", "/metrics", "/status", "/v1/models")]]
 
     served, *answers, models = server.call(ask())
+    app.state.server.close()
     assert served.status_code == 200
     assert [answer.status_code for answer in answers] == [200, 200, 200]
     assert (answers[-1].json()["passages"], models.status_code) == ([], 401)
