@@ -139,6 +139,15 @@ def test_layers_of_one_kind_share_their_rope_tables(tmp_path: Path) -> None:
     assert len({id(layer.self_attn.attn.rotary) for layer in model.model.layers}) == 1
 
 
+@pytest.mark.parametrize("family", ["mistral", "phi3", "mixtral"])
+def test_a_window_as_long_as_the_longest_sequence_is_none(family: str, tmp_path: Path) -> None:
+    """Phi-4-mini's is twice its context: features that refuse windows take it."""
+    directory = save(tiny_hf_model(family, sliding_window=24), tmp_path)
+    for max_position, window in ((25, 24), (24, None), (16, None)):
+        model = load_tiny(directory, max_position)
+        assert [layer.self_attn.attn.sliding_window for layer in model.model.layers] == [window] * 3
+
+
 def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
     model = load_tiny(save(tiny_hf_model("smollm3", no_rope_layers=[0, 1, 0]), tmp_path))
     rotaries = [layer.self_attn.attn.rotary for layer in model.model.layers]

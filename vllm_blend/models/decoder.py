@@ -132,6 +132,8 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         window, scale = spec.window(layer_idx), spec.attention_scale
+        if window is not None and window >= rotary.max_position:
+            window = None  # no sequence is longer: it never hides anything
         self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=window, scale=scale)
         self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias, spec.quantization)
         self.hack_kv: list[torch.Tensor] | None = None

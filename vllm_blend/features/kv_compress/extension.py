@@ -173,6 +173,7 @@ def make_compression(config: KVCompressConfig, parts: EngineParts) -> Extension:
     require(
         not windows,
         f"enable_kvc: the model has layers with a sliding window ({windows}), which look at positions that the "
-        "order of KVs no longer tells once some have been evicted; leave enable_kvc out",
+        "order of KVs no longer tells once some have been evicted; leave enable_kvc out, or set max_model_len to the "
+        "shortest of them or less",
     )
     return KVCompression(config, parts.worker, parts.scheduler)

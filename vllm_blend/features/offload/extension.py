@@ -188,7 +188,8 @@ def make_offload(config: OffloadConfig, parts: EngineParts) -> Extension:
     require(
         not windows,
         f"offload_mode={config.mode!r}: the model has layers with a sliding window ({windows}), which look at "
-        "positions that a table without some of its blocks no longer tells; leave offload_mode out",
+        "positions that a table without some of its blocks no longer tells; leave offload_mode out, or set "
+        "max_model_len to the shortest of them or less",
     )
     cache = runner.cache
     passes = parts.worker.extension(OffloadPasses)
