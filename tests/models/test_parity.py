@@ -156,6 +156,7 @@ def test_families_and_their_traits(family: str, tmp_path: Path) -> None:
         ("mixtral", {"sliding_window": 12}),
         ("phi3", {"sliding_window": 12}),
         ("phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | ROPE["longrope"]}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 12}),
         ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
         ("smollm3", {"no_rope_layers": [0, 0, 0], "tie_word_embeddings": True}),
         ("olmo2", {"attention_bias": True}),

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from vllm_blend.layers.experts import ExpertsSpec
 from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
-from vllm_blend.models.qwen2 import qwen_windows
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -23,7 +22,6 @@ class MixtralForCausalLM(DecoderForCausalLM):
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
-        kind = "full_attention" if window is None else "sliding_attention"
         experts = ExpertsSpec(
             hf_config.num_local_experts,
             hf_config.num_experts_per_tok,
@@ -31,11 +29,14 @@ class MixtralForCausalLM(DecoderForCausalLM):
             normalizes=True,
             layers=frozenset(range(layers)),
         )
-        return DecoderSpec.from_hf(hf_config, layer_types=(kind,) * layers, sliding_window=window, experts=experts)
+        return DecoderSpec.from_hf(hf_config, experts=experts, **_window_everywhere(layers, window))
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Qwen3 in which all MLPs are mixtures, but those of `mlp_only_layers` and between `decoder_sparse_step`s."""
+    """Qwen3 in which all MLPs are mixtures, but those of `mlp_only_layers` and between `decoder_sparse_step`s.
+
+    With `use_sliding_window` all layers see a window, unlike Qwen3's, as in transformers.
+    """
 
     takes_quantization = False
 
@@ -51,5 +52,12 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             layers=frozenset(sparse),
         )
         bias = bool(getattr(hf_config, "attention_bias", False))
-        windows = qwen_windows(hf_config)
+        window = hf_config.sliding_window if getattr(hf_config, "use_sliding_window", False) else None
+        windows = _window_everywhere(hf_config.num_hidden_layers, window)
         return DecoderSpec.from_hf(hf_config, qk_norm=True, qkv_bias=bias, out_bias=bias, experts=experts, **windows)
+
+
+def _window_everywhere(layers: int, window: int | None) -> dict[str, Any]:
+    """Return `layer_types` and `sliding_window` of a model whose layers all see `window`, None for everything."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {"layer_types": (kind,) * layers, "sliding_window": window}
