@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.openai.servers import TestServer, wait_until
+from tests.entrypoints.openai.servers import DEADLINE, TestServer, wait_until
 
 pytestmark = pytest.mark.cpu_only
 
@@ -89,7 +89,7 @@ def test_a_half_closed_connection_is_answered_or_aborted(server: TestServer) -> 
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(60)
+        connection.settimeout(DEADLINE)
         while connection.recv(4096):
             pass
     wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 0)
@@ -105,7 +105,7 @@ def test_a_slow_reader_keeps_no_one_waiting(server: TestServer) -> None:
         assert server.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 0)
         received = b""
-        connection.settimeout(60)
+        connection.settimeout(DEADLINE)
         while b"[DONE]" not in received[-100:]:
             piece = connection.recv(1 << 16)
             assert piece

@@ -31,13 +31,14 @@ def counts(server: TestServer) -> dict[str, float]:
 
 
 def test_requests_are_counted(server: TestServer) -> None:
+    tokens = "vllm:generation_tokens_total"  # the engine's, which the server reads again after a moment
+    wait_until(lambda: counts(server)[tokens] == server.metrics()["vllm:generation_tokens"])
     before = counts(server)
     usages: list[Any] = [
         server.post("/v1/completions", json=PROMPT | extra).json()["usage"] for extra in ({}, {"n": 2})
     ]
     streamed = server.post("/v1/completions", json=PROMPT | {"stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
-    tokens = "vllm:generation_tokens_total"  # the engine's, which is read again after a moment
     wait_until(lambda: counts(server)[tokens] == before[tokens] + 4 * 7)
     assert counts(server)["length"] == before["length"] + 4
     after = {name: value - before[name] for name, value in counts(server).items()}
