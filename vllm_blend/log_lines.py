@@ -56,7 +56,7 @@ class JSONFormatter(logging.Formatter):
 
 @dataclass(frozen=True)
 class LogSettings:
-    """How a process logs, for the engine process to do as the server's process does."""
+    """The log settings of a process. The server hands its own to the engine process."""
 
     level: int
     is_json: bool
@@ -70,7 +70,7 @@ class LogSettings:
         return cls(logger.getEffectiveLevel(), is_json, logging.getLogger(REQUESTS_LOGGER).isEnabledFor(logging.INFO))
 
     def apply_to_engine(self) -> None:
-        """Have this process, an engine process, log so to stderr."""
+        """Apply the settings to this process, an engine process, which logs to stderr."""
         handler = logging.StreamHandler()
         handler.setFormatter((JSONFormatter if self.is_json else TextFormatter)(is_engine=True))
         logging.basicConfig(level=self.level, handlers=[handler])

@@ -82,7 +82,7 @@ class AsyncRequest:
         self._has_news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Have the reader get an error, unless the request has finished."""
+        """Raise an error in the reader, unless the request has finished."""
         if not self.finished:
             self._error = error
             self._has_news.set()

@@ -1,4 +1,4 @@
-"""Signatures of stored chunks: who may write to a shared store need not be able to say what a prompt's KV is.
+"""Signatures of stored chunks: permission to write to a shared store is not enough to replace a prompt's KV.
 
 A chunk's header is signed, with its key, its model and a checksum of every layer in it. The checksums are made with the
 secret as well: those of unsigned chunks are quick, but anyone can make other numbers that have them.

@@ -56,7 +56,7 @@ def test_the_time_before_a_request_is_tokenized_counts() -> None:
     request: Any = SimpleNamespace(
         app=SimpleNamespace(state=SimpleNamespace(server=server)), state=state, scope={"state": {}}
     )
-    generation = Generation.of(request, "cmpl-1", [], None)
+    generation = Generation.from_call(request, "cmpl-1", [], None)
     assert (generation.arrival_time, generation.deadline) == (100.0, 105.0)
 
 

@@ -30,7 +30,7 @@ PROMPT = {"prompt_token_ids": [5, 6, 7]}
 
 
 def compiler_for(tokenizer: Any = None, **settings: Any) -> GrammarCompiler:
-    made = Vocabulary.of_tokenizer(tokenizer or byte_level(), TINY_VOCABULARY, EOS)
+    made = Vocabulary.from_tokenizer(tokenizer or byte_level(), TINY_VOCABULARY, EOS)
     return GrammarCompiler(StructuredOutputsConfig(**settings), lambda: made)
 
 
@@ -203,7 +203,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
 )
 def test_a_model_that_cannot_hold_a_form_says_why(tokenizer: Any, eos: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Vocabulary.of_tokenizer(tokenizer, TINY_VOCABULARY, eos)
+        Vocabulary.from_tokenizer(tokenizer, TINY_VOCABULARY, eos)
 
 
 def test_a_refused_form_changes_nothing_and_others_of_the_batch_go_on() -> None:

@@ -39,7 +39,7 @@ SHUT_DOWN = "the engine has been shut down"
 
 
 class Listener(Protocol):
-    """What is told of an engine process, by the client's thread: it must not wait."""
+    """Hears what an engine process does. The client's thread calls it, so its methods must not wait."""
 
     def advanced(self, deltas: list[Delta]) -> None:
         """Requests have advanced."""

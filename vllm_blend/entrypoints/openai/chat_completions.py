@@ -41,7 +41,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     note(request, prompt_tokens=len(call.prompt.token_ids))
     request_id = body.request_id or request.state.request_id
     answer = _Answer(body, server, call, f"chatcmpl-{request_id}")
-    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.from_call(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation))
     [output] = await until_disconnected(request, generation.final())
@@ -50,7 +50,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @dataclass
 class _Answer:
-    """What the chunks, or the one answer, of a call have in common."""
+    """Writes the answer to a call, whole or as the chunks of a stream."""
 
     body: ChatCompletionRequest
     server: Server

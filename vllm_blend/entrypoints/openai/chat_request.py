@@ -77,7 +77,7 @@ def _sampling_params(
 
 
 def _known_roles(messages: Sequence[Message], template: str) -> list[Message]:
-    """Call developers the system, as OpenAI's older models do, unless the template knows them."""
+    """Give developers the role of the system unless the template knows their own."""
     if "developer" in template:
         return list(messages)
     return [

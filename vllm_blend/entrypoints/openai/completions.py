@@ -54,7 +54,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     request_id = body.request_id or request.state.request_id
     call = _Completion(body, server, f"cmpl-{request_id}", parsed)
     note(request, prompt_tokens=sum(len(prompt.token_ids) for prompt in parsed))
-    generation = Generation.of(request, call.id, jobs, body.priority)
+    generation = Generation.from_call(request, call.id, jobs, body.priority)
     if body.stream:
         return await event_stream(request, call.events(generation))
     outputs = await until_disconnected(request, generation.final())
@@ -78,7 +78,7 @@ def _sampling_params(body: CompletionRequest, server: Server, prompt: ParsedProm
 
 @dataclass
 class _Completion:
-    """What the chunks, or the one answer, of a call have in common."""
+    """Writes the answer to a call, whole or as the chunks of a stream."""
 
     body: CompletionRequest
     server: Server

@@ -45,7 +45,7 @@ class Generation:
     new_span: Callable[[SamplingParams], RequestSpan] | None = None  # where requests are traced
 
     @classmethod
-    def of(
+    def from_call(
         cls,
         request: Request,
         request_id: str,

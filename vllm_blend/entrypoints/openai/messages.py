@@ -44,7 +44,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(server, call, f"msg_{request.state.request_id}")
-    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.from_call(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation), _error_event)
     [output] = await until_disconnected(request, generation.final())
@@ -62,7 +62,7 @@ async def count_tokens(body: MessagesRequest, request: Request) -> Response:
 
 
 class _Answer(BlockAnswer):
-    """What the events, or the one message, of a call have in common."""
+    """Writes the answer to a call, as one message or as the events of a stream."""
 
     def response(self, output: RequestOutput) -> MessagesResponse:
         """Return the whole message."""

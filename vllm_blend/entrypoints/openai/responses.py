@@ -33,7 +33,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(server, call, f"resp_{request.state.request_id}", body)
-    generation = Generation.of(request, answer.id, [(call.prompt, call.params)], body.priority)
+    generation = Generation.from_call(request, answer.id, [(call.prompt, call.params)], body.priority)
     if body.stream:
         return await event_stream(request, answer.events(generation), answer.error_event)
     [output] = await until_disconnected(request, generation.final())
@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 @dataclass
 class _Answer(BlockAnswer):
-    """What the events, or the one response, of a call have in common."""
+    """Writes the answer to a call, as one response or as the events of a stream."""
 
     body: ResponsesRequest
     created: int = field(default_factory=lambda: int(time.time()))

@@ -37,7 +37,7 @@ class FollowedAnswer:
         self._num_followed = len(self.output_token_ids)
 
     def look_for_error(self) -> None:
-        """Take note of it if the matcher has given up, as it does above its limits."""
+        """Keep the matcher's error if it has one: it stops above its limits."""
         if self.error is None and self.matcher.is_error():
             reason = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())
             self.error = f"structured_outputs: the answer cannot be followed any further: {reason[:300]}"

@@ -91,7 +91,7 @@ class CurrentVocabulary:
                 or self._made_of[1] != eos
             ):
                 vocab_size = self.parts.worker.hf_config.vocab_size
-                self._made = Vocabulary.of_tokenizer(tokenizer, vocab_size, tuple(sorted(eos)))
+                self._made = Vocabulary.from_tokenizer(tokenizer, vocab_size, tuple(sorted(eos)))
                 self._made_of = tokenizer, eos
             return self._made
 

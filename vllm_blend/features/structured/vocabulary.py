@@ -24,7 +24,7 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def of_tokenizer(
+    def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> Vocabulary:
         """Return the vocabulary of a model. Raises ValueError if its answers cannot be held to a form."""

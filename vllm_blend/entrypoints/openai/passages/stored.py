@@ -62,7 +62,7 @@ def passage_id(salt: str | None, *content: Any) -> str:
 
 
 def _locked(method: Callable[Concatenate[StoredPassages, P], T]) -> Callable[Concatenate[StoredPassages, P], T]:
-    """Have a method hold the lock of its object."""
+    """Return the method, which holds the lock of its object while it runs."""
 
     @wraps(method)
     def locked(self: StoredPassages, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -73,7 +73,7 @@ def _locked(method: Callable[Concatenate[StoredPassages, P], T]) -> Callable[Con
 
 
 class StoredPassages:
-    """For any thread. At most `max_passages` for a tenant, and `max_characters` of text for all."""
+    """Keeps at most `max_passages` for a tenant, and `max_characters` of text for all. Any thread may use it."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class ReasoningText(ResponseModel):
 
 
 class OutputItem(ResponseModel):
-    """What the items of an output have in common."""
+    """The fields that all items of an output have."""
 
     id: str
     status: Literal["in_progress", "completed"]
