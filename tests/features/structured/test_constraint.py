@@ -15,7 +15,7 @@ from vllm_blend.features.structured.library import llguidance
 from vllm_blend.features.structured.vocabulary import Vocabulary
 from vllm_blend.ops.token_masks import words_for
 
-A, B, C, X = byte_level().convert_tokens_to_ids(list("abcx"))
+A, B, C, X = (byte_level().get_vocab()[letter] for letter in "abcx")
 EOS = 1
 
 
