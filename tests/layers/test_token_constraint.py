@@ -27,6 +27,9 @@ class Listed:
     def after(self, token_ids: Sequence[int]) -> Listed:
         return self
 
+    def has_ended(self) -> bool:
+        return True
+
     def fill_masks(self, constraints: Sequence[Listed], words: NDArray[np.int32]) -> dict[int, str]:
         assert (words == -1).all()
         for row, constraint in enumerate(constraints):

@@ -166,13 +166,15 @@ def check_stop(
     """Return (finish_reason, stop_reason) if a sequence ends with `token_id`, its last output token, otherwise None.
 
     `num_total_tokens` counts prompt and output. End of sequence and stop tokens end it with "stop" unless fewer than
-    `min_tokens` tokens were generated; `stop_reason` is the id of a stop token, None for end of sequence.
-    `max_tokens` and a full context end it with "length". The detokenizer looks for stop strings.
+    `min_tokens` tokens were generated; `stop_reason` is the id of a stop token, None for end of sequence. Where the
+    end of sequence is text, such as a newline, a constraint may take it as text. `max_tokens` and a full context end
+    it with "length". The detokenizer looks for stop strings.
     """
     params = state.params
     num_output = len(state.output_token_ids)
     if num_output >= params.min_tokens:
-        if token_id in state.eos_token_ids and not params.ignore_eos:
+        ends = token_id in state.eos_token_ids and not params.ignore_eos
+        if ends and (state.constraint is None or state.constraint.has_ended()):
             return "stop", None
         if token_id in (params.stop_token_ids or ()):
             return "stop", token_id

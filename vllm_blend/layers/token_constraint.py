@@ -16,6 +16,11 @@ class TokenConstraint(Protocol):
         """Return what may follow if these guessed tokens come next."""
         ...
 
+    def has_ended(self) -> bool:
+        """Return whether the output, whose last token is an end of sequence, ends there: if that token is text, such as
+        a newline, it may be text of the answer instead."""
+        ...
+
     def fill_masks(self, constraints: Sequence[Any], words: NDArray[np.int32]) -> dict[int, str]:
         """Write the packed masks (see `ops.keep_allowed`) of several constraints of this kind, itself among them.
 

@@ -199,6 +199,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         (None, EOS, "needs a tokenizer, and the engine has none"),
         (slow(), EOS, "needs a fast tokenizer"),
         (byte_level(), (), "needs an end-of-sequence token"),
+        (byte_level(), (TINY_VOCABULARY - 1,), "that is a special token of the tokenizer"),
     ],
 )
 def test_a_model_that_cannot_hold_a_form_says_why(tokenizer: Any, eos: tuple[int, ...], message: str) -> None:

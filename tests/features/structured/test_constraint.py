@@ -28,7 +28,7 @@ def compiler() -> GrammarCompiler:
 def rows_of(compiler: GrammarCompiler, guesses: list[int]) -> list[GrammarConstraint]:
     """Return the constraints of an answer that begins, and of each guess behind the ones before it."""
     matcher, vocabulary = compiler.matcher(StructuredOutputsParams(regex="abc"))
-    first = GrammarConstraint(FollowedAnswer(matcher, vocabulary.size, frozenset({EOS}), []), llguidance().LLExecutor())
+    first = GrammarConstraint(FollowedAnswer(matcher, vocabulary, []), llguidance().LLExecutor())
     return [first.after(guesses[:count]) for count in range(len(guesses) + 1)]
 
 
@@ -47,6 +47,18 @@ def test_a_split_batch_has_the_same_masks(compiler: GrammarCompiler) -> None:
     for _ in range(2):  # guesses leave no trace
         assert [*allowed(rows[:1]), *allowed(rows[1:3]), *allowed(rows[3:])] == whole
         assert allowed(rows) == whole
+
+
+def test_text_that_ends_answers_is_text_before_the_end() -> None:
+    vocabulary = Vocabulary.from_tokenizer(byte_level(), TINY_VOCABULARY, (EOS, A, X))
+    rows = rows_of(GrammarCompiler(StructuredOutputsConfig(compile_seconds=120.0), lambda: vocabulary), [A, B, C])
+    first, *inner, last = allowed(rows)
+    assert A in first and not {EOS, X} & set(first) and not any({EOS, A, X} & set(row) for row in inner)
+    assert last == sorted([EOS, A, X])
+    rows[0].answer.output_token_ids.append(A)
+    assert not rows[0].has_ended()
+    rows[0].answer.output_token_ids += [B, C, X]
+    assert rows[0].has_ended() and allowed(rows[:1]) == [last]
 
 
 def test_rows_behind_a_forbidden_guess_do_not_count_and_leave_no_trace(compiler: GrammarCompiler) -> None:

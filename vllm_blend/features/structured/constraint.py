@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_blend.ops.token_masks import BITS, words_for
+from vllm_blend.features.structured.vocabulary import Vocabulary
+from vllm_blend.ops.token_masks import words_for
 
 
 @dataclass(eq=False)
@@ -18,8 +19,7 @@ class FollowedAnswer:
     grows: only tokens that are there, which count for good, are followed."""
 
     matcher: Any
-    vocab_size: int  # of the matcher: at least that of the logits
-    eos_token_ids: frozenset[int]
+    vocabulary: Vocabulary  # of the matcher
     output_token_ids: list[int]
     error: str | None = None
     has_ended: bool = False  # all that may follow is another end of sequence
@@ -30,7 +30,7 @@ class FollowedAnswer:
         for token in self.output_token_ids[self._num_followed :]:
             if self.has_ended or self.error is not None:
                 break
-            if token in self.eos_token_ids:
+            if self.vocabulary.ends(token, self.matcher.is_accepting):
                 self.has_ended = True
             elif not self.matcher.consume_token(token):
                 self.look_for_error()
@@ -56,12 +56,18 @@ class GrammarConstraint:
         """Return what may follow if these guesses come next."""
         return replace(self, drafts=(*self.drafts, *token_ids))
 
+    def has_ended(self) -> bool:
+        """Return whether the output ends here: by a special token, or by another end of sequence after all that the
+        form needs."""
+        self.answer.catch_up()
+        return self.answer.has_ended
+
     def fill_masks(self, constraints: Sequence[GrammarConstraint], words: NDArray[np.int32]) -> dict[int, str]:
         """Write the masks of `constraints`; those of one answer follow one another, each with one guess more.
 
         Rows after a guess that the grammar forbids keep their ones: that guess is not drawn, so they do not count.
         """
-        width = words_for(self.answer.vocab_size)
+        width = words_for(self.answer.vocabulary.size)
         masks = words if width == words.shape[1] else np.full((len(words), width), -1, np.int32)
         runs = _runs(constraints)
         asked: list[tuple[Any, int, list[int]]] = []
@@ -69,12 +75,13 @@ class GrammarConstraint:
             answer, first = constraints[run.start].answer, constraints[run.start].drafts
             answer.catch_up()
             if answer.has_ended:
-                masks[run.start : run.stop] = _mask_of(answer.eos_token_ids, width)
+                masks[run.start : run.stop] = answer.vocabulary.mask_of_ends(width)
             elif answer.error is None and _advance(answer.matcher, first):
                 asked.append((answer.matcher, run.start, list(constraints[run.stop - 1].drafts[len(first) :])))
         if asked:
             _compute(self.executor, asked, masks)
-        for matcher, row, _ in asked:
+        for matcher, row, drafts in asked:
+            constraints[row].answer.vocabulary.allow_ends(masks[row : row + len(drafts) + 1])
             if constraints[row].drafts and not matcher.is_error():
                 matcher.rollback(len(constraints[row].drafts))
         if masks is not words:
@@ -112,10 +119,3 @@ def _compute(executor: Any, asked: list[tuple[Any, int, list[int]]], masks: NDAr
         library.fill_next_token_bitmask_par(executor, single, masks)
     if drafted:
         library.fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, masks)
-
-
-def _mask_of(token_ids: frozenset[int], width: int) -> NDArray[np.int32]:
-    mask = np.zeros(width, np.uint32)
-    for token in token_ids:
-        mask[token // BITS] |= np.uint32(1 << token % BITS)
-    return mask.view(np.int32)

@@ -54,9 +54,7 @@ class StructuredOutputs(Extension):
         for request in requests:
             assert request.sampling is not None
             matcher, vocabulary = self.compiler.matcher(params.structured_outputs)
-            answer = FollowedAnswer(
-                matcher, vocabulary.size, frozenset(vocabulary.eos_token_ids), request.output_token_ids
-            )
+            answer = FollowedAnswer(matcher, vocabulary, request.output_token_ids)
             request.sampling.constraint = GrammarConstraint(answer, self._executor)
 
     def gauges(self) -> list[Metric]:
