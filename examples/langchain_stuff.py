@@ -35,7 +35,7 @@ QUESTIONS = [
 def main(url: str) -> None:
     key = os.environ.get("OPENAI_API_KEY", "none")
     model = OpenAI(base_url=url, api_key=key).models.list().data[0].id  # what the server calls it
-    llm = ChatOpenAI(base_url=url, api_key=key, model=model, temperature=0, max_tokens=24, stop_sequences=["\n"])
+    llm = ChatOpenAI(base_url=url, api_key=key, model=model, temperature=0)
     chain = create_stuff_documents_chain(llm, PROMPT)
     sample = json.loads((Path(__file__).parents[1] / "inputs/wikimqa_s.json").read_text(encoding="utf-8"))[0]
     documents = [Document(f"{each['title']}\n{each['text']}") for each in sample["ctxs"]]

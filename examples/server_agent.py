@@ -37,8 +37,6 @@ def main(url: str) -> None:
             model=model,
             messages=[{"role": "user", "content": step.format(name)}],
             temperature=0,
-            max_tokens=24,
-            stop="\n",
             extra_body={"documents": documents},
         )
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None

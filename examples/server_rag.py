@@ -42,8 +42,6 @@ def main(url: str) -> None:
                 {"role": "user", "content": question},
             ],
             temperature=0,
-            max_tokens=24,
-            stop="\n",
             stream=True,
             stream_options={"include_usage": True},
         ):

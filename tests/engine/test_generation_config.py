@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from tests.engine.engines import DEMO, engine, greedy, new_llm, run, tiny_model
 from vllm_blend import ChunkedLLM, SamplingParams
@@ -112,15 +112,17 @@ def test_where_settings_come_from(arguments: dict[str, Any], settings: Any, eos:
 
 
 def test_models_without_recommendations_keep_vllms_defaults(hub: Path) -> None:
-    """A repository without the file, and the demo models, whose files name special tokens alone."""
+    """A repository without the file, and the demo models, whose files name tokens alone: the one that is to be served
+    ends its answers at a newline."""
     (hub / "generation_config.json").unlink(missing_ok=True)
     reuse = f"{DEMO}-reuse"
-    for model, revision in ((REPOSITORY, "v2"), (DEMO, None), (reuse, None)):
+    for model, revision, eos in ((REPOSITORY, "v2", 2), (DEMO, None, 1), (reuse, None, [1, 201])):
         config = ModelConfig(model, revision=revision)
         hf_config = AutoConfig.from_pretrained(model, revision=revision)
         generation = load_generation_config(config, hf_config)
         assert default_sampling_settings(config, generation) == {}
-        assert generation.get("eos_token_id") == hf_config.eos_token_id
+        assert generation.get("eos_token_id") == eos
+    assert AutoTokenizer.from_pretrained(reuse).decode([201]) == "\n"
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -50,7 +51,7 @@ def test_completions(client: openai.OpenAI, offline: LLM) -> None:
     token_ids = expected[0].outputs[0].token_ids
     chosen = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
     assert first.token_logprobs == pytest.approx(chosen, abs=1e-4)
-    assert "".join(first.tokens or []) == answer.choices[0].text
+    assert "".join(first.tokens or []) == answer.choices[0].text + "\n"  # the end is a token, and no part of the text
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in expected)
     assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in expected)
@@ -96,10 +97,31 @@ def test_chat(client: openai.OpenAI, offline: LLM) -> None:
     assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
 
-def test_stop_ends_before_the_stop_string(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=NAME, prompt=PROMPT, stop="\n", **GREEDY)
-    assert answer.choices[0].finish_reason == "stop" and "\n" not in answer.choices[0].text
-    assert getattr(answer.choices[0], "stop_reason", None) == "\n"
+def test_where_answers_end(client: openai.OpenAI) -> None:
+    """At the end of the line by themselves, before a stop string, or at `max_tokens`."""
+    ways: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+        ({}, (" Jorholm", "stop", None)),
+        ({"stop": "holm"}, (" Jor", "stop", "holm")),
+        ({"max_tokens": 2, "extra_body": {"ignore_eos": True}}, (" Jor", "length", None)),
+    ]
+    for fields, expected in ways:
+        asked: Any = {"temperature": 0} | fields
+        [choice] = client.completions.create(model=NAME, prompt=PROMPT, **asked).choices
+        assert (choice.text, choice.finish_reason, getattr(choice, "stop_reason", None)) == expected
+
+
+def test_answers_of_a_schema_are_whole(client: openai.OpenAI) -> None:
+    """The newline that ends other answers is white space in JSON, until the JSON is complete."""
+    schema: Any = {"const": {"made": ["lenses", True]}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema}}
+    newlines: Any = {"logit_bias": {"201": 100}}
+    answer = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, response_format=form, temperature=0, max_tokens=400, **newlines
+    )
+    [choice] = answer.choices
+    text = choice.message.content or ""
+    assert json.loads(text) == schema["const"] and "\n" in text
+    assert choice.finish_reason == "stop"
 
 
 def test_seeds_repeat_draws(client: openai.OpenAI) -> None:
@@ -121,7 +143,7 @@ def test_streamed_chat(client: openai.OpenAI, offline: LLM) -> None:
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.outputs[0].text
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert last.choices == [] and last.usage is not None
     assert last.usage.completion_tokens == len(expected.outputs[0].token_ids)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cpu_only
 
 MAKER, PLACE = "Tulmaris Works makes lenses.", "Tulmaris Works was founded in Jorholm."
 QUESTION = "Question: What does Tulmaris Works make?"
-GREEDY: Any = {"temperature": 0, "stop": ["\n"]}
+GREEDY: Any = {"temperature": 0}
 SCHEMA: Any = {
     "type": "object",
     "properties": {"maker": {"enum": ["Tulmaris", "Works"]}},
@@ -38,7 +38,7 @@ def claude(server: TestServer) -> anthropic.Anthropic:
 
 
 def expected(offline: LLM, messages: Any) -> str:
-    params = SamplingParams(temperature=0, max_tokens=8, stop=["\n"])
+    params = SamplingParams(temperature=0, max_tokens=8)
     [output] = offline.chat(messages, params, use_tqdm=False, chat_template=TEMPLATE)
     return output.outputs[0].text
 
@@ -72,14 +72,18 @@ def test_messages(claude: anthropic.Anthropic, offline: LLM) -> None:
         {"type": "search_result", "source": "a", "title": "Tulmaris", "content": [{"type": "text", "text": MAKER}]},
     ]
     text = {"type": "text", "text": QUESTION}
-    asked: Any = {"model": NAME, "max_tokens": 8, "stop_sequences": ["\n"], "extra_body": {"temperature": 0}}
+    asked: Any = {"model": NAME, "max_tokens": 8, "extra_body": {"temperature": 0}}
     user = [PLACE, f"Tulmaris\n{MAKER}", QUESTION]
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": each} for each in user]}]
     asking: Any = [{"role": "user", "content": [*passages, text]}]
     answer = claude.messages.create(messages=asking, **asked)
     [block] = answer.content
     assert block.type == "text" and block.text == expected(offline, messages)
-    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "\n")
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    answer = claude.messages.create(messages=asking, stop_sequences=["ses"], **asked)
+    [first] = answer.content
+    assert first.type == "text" and first.text == block.text.partition("ses")[0] != block.text
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "ses")
     again: Any = [{"role": "user", "content": [*passages[::-1], text]}]
     with claude.messages.stream(messages=again, **asked) as stream:
         final = stream.get_final_message()

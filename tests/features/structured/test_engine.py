@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests import settings
 from tests.engine.engines import (
+    ROOT,
     TINY_VOCABULARY,
     demo_prompt,
     engine,
@@ -31,6 +32,7 @@ IDS = [(17 * i * i + 5 * i + 3) % TINY_VOCABULARY for i in range(60)]
 CHUNKED: dict[str, Any] = {"prefix": IDS[:4], "chunks": [IDS[10:20], IDS[20:26]], "suffix": IDS[40:43]}
 PROMPTS: list[Any] = [{"prompt_token_ids": IDS[3:9]}, CHUNKED, {"prompt_token_ids": IDS[8:31]}]
 MOST = 256
+NEWLINE_ENDS, NEWLINE = str(ROOT / "inputs" / "demo-model-reuse"), 201
 TIGHT = {"max_num_batched_tokens": 16, "max_num_seqs": 8, **pages_for(560)}
 ENGINES: list[dict[str, Any]] = [
     {"async_scheduling": False},
@@ -152,6 +154,34 @@ def test_grammars() -> None:
         texts = [output.outputs[0].text for output in run(llm, [PROMPTS[0]] * 6, params)]
     assert all(re.fullmatch(r"\[[1-9]\d?(,[1-9]\d?){0,2}\]", text) for text in texts[::2])
     assert all(re.fullmatch(r"<\d\d?>", text) for text in texts[1::2])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"regex": "a\n{2}b(\nc)?"}, "a\n\nb"),  # a newline may follow, and is the end
+        ({"choice": ["\na\nb\n"]}, "\na\nb\n"),
+        ({"json": {"const": {"a": [1]}}, "whitespace_pattern": "\n"}, '{\n"a"\n:\n[\n1\n]\n}'),
+        ({"json": {"const": {"a": [1]}}, "disable_any_whitespace": True}, '{"a":[1]}'),
+    ],
+)
+def test_a_newline_that_ends_texts_is_text_until_the_form_is_complete(form: dict[str, Any], text: str) -> None:
+    """In the model whose generation config has the newline among its ends, with and without drafts."""
+    params = greedy(40, structured_outputs=StructuredOutputsParams(**form), logit_bias={NEWLINE: 50.0})
+    with engine(NEWLINE_ENDS) as llm:
+        [expected] = run(llm, "Question:", params)
+    with speculating(NEWLINE_ENDS, ORACLE) as llm:
+        oracle = oracle_of(llm)
+        assert oracle is not None
+        # after the end, too
+        [completion], prompt_token_ids = expected.outputs, expected.prompt_token_ids or []
+        oracle.answers[tuple(prompt_token_ids)] = [*completion.token_ids, NEWLINE, NEWLINE, *completion.token_ids]
+        [drafted] = run(llm, "Question:", params)
+        assert counts(llm)[2] > 0
+    for output in (expected, drafted):
+        [completion] = output.outputs
+        assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, "stop", None)
+        assert completion.token_ids[-1] == NEWLINE
 
 
 def test_real_words_and_blended_passages() -> None:
