@@ -8,17 +8,22 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.engine.async_engines import async_llm, final, is_empty, metrics, new_async_llm, until
 from tests.engine.engines import PATIENCE, ROOT, demo_prompt, engine, run
-from vllm_blend import SamplingParams
+from vllm_blend import EngineArgs, SamplingParams
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
+from vllm_blend.engine.process.client import EngineClient
+from vllm_blend.engine.process.messages import Ready
+from vllm_blend.engine.request_table import RequestTable
 
 pytestmark = pytest.mark.cpu_only
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
@@ -118,6 +123,28 @@ os.kill(os.getpid(), signal.SIGKILL)
     with closing(sqlite3.connect(index)) as connection:
         [count] = connection.execute("SELECT count(*) FROM chunks").fetchone()
     assert count >= 2
+
+
+def test_a_process_that_keeps_dying_is_started_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has lived for long is started at once."""
+    lives, now, delays = [*[5.0] * 8, 3600.0, 5.0, 5.0], [0.0], []
+    monkeypatch.setattr("vllm_blend.engine.process.client.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            delays.append(timeout)
+            return not lives
+
+    def die() -> str:
+        now[0] += lives.pop(0)
+        return "it died"
+
+    client = EngineClient(EngineArgs(model=MODEL).create_engine_config(), RequestTable())
+    client._ready.set_result(Ready(1, "float32", {}))
+    monkeypatch.setattr(client, "_closing", Closing())
+    monkeypatch.setattr(client, "_serve", die)
+    client._run()
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60, 0, 1, 2]
 
 
 async def _runs(llm: AsyncLLM) -> bool:
