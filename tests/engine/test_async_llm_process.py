@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,7 @@ from vllm_blend import EngineArgs, SamplingParams
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
 from vllm_blend.engine.process.client import EngineClient
+from vllm_blend.engine.process.main import EngineLoop
 from vllm_blend.engine.process.messages import Ready
 from vllm_blend.engine.request_table import RequestTable
 
@@ -145,6 +147,22 @@ def test_a_process_that_keeps_dying_is_started_less_and_less_often(monkeypatch: 
     monkeypatch.setattr(client, "_serve", die)
     client._run()
     assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60, 0, 1, 2]
+
+
+def test_an_engine_is_given_up_when_steps_keep_failing() -> None:
+    """Two failures are tolerated, and forgotten after a step that works."""
+    results: list[Exception | None] = [ValueError("1"), ValueError("2"), None, *[ValueError(str(n)) for n in (3, 4, 5)]]
+
+    def step() -> None:
+        if (error := results.pop(0)) is not None:
+            raise error
+
+    sockets: Any = SimpleNamespace()
+    loop = EngineLoop(cast(Any, SimpleNamespace(step=step)), sockets, sockets)
+    for _ in range(5):
+        loop._step()
+    with pytest.raises(ValueError, match="5"):
+        loop._step()
 
 
 async def _runs(llm: AsyncLLM) -> bool:
