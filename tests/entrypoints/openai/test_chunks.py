@@ -110,6 +110,8 @@ def test_get_list_change_and_delete(server: TestServer) -> None:
     first, second = (store(server, salt, text=PASSAGE.format(year), ttl="5m") for year in (1, 2))
     assert first["expires_at"] == first["created_at"] + 300 and first["priority"] == 50
     assert store(server, salt, text=PASSAGE.format(1))["id"] == first["id"]
+    same = send(server, "POST", "/v1/chunks", salt, json={"text": PASSAGE.format(1), "ttl": "5m"})
+    assert same.json()["id"] == first["id"]  # the salt may be in the header here, too
     assert send(server, "GET", f"/v1/chunks/{second['id']}", salt).json() == second
     listed = send(server, "GET", "/v1/chunks?limit=1", salt).json()
     assert [each["id"] for each in listed["data"]] == [second["id"]] and listed["has_more"]
@@ -144,6 +146,7 @@ def test_get_list_change_and_delete(server: TestServer) -> None:
         ({"text": "a", "ttl": "5m", "retention_seconds": 5}, "ttl and retention_seconds are both given"),
         ({"text": "a", "retention_seconds": -1}, "retention_seconds=-1 must be more than 0"),
         ({"text": "a", "priority": 101}, "priority is 101"),
+        ({"text": "a", "cache_salt": ""}, "cache_salt is empty"),
         ({"text": "a " * 3000}, "max_model_len"),
     ],
 )

@@ -44,7 +44,8 @@ Salt = Annotated[str | None, Header(alias="X-Cache-Salt", description="the cache
 @router.post("/v1/chunks", response_model=ChunkObject)
 async def store_chunk(body: ChunkRequest, request: Request, x_cache_salt: Salt = None) -> Response:
     """Compute a passage's KV and keep it; the same passage again is kept anew, under the same id."""
-    server, salt = server_of(request), tenant_of(request).combined_salt(body.cache_salt or x_cache_salt)
+    cache_salt = x_cache_salt if body.cache_salt is None else body.cache_salt
+    server, salt = server_of(request), tenant_of(request).combined_salt(cache_salt)
     server.check_model(body.model)
     if not server.engine.config.blend.enable_blending:
         raise bad_request("this server does not blend, so no passage would be used: start it with --enable-blending")
