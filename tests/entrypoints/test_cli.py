@@ -44,4 +44,6 @@ def test_a_command_gets_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_anything_else_is_an_error_that_names_the_commands(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
-    assert ended.value.code == 2 and "COMMAND" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and "COMMAND" in printed
+    assert not argv or "there is no command 'chek-model': did you mean 'check-model'?" in printed

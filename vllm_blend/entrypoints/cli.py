@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_blend import __version__
+from vllm_blend.checks import closest
 
 # Name -> the module whose main(arguments) it is (an exit status, or None for 0), and what it does.
 COMMANDS = {
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vllm-blend {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     given = list(sys.argv[1:] if argv is None else argv)
+    meant = closest(given[0], COMMANDS) if given and given[0] not in COMMANDS else None
+    if meant is not None:
+        parser.error(f"there is no command {given[0]!r}: did you mean {meant!r}?")
     args = parser.parse_args(given[:1])
     return importlib.import_module(COMMANDS[args.command][0]).main(given[1:]) or 0
 

@@ -67,8 +67,8 @@ def prompt_for(dataset: str | Path) -> PromptStyle:
     if len(found) != 1:
         raise ValueError(
             f"cannot tell how to ask data set {str(dataset)!r}: its name must contain one of "
-            f"{', '.join(PROMPT_STYLES)}; rename the file, or give --style or --dataset-name (see the command's "
-            "--help)"
+            f"{', '.join(PROMPT_STYLES)}; rename the file, or name the style (--style of check-model and "
+            "finetune, --dataset-name of the pipeline's stages)"
         )
     return found[0]
 
