@@ -79,7 +79,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> Any:
-        """The library's own object. Making it takes about a second for 100,000 tokens."""
+        """The library's own object. Making it takes long for a large vocabulary."""
         return trial.read_vocabulary(llguidance(), **self.description())
 
 
