@@ -136,7 +136,8 @@ class Simulation:
         if sum(item.num_rows for item in scheduled) > self.scheduler.max_num_batched_tokens:
             *others, last = scheduled
             assert last.is_blend and last.part is None
-            assert last.request.params is None or last.request.blend is None or not last.request.blend.is_divisible
+            if last.request.params is not None and last.request.blend is not None and last.request.blend.is_divisible:
+                assert last.num_rows <= self.scheduler.max_num_batched_tokens, "it fits a step of its own"
             assert all(item.num_tokens == 1 for item in others), "beside a blend above the budget only decodes run"
 
     def read_and_write(self, item: ScheduledRequest) -> None:

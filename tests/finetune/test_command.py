@@ -88,7 +88,7 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "2048"], "the model has 1024 positions"),
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "40"], "none of the 150 samples fits 40 tokens"),
         (["--dataset", "missing_musique.json", "--steps", "1"], "data set not found: missing_musique.json"),
-        (["--dataset", "mine.json", "--steps", "1"], "rename the file, or give --style"),
+        (["--dataset", "mine.json", "--steps", "1"], "rename the file, or name the style (--style"),
         (["--dataset", MUSIQUE, "--steps", "1", "--style", "quiz"], "--style 'quiz' is unknown"),
         (["--dataset", MUSIQUE, "--steps", "1", "--max-length", "0"], "--max-length is 0: use 1 to 1024"),
         (["--dataset", MUSIQUE, "--minutes", "inf"], "--minutes is inf"),

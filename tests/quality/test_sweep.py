@@ -144,7 +144,7 @@ def test_questions_are_equally_many_of_each_kind(tmp_path: Path) -> None:
     assert read_questions(path, limit=1).kinds == [] and read_questions(path).kinds == ["common", "rare"]
     assert read_questions(write_json(tmp_path / "other.json", samples), "samsum").style.metric == "rouge_l"
     for arguments, message in (
-        ((tmp_path / "other.json",), "rename the file, or give --style"),
+        ((tmp_path / "other.json",), "rename the file, or name the style"),
         ((path, "hotpot"), "'hotpot' is unknown: use one of musique"),
         ((path, None, 0), "use 1 or more"),
     ):

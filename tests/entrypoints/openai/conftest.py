@@ -1,4 +1,4 @@
-"""One server, and one offline engine to compare it with, for all tests of a session."""
+"""One server, and one offline engine to compare it with, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.entrypoints.openai.servers import TestServer, engine_args
 from vllm_blend import LLM
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[TestServer]:
     server = TestServer()
     yield server
     server.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def offline() -> Iterator[LLM]:
     arguments = engine_args()
     llm = new_llm(arguments.pop("model"), **arguments)
