@@ -28,6 +28,7 @@ from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}
+HeadNorms = tuple[RMSNorm, RMSNorm]  # of each head of Q, and of K
 Product = torch.Tensor | UnscaledProduct  # the output of a linear layer, for its one reader
 
 
@@ -144,9 +145,14 @@ class SelfAttention(nn.Module):
         Returns the output [T', hidden_size] and, if a hook kept fewer rows, which ones it kept.
         """
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        q, k, norms = self.normalize(q, k)
         out, rows = self.attn(q, k, v, norms)
         return self.o_proj.product(out), rows
+
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, HeadNorms | None]:
+        """Return Q [T, heads * head_dim] and K [T, kv_heads * head_dim] as attention takes them, with the norms of
+        their heads that it is still to apply. A family overrides this if it normalises them in another way."""
+        return q, k, None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
 class MLP(nn.Module):
@@ -269,6 +275,18 @@ def rotaries_by_layer(hf_config: Any, max_position: int, spec: DecoderSpec) -> l
     rotary_dim = next((rotary.spec.rotary_dim for rotary in built.values()), spec.head_dim)
     still = RotaryEmbedding(RopeSpec(NO_ROPE, rotary_dim, 1.0), max_position)
     return [built[kind] if turned else still for kind, turned in zip(spec.layer_types, rotates, strict=True)]
+
+
+def attention_biases(hf_config: Any) -> dict[str, bool]:
+    """Return `qkv_bias` and `out_bias` of a config whose `attention_bias` is of all four projections."""
+    bias = bool(getattr(hf_config, "attention_bias", False))
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def window_everywhere(hf_config: Any, window: int | None) -> dict[str, Any]:
+    """Return `layer_types` and `sliding_window` of a model whose layers all see `window`, None for everything."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    return {"layer_types": (kind,) * hf_config.num_hidden_layers, "sliding_window": window}
 
 
 class DecoderForCausalLM(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, make_mlp
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, attention_biases, make_mlp
 
 
 class GemmaRMSNorm(nn.Module):
@@ -22,9 +22,8 @@ class GemmaRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., size]."""
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight.float())).to(
-            x.dtype
-        )
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return norm(x + residual) and x + residual."""
@@ -42,12 +41,11 @@ class Gemma3Attention(SelfAttention):
         super().__init__(spec, layer_idx, rotary)
         self.q_norm, self.k_norm = (GemmaRMSNorm(spec.head_dim, spec.rms_norm_eps) for _ in range(2))
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """Attend from hidden [T, hidden_size] as `SelfAttention` does."""
-        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
-        heads = (len(hidden), -1, self.attn.head_dim) if len(hidden) else (0, 1, self.attn.head_dim)
-        out, rows = self.attn(self.q_norm(q.reshape(heads)).flatten(1), self.k_norm(k.reshape(heads)).flatten(1), v)
-        return self.o_proj(out), rows
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Normalise each head of Q and K."""
+        size = self.attn.head_dim
+        q, k = q.unflatten(-1, (q.shape[-1] // size, size)), k.unflatten(-1, (k.shape[-1] // size, size))
+        return self.q_norm(q).flatten(-2), self.k_norm(k).flatten(-2), None
 
 
 class Gemma3Layer(nn.Module):
@@ -91,17 +89,15 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         activation = hf_config.hidden_activation
         if activation != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_activation {activation!r} is not supported: Gemma 3 has 'gelu_pytorch_tanh'")
-        bias = bool(getattr(hf_config, "attention_bias", False))
         return DecoderSpec.from_hf(
             hf_config,
-            qkv_bias=bias,
-            out_bias=bias,
             layer_types=tuple(hf_config.layer_types),
             sliding_window=hf_config.sliding_window,
             attention_scale=hf_config.query_pre_attn_scalar**-0.5,
             # rounded to the model's dtype, as it was in training
             embedding_scale=float(torch.tensor(hf_config.hidden_size**0.5, dtype=torch.get_default_dtype())),
             activation="gelu_tanh",
+            **attention_biases(hf_config),
         )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention_biases
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -14,14 +14,12 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        attention_bias = bool(getattr(hf_config, "attention_bias", False))
         return DecoderSpec.from_hf(
             hf_config,
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             attention_scale=float(hf_config.attention_multiplier),
             embedding_scale=float(hf_config.embedding_multiplier),
             residual_scale=float(hf_config.residual_multiplier),
             logits_divisor=float(hf_config.logits_scaling),
+            **attention_biases(hf_config),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention_biases, window_everywhere
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -12,9 +12,8 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        attention_bias = bool(getattr(hf_config, "attention_bias", False))
         mlp_bias = bool(getattr(hf_config, "mlp_bias", False))
-        return DecoderSpec.from_hf(hf_config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias)
+        return DecoderSpec.from_hf(hf_config, mlp_bias=mlp_bias, **attention_biases(hf_config))
 
 
 class MistralForCausalLM(DecoderForCausalLM):
@@ -22,7 +21,6 @@ class MistralForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        window = getattr(hf_config, "sliding_window", None)
-        everywhere = ("full_attention" if window is None else "sliding_attention",) * hf_config.num_hidden_layers
-        layer_types = tuple(getattr(hf_config, "layer_types", None) or everywhere)
-        return DecoderSpec.from_hf(hf_config, layer_types=layer_types, sliding_window=window)
+        windows = window_everywhere(hf_config, getattr(hf_config, "sliding_window", None))
+        layer_types = getattr(hf_config, "layer_types", None)
+        return DecoderSpec.from_hf(hf_config, **windows | ({"layer_types": tuple(layer_types)} if layer_types else {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from vllm_blend.layers.experts import ExpertsSpec
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention_biases, window_everywhere
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
@@ -21,15 +21,15 @@ class MixtralForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
         experts = ExpertsSpec(
             hf_config.num_local_experts,
             hf_config.num_experts_per_tok,
             hf_config.intermediate_size,
             normalizes=True,
-            layers=frozenset(range(layers)),
+            layers=frozenset(range(hf_config.num_hidden_layers)),
         )
-        return DecoderSpec.from_hf(hf_config, experts=experts, **_window_everywhere(layers, window))
+        windows = window_everywhere(hf_config, getattr(hf_config, "sliding_window", None))
+        return DecoderSpec.from_hf(hf_config, experts=experts, **windows)
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
@@ -51,13 +51,6 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
             normalizes=bool(hf_config.norm_topk_prob),
             layers=frozenset(sparse),
         )
-        bias = bool(getattr(hf_config, "attention_bias", False))
         window = hf_config.sliding_window if getattr(hf_config, "use_sliding_window", False) else None
-        windows = _window_everywhere(hf_config.num_hidden_layers, window)
-        return DecoderSpec.from_hf(hf_config, qk_norm=True, qkv_bias=bias, out_bias=bias, experts=experts, **windows)
-
-
-def _window_everywhere(layers: int, window: int | None) -> dict[str, Any]:
-    """Return `layer_types` and `sliding_window` of a model whose layers all see `window`, None for everything."""
-    kind = "full_attention" if window is None else "sliding_attention"
-    return {"layer_types": (kind,) * layers, "sliding_window": window}
+        windows, biases = window_everywhere(hf_config, window), attention_biases(hf_config)
+        return DecoderSpec.from_hf(hf_config, qk_norm=True, experts=experts, **biases, **windows)

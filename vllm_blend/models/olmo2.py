@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, make_mlp
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, attention_biases, make_mlp
 
 
 class Olmo2Attention(SelfAttention):
@@ -20,12 +20,10 @@ class Olmo2Attention(SelfAttention):
         q_size, k_size, _ = self.qkv_proj.sizes
         self.q_norm, self.k_norm = RMSNorm(q_size, spec.rms_norm_eps), RMSNorm(k_size, spec.rms_norm_eps)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """Attend from hidden [T, hidden_size] as `SelfAttention` does."""
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Normalise Q and K, each over all of its heads together."""
         assert self.q_norm is not None and self.k_norm is not None
-        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
-        out, rows = self.attn(self.q_norm(q), self.k_norm(k), v)
-        return self.o_proj(out), rows
+        return self.q_norm(q), self.k_norm(k), None
 
 
 class Olmo2Layer(nn.Module):
@@ -56,5 +54,4 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        bias = bool(getattr(hf_config, "attention_bias", False))
-        return DecoderSpec.from_hf(hf_config, qkv_bias=bias, out_bias=bias)
+        return DecoderSpec.from_hf(hf_config, **attention_biases(hf_config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, window_everywhere
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
@@ -12,7 +12,5 @@ class Phi3ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        window = getattr(hf_config, "sliding_window", None)
-        kind = "full_attention" if window is None else "sliding_attention"
-        layer_types = (kind,) * hf_config.num_hidden_layers
-        return DecoderSpec.from_hf(hf_config, is_fused=True, layer_types=layer_types, sliding_window=window)
+        windows = window_everywhere(hf_config, getattr(hf_config, "sliding_window", None))
+        return DecoderSpec.from_hf(hf_config, is_fused=True, **windows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
+from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention_biases
 from vllm_blend.models.qwen2 import qwen_windows
 
 
@@ -13,12 +13,10 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
-        bias = bool(getattr(hf_config, "attention_bias", False))
         return DecoderSpec.from_hf(
             hf_config,
-            qkv_bias=bias,
-            out_bias=bias,
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             rotates=tuple(bool(rotates) for rotates in hf_config.no_rope_layers),
+            **attention_biases(hf_config),
             **qwen_windows(hf_config),
         )
