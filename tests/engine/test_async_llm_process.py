@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import pytest
 
 from tests.engine.async_engines import async_llm, final, is_empty, metrics, new_async_llm, until
 from tests.engine.engines import PATIENCE, ROOT, demo_prompt, engine, run
+from tests.waiting import wait_until
 from vllm_blend import EngineArgs, SamplingParams
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
@@ -117,10 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + PATIENCE
-    while _exists(int(done.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not _exists(int(done.stdout)))
     [index] = tmp_path.rglob("index.sqlite3")
     with closing(sqlite3.connect(index)) as connection:
         [count] = connection.execute("SELECT count(*) FROM chunks").fetchone()

@@ -12,8 +12,8 @@ from tests.clock import Clock
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import PATIENCE, assert_empty, engine, new_llm, run, threads
 from tests.engine.test_persistent_store import PARAMS, SECONDS, TINY, metrics, prompts, store_of
-from tests.kv_store.disk_processes import wait_until
 from tests.kv_store.test_remote_redis import Server, set_timeout
+from tests.waiting import wait_until
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.kv_store import circuit_breaker
 from vllm_blend.kv_store.prefetch import NUM_THREADS

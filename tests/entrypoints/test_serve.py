@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tests.engine.engines import ROOT
-from tests.entrypoints.openai.servers import DEADLINE, REUSE_DEMO, TEMPLATE, wait_until
+from tests.entrypoints.openai.servers import REUSE_DEMO, TEMPLATE
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.entrypoints.serve import main, parse
 
 pytestmark = pytest.mark.cpu_only

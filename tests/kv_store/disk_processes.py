@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, hold, key, same, sized
+from tests.waiting import DEADLINE
 from vllm_blend.kv_store import segment
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.index import Entry
 from vllm_blend.kv_store.store_config import DiskStoreConfig
-
-DEADLINE = 120.0  # seconds for anything that a test waits for: no machine is so slow
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
@@ -163,14 +162,6 @@ def check_after_a_crash(folder: Path, budget_pages: int, expected: Callable[[str
         named = {path.name.removesuffix(".segment") for path in folder.glob("v1/*.segment")}
         assert named == {entry.extent.segment for entry in live}
         return len(live)
-
-
-def wait_until(condition: Callable[[], bool], every: float = 0.01) -> None:
-    """Look `every` so many seconds."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(every)
 
 
 def put_in_turns(connection: Connection, folder: Path, name: str, tokens: int, rounds: int) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv_store.disk_processes import DEADLINE
 from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, hold, key, same, segments, sized, there
+from tests.waiting import DEADLINE
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.host_memory import Arena, aligned_empty

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_store.disk_processes import DEADLINE, Child, check_after_a_crash, churn, die_at_step
+from tests.kv_store.disk_processes import Child, check_after_a_crash, churn, die_at_step
 from tests.kv_store.stored_chunks import chunk, key, memory_folder, sized
+from tests.waiting import DEADLINE
 
 pytestmark = pytest.mark.slow
 

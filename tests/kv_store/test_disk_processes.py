@@ -10,7 +10,6 @@ import pytest
 
 from tests.clock import Clock
 from tests.kv_store.disk_processes import (
-    DEADLINE,
     Child,
     check_after_a_crash,
     churn,
@@ -18,10 +17,10 @@ from tests.kv_store.disk_processes import (
     open_store,
     put_in_turns,
     stay_in_a_transaction,
-    wait_until,
     write_slowly,
 )
 from tests.kv_store.stored_chunks import PAGE, bytes_on_disk, chunk, hold, key, same, sized
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.kv_store import circuit_breaker
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tests.clock import Clock
-from tests.kv_store.disk_processes import DEADLINE, Child, wait_until
+from tests.kv_store.disk_processes import Child
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.kv_store import circuit_breaker
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.objects import FsspecObjects, Rejected, open_objects

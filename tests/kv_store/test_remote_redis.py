@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.clock import Clock
-from tests.kv_store.disk_processes import DEADLINE, wait_until
 from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, chunk, key, same, sized, there
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.kv_store import circuit_breaker
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.store_config import RemoteStoreConfig

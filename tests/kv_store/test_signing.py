@@ -10,8 +10,8 @@ import pytest
 import torch
 import xxhash
 
-from tests.kv_store.disk_processes import DEADLINE
 from tests.kv_store.stored_chunks import MODEL, chunk, key, same
+from tests.waiting import DEADLINE
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.layout import ChunkFault, ChunkLayout
 from vllm_blend.kv_store.remote import RemoteChunkStore

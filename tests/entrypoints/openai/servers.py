@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from fastapi import FastAPI
 
 from tests import settings
 from tests.engine.engines import ROOT, threads
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend import EngineArgs
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.app import create_app
@@ -32,7 +32,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['content'] %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}"
 )
-DEADLINE = 120.0  # seconds: no machine is so slow
 
 
 def engine_args() -> dict[str, Any]:
@@ -120,11 +119,3 @@ def serving(engine: AsyncLLM, **settings: Any) -> Iterator[str]:
             server.should_exit = True
             thread.join(DEADLINE)
             app.state.server.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition. Fails after a time that is long for any machine."""
-    stop = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < stop, "it did not happen"
-        time.sleep(0.01)

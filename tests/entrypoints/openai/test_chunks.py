@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.openai.servers import DEADLINE, TestServer
+from tests.entrypoints.openai.servers import TestServer
+from tests.waiting import DEADLINE
 
 pytestmark = pytest.mark.cpu_only
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.openai.servers import DEADLINE, TestServer, serving, wait_until
+from tests.entrypoints.openai.servers import TestServer, serving
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.entrypoints.openai.generation import Generation
 from vllm_blend.entrypoints.openai.options import ServerOptions
 

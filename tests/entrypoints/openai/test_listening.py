@@ -16,7 +16,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.servers import DEADLINE, TestServer, serving
+from tests.entrypoints.openai.servers import TestServer, serving
+from tests.waiting import DEADLINE
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate
 from vllm_blend.entrypoints.serve import parse

@@ -49,7 +49,7 @@ def test_blocks_that_are_to_be_stored() -> None:
 
 @pytest.mark.parametrize("own, whole, seconds", [(SHORT, {}, (300,)), ({}, LONG, (3600,)), (SHORT, LONG, (300,))])
 def test_results_of_tools_and_the_mark_of_the_request(own: Any, whole: Any, seconds: tuple[int, ...]) -> None:
-    """That is the mark of the last block if it has none of its own: a tool's result then is a chunk the first time."""
+    """The request's own mark is for its last block, unless that has one. A marked result of a tool is stored now."""
     template = CHATML_LIKE.replace("m['content']", "(m['content'] or '')")
     result = {"type": "tool_result", "tool_use_id": "a", "content": PASSAGES[0], **own}
     made = prompt(template, "Who jumps?", [CALL], [result], **whole)

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.openai.servers import DEADLINE, TestServer, wait_until
+from tests.entrypoints.openai.servers import TestServer
+from tests.waiting import DEADLINE, wait_until
 
 pytestmark = pytest.mark.cpu_only
 

@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from tests.engine.engines import threads
-from tests.entrypoints.openai.servers import DEADLINE, engine_args, serving, wait_until
+from tests.entrypoints.openai.servers import engine_args, serving
 from tests.kv_store.test_remote_redis import Server as Redis
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend import EngineArgs
 from vllm_blend.engine.async_llm import AsyncLLM
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.entrypoints.openai.metrics.test_server_metrics import dict_of, read
-from tests.entrypoints.openai.servers import TestServer, wait_until
+from tests.entrypoints.openai.servers import TestServer
+from tests.waiting import wait_until
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.options import ServerOptions
 
