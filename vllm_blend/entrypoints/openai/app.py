@@ -21,9 +21,9 @@ from vllm_blend.entrypoints.openai import (
 )
 from vllm_blend.entrypoints.openai.errors import install_error_handlers
 from vllm_blend.entrypoints.openai.generation import ClientDisconnected
-from vllm_blend.entrypoints.openai.metrics import endpoints as watching
+from vllm_blend.entrypoints.openai.metrics import endpoints as metrics_endpoints
 from vllm_blend.entrypoints.openai.middleware import OPEN_PATHS, RequestContext
-from vllm_blend.entrypoints.openai.openapi import ERRORS, mended
+from vllm_blend.entrypoints.openai.openapi import ERRORS, describe_fully
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
@@ -38,7 +38,7 @@ _ROUTERS = (
     models,
     tokenization,
     health,
-    watching,
+    metrics_endpoints,
     unsupported,
 )
 
@@ -80,7 +80,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-Id"],
         )
-    _mend_description(app, bool(options.api_key or options.api_keys))
+    _extend_description(app, bool(options.api_key or options.api_keys))
     return app
 
 
@@ -88,12 +88,12 @@ async def _answer_disconnected(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _mend_description(app: FastAPI, has_keys: bool) -> None:
+def _extend_description(app: FastAPI, has_keys: bool) -> None:
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = mended(describe, has_keys, OPEN_PATHS)
+            app.openapi_schema = describe_fully(describe, has_keys, OPEN_PATHS)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The description of the API in /openapi.json: what FastAPI derives from the endpoints, mended where it cannot know."""
+"""The description of the API in /openapi.json: what FastAPI derives from the endpoints, and what it cannot know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 _OWN_ERRORS = ("HTTPValidationError", "ValidationError")  # FastAPI's: bodies that do not fit are answered by 400
 
 
-def mended(describe: Callable[[], dict[str, Any]], has_keys: bool, open_paths: frozenset[str]) -> dict[str, Any]:
+def describe_fully(
+    describe: Callable[[], dict[str, Any]], has_keys: bool, open_paths: frozenset[str]
+) -> dict[str, Any]:
     """Return the description that `describe` makes, with errors as they are sent, and with the API key if the server
     has keys. `open_paths` are those that need none."""
     schema = describe()
