@@ -21,6 +21,7 @@ from tests.waiting import DEADLINE
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate
 from vllm_blend.entrypoints.serve import parse
+from vllm_blend.log_lines import REQUEST_ID
 
 pytestmark = pytest.mark.cpu_only
 
@@ -115,12 +116,16 @@ def test_origins_on_the_command_line() -> None:
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    """The first one waits for what runs, the second one for nothing."""
+    """The first one waits for what runs, the second one for nothing. A request that a signal interrupts has no part in
+    it: what is logged meanwhile is not that request's."""
+    drains_for: list[str | None] = []
 
     async def send_both() -> None:
         drained = asyncio.Event()
+        REQUEST_ID.set("interrupted")
 
         async def drain(_: float) -> None:
+            drains_for.append(REQUEST_ID.get())
             await drained.wait()
 
         engine = SimpleNamespace(drain=drain)
@@ -128,7 +133,8 @@ def test_a_second_signal_does_not_wait() -> None:
         server = DrainingServer(uvicorn.Config(FastAPI(), log_config=None), state)
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0)
-        assert state.is_draining and not server.should_exit
+        await asyncio.sleep(0)
+        assert state.is_draining and not server.should_exit and drains_for == [None]
         server.handle_exit(signal.SIGTERM, None)
         assert server.should_exit and server.force_exit
         drained.set()

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import stat
+from contextvars import Context
 from pathlib import Path
 
 import uvicorn
@@ -128,7 +129,8 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._server.is_draining = True
-        self._loop.call_soon_threadsafe(self._begin_draining)
+        # Not in the context of the request that the signal has interrupted: its id would be in the lines logged.
+        self._loop.call_soon_threadsafe(self._begin_draining, context=Context())
 
     def _begin_draining(self) -> None:
         logger.info("draining: up to %g s for running requests", self._server.options.shutdown_timeout)
