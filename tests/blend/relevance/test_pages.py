@@ -85,7 +85,9 @@ def test_a_page_is_not_asked_for_by_words_that_the_best_one_has() -> None:
 def test_a_page_is_linked_by_a_name_at_the_beginning_of_the_best_or_by_other_words_than_the_questions() -> None:
     pages = [["Ada Brix sailed. She saw a river."], ["Brix Street: long."], ["Long river."], ["Nothing."]]
     _, street, river, _ = page_words(pages, "Which river did Ada Brix see?").links(0)
-    assert street == Link(0.5 * rarity(2, 4))  # it mentions her, and is no word of hers besides
+    share = rarity(2, 4) / (rarity(2, 4) + rarity(1, 4))  # it has her surname alone
+    assert street.score == pytest.approx(share**2 * rarity(2, 4))
+    assert street == Link(street.score)  # and no other word of hers
     assert river == Link()  # the question's word, which is not what the best page is about
 
 
@@ -121,3 +123,15 @@ def test_a_page_that_has_a_name_later_is_linked_less() -> None:
     native = "Born in Wesgro in 1870, Ole Finn worked as a painter."
     _, finn, wesgro = page_words([[ADA], [f"A {native}"], [WESGRO]], "In which country was Ada Brix born?").links(0)
     assert finn.words == wesgro.words == {"wesgro"} and finn.score == LATER_SHARE * wesgro.score
+
+
+def test_a_page_that_shares_a_surname_is_linked_less_than_one_that_has_the_whole_name() -> None:
+    pages = [["Kejoux Works: clocks."], ["Lia Works: tiles. Founded late."], ["Ole Finn: Kejoux Works was his."]]
+    _, namesake, founder = page_words(pages, "Who founded Kejoux Works?").links(0)
+    assert 0 < namesake.score < founder.score
+
+
+def test_names_do_not_only_begin_sentences() -> None:
+    words = page_words([["Ada Brix sold 7 clocks. Demand was strong. The Firm"], ["a firm"]], "?")
+    assert words.names(0) == {"brix", "7"}
+    assert words.names(1) == set()

@@ -6,6 +6,7 @@ import pytest
 
 from tests.blend.relevance.texts import (
     ADA,
+    ADA_LATER,
     CONTINUES,
     KEJOUX,
     OTHER_CITY,
@@ -51,8 +52,24 @@ def test_sentences_with_the_questions_words_come_before_others_of_their_page() -
     assert chosen_text(PASSAGES, "Whom did Ada Brix marry?", 4, continues=CONTINUES) == [
         "Ada Brix was a chemist born in Wesgro in 1850.",
         "She married Ole Finn.",  # "marry" and "married" begin alike
-        "The family moved often.",
         "Later she founded Kejoux Works.",
+        "Kejoux Works makes clocks.",
+    ]
+
+
+def test_sentences_without_names_come_behind_those_of_the_second_page_that_have_some() -> None:
+    """Nothing tells that this question needs the second page: it has no word of the question."""
+    pages = [KEJOUX.replace("clocks.", "clocks. Ledgers burnt. It has 40 workers."), ADA, ADA_LATER, OTHER_CITY]
+    question, continues = "Ada Brix?", (None, None, 1, None)
+    assert chosen_text(pages, question, 8, continues=continues) == [
+        "Ada Brix was a chemist born in Wesgro in 1850.",
+        "Later she founded Kejoux Works.",
+        "She married Ole Finn.",
+        "Kejoux Works makes clocks.",
+        "It has 40 workers.",
+        "Its director is Griol Maix.",
+        "The family moved often.",
+        "Ledgers burnt.",
     ]
 
 

@@ -158,3 +158,5 @@ def test_words_that_stand_in_lower_case(tokenizer: Any) -> None:
     ids = tokenizer.encode("The Firm sold clocks. The firm's 7 Clocks tick. 京都", add_special_tokens=False)
     assert WordIndex(tokenizer).read(ids).lower >= {"sold", "clocks", "firm", "s", "tick"}
     assert not WordIndex(tokenizer).read(ids).lower & {"the", "7", "京都"}
+    assert WordIndex(tokenizer).read(ids).names >= {"7"}
+    assert not WordIndex(tokenizer).read(ids).names & {"the", "firm", "clocks", "tick"}

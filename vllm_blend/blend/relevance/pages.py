@@ -15,7 +15,6 @@ from math import fsum
 from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
 from vllm_blend.blend.relevance.words import PassageWords, Sentence, stems_of
 
-MENTION_WEIGHT = 0.5  # of a page that mentions the best page, beside one that the best page leads to
 LATER_SHARE = 0.6  # of a page whose first sentence has a name, but later than another page's has it
 
 
@@ -66,9 +65,10 @@ class PageWords:
 
         A question such as "In which country was Ada born?" needs a second page, which the first one names. Each name on
         `best` leads to the page whose first sentence has it soonest, and less to others that have it there. A page that
-        mentions `best` is linked as well: it has a name of the question that stands in the first sentence of `best`. Of
-        linked pages, those matter most that a rare name links, that are linked by a sentence with other words of the
-        question ("born"), and that have what the question asks and `best` lacks.
+        mentions `best` is linked as well: it has a name of the question that stands in the first sentence of `best`.
+        One that has only a part of the name, such as a surname, counts by the square of that part's weight. Of linked
+        pages, those matter most that a rare name links, that are linked by a sentence with other words of the question
+        ("born"), and that have what the question asks and `best` lacks.
         """
         introduced = self._introduced(best)
         about = frozenset(self.question) & self._heads[best].places.keys()
@@ -77,11 +77,12 @@ class PageWords:
         near = {word: self._asked_near(best, {word}) for word in frozenset().union(*introduced)}
         lacking = self._stems.keys() - self._page_stems[best]
         answers = bm25_scores(self._counts(lacking, stems=True), self._lengths)
+        whole = fsum(weights[word] for word in named)
         links = []
         for index, words in enumerate(introduced):
             leads = max((share * (weights[word] + near[word]) for word, share in words.items()), default=0.0)
             mentions = fsum(weights[word] for word in named & self._words[index])
-            score = leads + (MENTION_WEIGHT * mentions + self._asked_near(index, named) if mentions else 0.0)
+            score = leads + ((mentions / whole) ** 2 * (mentions + self._asked_near(index, named)) if mentions else 0.0)
             is_linked = score > 0 and index != best
             links.append(Link(score + answers[index], frozenset(words), answers[index] > 0) if is_linked else Link())
         return links
@@ -90,6 +91,11 @@ class PageWords:
         """Return the weight of the question's words that begin as words of a sentence do. Words of most pages tell no
         sentence apart and count nothing."""
         return fsum(self._stems[stem] for stem in self._stems.keys() & sentence.stems)
+
+    def names(self, page: int) -> frozenset[str]:
+        """Return the names and numbers of a page: words that do not only begin sentences, and that stand in no passage
+        in lower case."""
+        return self._names(frozenset().union(*(own.names for own in self.pages[page])))
 
     def _introduced(self, best: int) -> list[dict[str, float]]:
         """Return the names of the page `best` that each page introduces: they are in its first sentence. Each has a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -70,9 +70,11 @@ class PromptPassages:
 
         A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
-        pages come before the rest of the first: those that match it best, and those that link the pages. All other
-        sentences follow page by page. Passages that are ranked are computed from the first on: behind what is exact,
-        they become exact.
+        pages come next: those that match it best, those that link the pages, and all of the second page that have names
+        or numbers. Then follow, of the first page and of a second one that is linked to it, all sentences with names or
+        numbers, as an answer is likely to be one, and last the rest of the first page. In text without names the first
+        page is computed whole before that. All other sentences follow page by page. Passages that are ranked are
+        computed from the first on: behind what is exact, they become exact.
         """
         if self.is_ranked:
             return iter([[(self.bounds[0][0], self.bounds[-1][1])]])
@@ -82,13 +84,17 @@ class PromptPassages:
     def _groups(self, ranked: Sequence[int], only_needed: bool) -> Iterator[list[Span]]:
         first, second = ranked[:2]
         link = self._links(first)[second]
-        own = self._sentences(first)
+        own, other = self._sentences(first), self._sentences(second)
         sentences = own[:1]
         if link.is_asked_for:
-            sentences += self._best_matches(first)
+            sentences += self._best_matches(own)
             sentences += [each for each in own if not link.words.isdisjoint(each[1].places)]
-            sentences += [*self._sentences(second)[:1], *self._best_matches(second)]
-        sentences += sorted(own, key=lambda each: -self._words.match(each[1]))
+            sentences += [*other[:1], *self._best_matches(other), *self._named(second)]
+        sentences += self._named(first)
+        named = self._named(second)
+        if link.score > 0 and named and not only_needed:
+            sentences += [*other[:1], *named]
+        sentences += self._by_match(own)
         key = dict.fromkeys(span for span, _ in sentences)
         yield list(key)
         if link.is_asked_for or not only_needed:
@@ -112,10 +118,17 @@ class PromptPassages:
             for sentence in passage.sentences
         ]
 
-    def _best_matches(self, page: int) -> list[tuple[Span, Sentence]]:
-        """Return the sentences of a page, but for the first, that match the question best."""
-        matches = [each for each in self._sentences(page)[1:] if self._words.match(each[1]) > 0]
-        return sorted(matches, key=lambda each: -self._words.match(each[1]))[:BEST_MATCHES]
+    def _named(self, page: int) -> list[tuple[Span, Sentence]]:
+        """Return the sentences of a page that have names or numbers, those first that match the question best."""
+        names = self._words.names(page)
+        return self._by_match(each for each in self._sentences(page) if not names.isdisjoint(each[1].places))
+
+    def _best_matches(self, sentences: Sequence[tuple[Span, Sentence]]) -> list[tuple[Span, Sentence]]:
+        """Return those of a page's sentences, but for the first, that match the question best."""
+        return self._by_match(each for each in sentences[1:] if self._words.match(each[1]) > 0)[:BEST_MATCHES]
+
+    def _by_match(self, sentences: Iterable[tuple[Span, Sentence]]) -> list[tuple[Span, Sentence]]:
+        return sorted(sentences, key=lambda each: -self._words.match(each[1]))
 
 
 def _is_clear(scores: Sequence[float]) -> bool:

@@ -62,7 +62,8 @@ class Sentence:
 @dataclass(frozen=True)
 class PassageWords:
     """The words of a passage: how often each word and each stem occurs, how many words there are, the sentences, and
-    which words stand in lower case somewhere in it."""
+    which words stand in lower case somewhere in it. Of the others, `names` are those that do not only begin sentences:
+    names and numbers, as a rule."""
 
     words: frozenset[str]
     counts: Mapping[str, int]
@@ -70,6 +71,7 @@ class PassageWords:
     length: int
     sentences: tuple[Sentence, ...]
     lower: frozenset[str]
+    names: frozenset[str]
 
     @property
     def num_tokens(self) -> int:
@@ -110,16 +112,19 @@ class WordIndex:
         stem_counts: Counter[str] = Counter()
         sentences = []
         lower: set[str] = set()
+        inner: set[str] = set()
         for start, stop, text in self._split(token_ids):
             words = split_words(text)
             lower.update(run[0].casefold() for run in _RUN.finditer(text) if run[0][0].islower())
+            inner.update(words[1:])
             counts.update(words)
             stem_counts.update(word[:_STEM_LETTERS] for word in words)
             places = {word: place for place, word in reversed(list(enumerate(words)))}
             sentences.append(Sentence(start, stop, MappingProxyType(places), frozenset(stems_of(words))))
         # What other prompts will be read from is not for a user's selector to change.
         own, own_stems = MappingProxyType(counts), MappingProxyType(stem_counts)
-        return PassageWords(frozenset(counts), own, own_stems, counts.total(), tuple(sentences), frozenset(lower))
+        cases = frozenset(lower), frozenset(inner - lower)
+        return PassageWords(frozenset(counts), own, own_stems, counts.total(), tuple(sentences), *cases)
 
     def question(self, token_ids: Sequence[int]) -> list[str]:
         """Return the different words of a question."""
