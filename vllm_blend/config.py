@@ -53,10 +53,6 @@ def _check_block_size(name: str, value: int) -> None:
     require(value in BLOCK_SIZES, f"{name}={value}: use one of {', '.join(map(str, BLOCK_SIZES))} tokens")
 
 
-def _check_one_process(name: str, value: int) -> None:
-    require(value == 1, f"{name}={value}: only 1 is supported by the single-process executor")
-
-
 @dataclass(frozen=True)
 class ModelConfig(OptionGroup):
     """The model, its precision and its device.
@@ -285,6 +281,7 @@ class FeatureConfig(OptionGroup):
     extension: ClassVar[str | None] = None  # of (these settings, EngineParts) -> Extension
     worker_extension: ClassVar[str | None] = None  # of (these settings, WorkerSpec) -> WorkerExtension, if it is on
     divides_blends: ClassVar[bool] = True  # whether it works with blends that several steps share
+    works_across_ranks: ClassVar[bool] = False  # whether it works with tensor_parallel_size > 1
 
     @property
     def is_on(self) -> bool:
@@ -308,7 +305,9 @@ class EngineConfig(OptionGroup):
         "auto (the first that works: ours, FlashInfer, plain torch), cpu, cuda, flashinfer, xformers or torch_native",
         none_means_default=True,
     )
-    tensor_parallel_size: int = option(1, "devices that share the model: only 1 is supported", check=_check_one_process)
+    tensor_parallel_size: int = option(
+        1, "ranks that share the model, each a process and on GPUs a device of its own", check=at_least(1)
+    )
     disable_log_stats: bool = option(True, "log no throughput and cache statistics while the engine runs")
 
     def __post_init__(self) -> None:

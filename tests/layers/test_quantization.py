@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from tests.models.tiny import CONTEXT, PagedRunner, prompt, save, tiny_hf_model
 from vllm_blend import LLM, ops
 from vllm_blend.config import ModelConfig
+from vllm_blend.distributed.sharding import Share
 from vllm_blend.engine import setup
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
-from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
+from vllm_blend.layers.quantization import QuantizedDestination, QuantizingRMSNorm, check_quantization
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import construct_as, fill_dummy, load_hf_config, load_model
 from vllm_blend.models.registry import resolve_model_class
@@ -102,7 +103,7 @@ def test_readers_of_an_unscaled_product_apply_its_scales() -> None:
 def test_packing_is_exact() -> None:
     weight, x = randn(96, 32), randn(5, 32, seed=1)
     with construct_as(torch.bfloat16, CPU):
-        packed = QKVLinear(32, 4, 1, 16, quantization="fp8")
+        packed = QKVLinear(32, Share.whole(4), Share.whole(1), 16, quantization="fp8")
         parts = [Linear(32, size, quantization="fp8") for size in packed.sizes]
     for view, part, matrix in zip(packed.checkpoint_views().values(), parts, weight.split(packed.sizes), strict=True):
         view.copy_(matrix)
@@ -139,6 +140,7 @@ def test_a_checkpoint_is_quantised_as_it_is_read(architecture: str, tmp_path: Pa
             assert name.endswith("bias") or "norm" in name or "embed_tokens" in name or "lm_head" in name
             assert torch.equal(found, tensor.bfloat16())
         else:
+            assert isinstance(found, QuantizedDestination)
             assert same(found.rows, quantize_rows_reference(tensor.bfloat16()))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 4 * 3
@@ -215,7 +217,7 @@ def test_an_old_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_that_fp8_products_do_not_take() -> None:
     with pytest.raises(ValueError, match="whose sizes are multiples of 16, but the model has one of 48 x 40"):
-        GateUpLinear(40, 24, quantization="fp8")
+        GateUpLinear(40, Share.whole(24), quantization="fp8")
 
 
 def test_chunk_kv_of_fp8_weights_has_keys_of_its_own(tmp_path: Path) -> None:
@@ -224,6 +226,7 @@ def test_chunk_kv_of_fp8_weights_has_keys_of_its_own(tmp_path: Path) -> None:
     model = load_model(config, str(tmp_path), torch.bfloat16, "cpu", max_position=CONTEXT)
     worker: Any = SimpleNamespace(
         model_runner=SimpleNamespace(model=model),
+        num_ranks=1,
         dtype=torch.bfloat16,
         num_layers=3,
         shape=SimpleNamespace(kv_heads=2, head_dim=16),

@@ -7,14 +7,16 @@ A feature is a folder here. It adds to the step loop (`engine/extension.py`) and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_blend.checks import require
-from vllm_blend.config import FeatureConfig
+from vllm_blend.config import EngineConfig, FeatureConfig
 from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
 from vllm_blend.features.offload.config import OffloadConfig
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
 from vllm_blend.features.structured.config import StructuredOutputsConfig
+from vllm_blend.urls import redact_repr
 
 FEATURES: tuple[type[FeatureConfig], ...] = (
     SpeculativeConfig,
@@ -31,6 +33,25 @@ EXCLUSIONS: tuple[tuple[type[FeatureConfig], type[FeatureConfig], str], ...] = (
     (KVCompressConfig, OffloadConfig, _HEAD_PAGES),
     (KVCompressConfig, CascadeConfig, _HEAD_PAGES),
 )
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise ValueError for an option that is given, but does not work with the ranks that are asked for."""
+    if config.tensor_parallel_size == 1:
+        return
+    used: dict[str, Any] = {
+        "quantization": config.model.quantization,
+        "chunk_store_path": config.chunk_store.path,
+        "chunk_store_url": config.chunk_store.url,
+        "blend_controller": config.blend.controller or None,
+    }
+    given = [f"{name}={redact_repr(value)}" for name, value in used.items() if value is not None]
+    given += [feature.name for feature in config.features if feature.is_on and not feature.works_across_ranks]
+    require(
+        not given,
+        f"{', '.join(given)} needs tensor_parallel_size=1, but it is {config.tensor_parallel_size}: leave one of the "
+        "two out",
+    )
 
 
 def check_exclusions(features: Sequence[FeatureConfig]) -> None:

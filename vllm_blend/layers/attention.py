@@ -29,8 +29,10 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding,
         sliding_window: int | None = None,
         scale: float | None = None,
+        kv_copies: int = 1,
     ) -> None:
         super().__init__()
+        self.kv_copies = kv_copies  # ranks that have each of the KV heads
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_idx = layer_idx
         self.rotary = rotary

@@ -1,4 +1,7 @@
-"""Linear layers without initialisation cost, alone or packed (several checkpoint matrices as one), also in FP8."""
+"""Linear layers without initialisation cost, alone or packed (several checkpoint matrices as one), also in FP8.
+
+A layer may be one rank's share of the whole one: of its rows, or of its columns.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import torch
 from torch import nn
 
 from vllm_blend import ops
+from vllm_blend.distributed.ranks import Ranks
+from vllm_blend.distributed.sharding import Layout, Share, row_layout
 from vllm_blend.layers.quantization import QuantizedDestination, check_sizes
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
@@ -58,43 +63,82 @@ class Linear(nn.Module):
             return weight
         return QuantizedDestination(QuantizedRows(weight, self.weight_scale[rows]), self.dtype)
 
-    def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination]:
+    def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination | Layout]:
         """Return where each tensor of the checkpoint goes, by its name beside the layer's own."""
         bias = {} if self.bias is None else {"bias": self.bias.detach()}
-        return {"weight": self.weight_destination(), **bias}
+        return {"weight": self.weight_destination(), **bias} | self.layouts()
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layouts of the parameters, by name, of which this layer has a share."""
+        return {}
+
+
+class RowParallelLinear(Linear):
+    """A rank's columns of a linear layer, whose input is shared out alike; the ranks' products are added up. (In the
+    literature, where matrices are transposed, these are rows.)"""
+
+    def __init__(self, in_share: Share, out_features: int, bias: bool, ranks: Ranks) -> None:
+        super().__init__(in_share.count, out_features, bias)
+        self.in_share, self.ranks = in_share, ranks
+
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        out = self.ranks.sum(ops.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+    def layouts(self) -> dict[str, Layout]:
+        weight = self.weight.detach()
+        return {"weight": row_layout([Share.whole(len(weight))], weight, self.in_share)}
+
+
+def row_parallel(in_share: Share, out_features: int, bias: bool, quantization: str | None, ranks: Ranks) -> Linear:
+    """Return a layer whose input is shared out among ranks, or whole on the only one."""
+    if in_share.is_whole:
+        return Linear(in_share.total, out_features, bias, quantization)
+    return RowParallelLinear(in_share, out_features, bias, ranks)
 
 
 class PackedLinear(Linear):
     """Matrices that share their input, stacked by output rows.
 
-    `parts` has them in order: name in the checkpoint -> rows. With `is_fused` the checkpoint has them as one matrix.
+    `parts` has them in order: name in the checkpoint -> the rows that are here. With `is_fused` the checkpoint has them
+    as one matrix.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: dict[str, int],
+        parts: dict[str, Share],
         bias: bool = False,
         quantization: str | None = None,
         is_fused: bool = False,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias, quantization)
+        self.sizes = [share.count for share in parts.values()]
+        super().__init__(in_features, sum(self.sizes), bias, quantization)
         self.parts, self.is_fused = parts, is_fused
-        self.sizes = list(parts.values())
 
-    def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination]:
+    def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination | Layout]:
         """Return parts of the layer's memory by names beside its own ("q_proj.weight" and so on), or all of it."""
         if self.is_fused:
             return super().checkpoint_views()
-        views: dict[str, torch.Tensor | QuantizedDestination] = {}
-        first = 0
-        for name, size in self.parts.items():
-            rows = slice(first, first + size)
-            views[f"{name}.weight"] = self.weight_destination(rows)
-            if self.bias is not None:
-                views[f"{name}.bias"] = self.bias.detach()[rows]
-            first += size
+        views: dict[str, torch.Tensor | QuantizedDestination | Layout] = {}
+        first, columns = 0, Share.whole(self.weight.shape[1])
+        for name, share in self.parts.items():
+            rows = slice(first, first + share.count)
+            weight, bias = self.weight.detach()[rows], None if self.bias is None else self.bias.detach()[rows]
+            whole = share.is_whole
+            views[f"{name}.weight"] = self.weight_destination(rows) if whole else row_layout([share], weight, columns)
+            if bias is not None:
+                views[f"{name}.bias"] = bias if whole else row_layout([share], bias)
+            first += share.count
         return views
+
+    def layouts(self) -> dict[str, Layout]:
+        shares = list(self.parts.values())
+        if all(share.is_whole for share in shares):
+            return {}
+        found = {"weight": row_layout(shares, self.weight.detach(), Share.whole(self.weight.shape[1]))}
+        return found if self.bias is None else found | {"bias": row_layout(shares, self.bias.detach())}
 
 
 class QKVLinear(PackedLinear):
@@ -103,15 +147,15 @@ class QKVLinear(PackedLinear):
     def __init__(
         self,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: Share,
+        kv_heads: Share,
         head_dim: int,
         bias: bool = False,
         quantization: str | None = None,
         is_fused: bool = False,
     ) -> None:
-        kv = num_kv_heads * head_dim
-        parts = {"q_proj": num_heads * head_dim, "k_proj": kv, "v_proj": kv}
+        kv = kv_heads.times(head_dim)
+        parts = {"q_proj": heads.times(head_dim), "k_proj": kv, "v_proj": kv}
         super().__init__(hidden_size, parts, bias, quantization, is_fused)
 
 
@@ -121,10 +165,10 @@ class GateUpLinear(PackedLinear):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        intermediate: Share,
         bias: bool = False,
         quantization: str | None = None,
         is_fused: bool = False,
     ) -> None:
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        parts = {"gate_proj": intermediate, "up_proj": intermediate}
         super().__init__(hidden_size, parts, bias, quantization, is_fused)

@@ -16,11 +16,13 @@ from torch import nn
 
 from vllm_blend import ops
 from vllm_blend.attention.context import current_context
+from vllm_blend.distributed.ranks import ONE_RANK, Ranks
+from vllm_blend.distributed.sharding import Share, equal_share, kv_head_copies, kv_share
 from vllm_blend.layers.attention import Attention
 from vllm_blend.layers.embedding import Embedding, LMHead
 from vllm_blend.layers.experts import ExpertsSpec, SparseMLP
 from vllm_blend.layers.layernorm import RMSNorm
-from vllm_blend.layers.linear import GateUpLinear, Linear, QKVLinear
+from vllm_blend.layers.linear import GateUpLinear, QKVLinear, row_parallel
 from vllm_blend.layers.quantization import QuantizingRMSNorm
 from vllm_blend.layers.rope_frequencies import NO_ROPE, RopeSpec, rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
@@ -60,6 +62,7 @@ class DecoderSpec:
     is_fused: bool = False  # the checkpoint has Q, K and V as one matrix, gate and up as another
     experts: ExpertsSpec | None = None  # of the layers whose MLP is a mixture of experts
     quantization: str | None = None  # "fp8": of the linear layers of attention and MLP
+    ranks: Ranks = ONE_RANK  # which share the layers
 
     def __post_init__(self) -> None:
         for name in (
@@ -113,6 +116,16 @@ class DecoderSpec:
         }
         return cls(**(values | switches))
 
+    @property
+    def heads(self) -> Share:
+        """Return which query heads this rank has."""
+        return equal_share("num_attention_heads", self.num_heads, self.ranks)
+
+    @property
+    def kv_heads(self) -> Share:
+        """Return which KV heads this rank has."""
+        return kv_share(self.num_kv_heads, self.ranks)
+
     def window(self, layer_idx: int) -> int | None:
         """Return the sliding window of a layer in tokens, None for full attention."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
@@ -126,7 +139,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        heads, kv_heads, head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.qkv_proj = QKVLinear(
             spec.hidden_size, heads, kv_heads, head_dim, spec.qkv_bias, spec.quantization, spec.is_fused
         )
@@ -135,8 +148,12 @@ class SelfAttention(nn.Module):
         window, scale = spec.window(layer_idx), spec.attention_scale
         if window is not None and window >= rotary.max_position:
             window = None  # no sequence is longer: it never hides anything
-        self.attn = Attention(heads, kv_heads, head_dim, layer_idx, rotary, sliding_window=window, scale=scale)
-        self.o_proj = Linear(heads * head_dim, spec.hidden_size, spec.out_bias, spec.quantization)
+        counts = (heads.count, kv_heads.count, head_dim)
+        copies = kv_head_copies(spec.num_kv_heads, spec.ranks)
+        self.attn = Attention(*counts, layer_idx, rotary, window, scale, copies)
+        self.o_proj = row_parallel(
+            heads.times(head_dim), spec.hidden_size, spec.out_bias, spec.quantization, spec.ranks
+        )
         self.hack_kv: list[torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> tuple[Product, torch.Tensor | None]:
@@ -160,12 +177,11 @@ class MLP(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(
-            spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.quantization, spec.is_fused
-        )
+        inner = equal_share("intermediate_size", spec.intermediate_size, spec.ranks)
+        self.gate_up_proj = GateUpLinear(spec.hidden_size, inner, spec.mlp_bias, spec.quantization, spec.is_fused)
         quantized = spec.quantization is not None
         self.activation = ops.silu_and_mul_quant if quantized else ACTIVATIONS[spec.activation]
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, spec.quantization)
+        self.down_proj = row_parallel(inner, spec.hidden_size, spec.mlp_bias, spec.quantization, spec.ranks)
 
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> Product:
         return self.down_proj.product(self.activation(self.gate_up_proj.product(hidden)))
@@ -210,7 +226,7 @@ def make_mlp(spec: DecoderSpec, layer_idx: int) -> MLP | SparseMLP:
     """Return the MLP of a layer: dense, or a mixture of experts."""
     if spec.experts is None or layer_idx not in spec.experts.layers:
         return MLP(spec)
-    return SparseMLP(spec.hidden_size, spec.experts)
+    return SparseMLP(spec.hidden_size, spec.experts, spec.ranks)
 
 
 class DecoderModel(nn.Module):
@@ -227,7 +243,7 @@ class DecoderModel(nn.Module):
         norm: Callable[[int, float], nn.Module] = RMSNorm,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.ranks)
         self.embedding_scale = spec.embedding_scale
         self.layers = nn.ModuleList(layer(spec, i, rotary) for i, rotary in enumerate(rotaries))
         self.norm: Any = norm(spec.hidden_size, spec.rms_norm_eps)
@@ -297,18 +313,20 @@ class DecoderForCausalLM(nn.Module):
     takes_quantization = True
     checkpoint_names: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name here -> in checkpoints
 
-    def __init__(self, hf_config: Any, max_position: int, quantization: str | None = None) -> None:
+    def __init__(
+        self, hf_config: Any, max_position: int, quantization: str | None = None, ranks: Ranks = ONE_RANK
+    ) -> None:
         super().__init__()
         if quantization is not None and not self.takes_quantization:
             raise ValueError(
                 f"quantization={quantization!r} is not supported for {type(self).__name__}: leave quantization out"
             )
-        spec = replace(self.spec(hf_config), quantization=quantization)
+        spec = replace(self.spec(hf_config), quantization=quantization, ranks=ranks)
         self.config = hf_config
         family = type(self)
         self.model = DecoderModel(spec, rotaries_by_layer(hf_config, max_position, spec), family.layer, family.norm)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied, ranks)
         self.logits_divisor = spec.logits_divisor
 
     @classmethod
@@ -322,6 +340,7 @@ class DecoderForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] of hidden states: float32, but on a GPU in the weights' dtype."""
+        """Return the logits [n, vocab_size] of hidden states: float32, but on a GPU in the weights' dtype. Of several
+        ranks, rank 0 has them, and the others [n, 0]."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, attention_biases, make_mlp
 
@@ -77,8 +78,10 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
     norm = GemmaRMSNorm
     takes_quantization = False
 
-    def __init__(self, hf_config: Any, max_position: int, quantization: str | None = None) -> None:
-        super().__init__(hf_config, max_position, quantization)
+    def __init__(
+        self, hf_config: Any, max_position: int, quantization: str | None = None, ranks: Ranks = ONE_RANK
+    ) -> None:
+        super().__init__(hf_config, max_position, quantization, ranks)
         self.softcap: float | None = getattr(hf_config, "final_logit_softcapping", None)
 
     @classmethod

@@ -13,13 +13,15 @@ from torch import nn
 from transformers import AutoConfig
 
 from vllm_blend.checks import closest
+from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
 from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
+from vllm_blend.models.decoder import DecoderForCausalLM
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
-from vllm_blend.models.weights import fill_from_safetensors, find_weight_files
+from vllm_blend.models.weights import fill_from_safetensors, find_weight_files, layouts_of
 
 LOAD_FORMATS = ("auto", "dummy")
 HUB_PROBE_SECONDS = 5.0  # within which the Hub is asked whether a name that looks like a path is a model of its own
@@ -70,13 +72,14 @@ def load_model(
     max_position: int,
     revision: str | None = None,
     quantization: str | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> CausalLM:
     """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
 
     `model` is the directory or Hub id with the weights; `load_format="dummy"` fills small random weights of a fixed
     seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes the RoPE
     tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one at a time
-    is on the device in `dtype`.
+    is on the device in `dtype`. Of several `ranks` each builds, and reads, its own share of the layers.
 
     Raises ValueError for an unsupported architecture, checkpoint or quantization, TypeError for a registered class that
     is no `CausalLM`, and FileNotFoundError if there are no weights.
@@ -89,7 +92,7 @@ def load_model(
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
     with construct_as(dtype, torch.device(device)):
-        built = model_class(hf_config, max_position, quantization)
+        built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
         fill_from_safetensors(built, files)
@@ -99,6 +102,19 @@ def load_model(
         torch.cuda.empty_cache()  # the full-precision matrices: what sizes the KV cache asks the device what is free
     built.requires_grad_(False).eval()
     return causal_lm
+
+
+def _build(
+    model_class: type[nn.Module], hf_config: Any, max_position: int, quantization: str | None, ranks: Ranks
+) -> nn.Module:
+    if ranks.size == 1:
+        return model_class(hf_config, max_position, quantization)  # a user's class need not know of ranks
+    if not issubclass(model_class, DecoderForCausalLM):
+        raise ValueError(
+            f"tensor_parallel_size={ranks.size}: {model_class.__name__} does not derive from DecoderForCausalLM, whose "
+            "layers ranks can share; give tensor_parallel_size=1"
+        )
+    return model_class(hf_config, max_position, quantization, ranks)
 
 
 def is_local(model: str) -> bool:
@@ -156,9 +172,11 @@ def weights_directory(model: str, revision: str | None = None) -> Path:
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module) -> None:
-    """Fill normal weights of a fixed seed, quantised or not; norms are 1, so that activations keep their scale."""
+    """Fill normal weights of a fixed seed, quantised or not; norms are 1, so that activations keep their scale. Ranks
+    that share a model have parts of the same weights."""
     norms = {id(module.weight) for module in model.modules() if isinstance(module, (RMSNorm, QuantizingRMSNorm))}
     quantized = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and m.weight_scale is not None}
+    shared = {id(getattr(m, name)): layout for m in model.modules() for name, layout in layouts_of(m).items()}
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         if id(parameter) in norms:
@@ -167,8 +185,11 @@ def fill_dummy(model: nn.Module) -> None:
         if parameter.device not in generators:
             generators[parameter.device] = torch.Generator(parameter.device).manual_seed(DUMMY_SEED)
         generator = generators[parameter.device]
-        linear = quantized.get(id(parameter))
-        if linear is None:
+        linear, layout = quantized.get(id(parameter)), shared.get(id(parameter))
+        if layout is not None:
+            whole = torch.empty(layout.shape, dtype=parameter.dtype, device=parameter.device)
+            layout.copy_(whole.normal_(0, DUMMY_STD, generator=generator))
+        elif linear is None:
             parameter.normal_(0, DUMMY_STD, generator=generator)
         else:  # the weights of the same model without quantisation, quantised
             values = torch.empty_like(parameter, dtype=linear.dtype).normal_(0, DUMMY_STD, generator=generator)

@@ -7,9 +7,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_blend.distributed.ranks import Ranks
+from vllm_blend.distributed.sharding import Layout, Share, kv_head_copies, row_layout
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, SelfAttention, attention_biases, make_mlp
+
+
+class SharedRMSNorm(RMSNorm):
+    """RMSNorm over heads of which this rank has a share; `copies` ranks have each of them."""
+
+    def __init__(self, share: Share, eps: float, ranks: Ranks, copies: int = 1) -> None:
+        super().__init__(share.count, eps)
+        self.share, self.ranks, self.copies = share, ranks, copies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [rows, share.count], by all ranks' parts of each row."""
+        if self.ranks.size == 1:
+            return super().forward(x)
+        wide = x.float()
+        squares = self.ranks.sum(wide.square().sum(-1, keepdim=True)) / (self.copies * self.share.total)
+        return (wide * torch.rsqrt(squares + self.eps)).to(x.dtype) * self.weight
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layout of the weight, if this is one rank's share of it."""
+        return {} if self.share.is_whole else {"weight": row_layout([self.share], self.weight.detach())}
 
 
 class Olmo2Attention(SelfAttention):
@@ -17,8 +39,10 @@ class Olmo2Attention(SelfAttention):
 
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__(spec, layer_idx, rotary)
-        q_size, k_size, _ = self.qkv_proj.sizes
-        self.q_norm, self.k_norm = RMSNorm(q_size, spec.rms_norm_eps), RMSNorm(k_size, spec.rms_norm_eps)
+        eps, ranks = spec.rms_norm_eps, spec.ranks
+        copies = kv_head_copies(spec.num_kv_heads, ranks)
+        self.q_norm = SharedRMSNorm(spec.heads.times(spec.head_dim), eps, ranks)
+        self.k_norm = SharedRMSNorm(spec.kv_heads.times(spec.head_dim), eps, ranks, copies)
 
     def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Normalise Q and K, each over all of its heads together."""

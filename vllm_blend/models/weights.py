@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from vllm_blend.distributed.sharding import Layout
 from vllm_blend.layers.embedding import LMHead
 from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
@@ -48,9 +49,12 @@ def find_weight_files(directory: Path) -> list[Path]:
     raise FileNotFoundError(f"{directory} has no weights, which are *.safetensors files: fetch them, or save them so")
 
 
-def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | QuantizedDestination]:
+Destination = torch.Tensor | QuantizedDestination | Layout
+
+
+def checkpoint_destinations(model: nn.Module) -> dict[str, Destination]:
     """Return what each tensor of a Hugging Face checkpoint is copied into, by name (packed layers take several)."""
-    destinations: dict[str, torch.Tensor | QuantizedDestination] = {}
+    destinations: dict[str, Destination] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -60,12 +64,19 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, torch.Tensor | Quanti
             destinations.update({f"{beside}{name}": view for name, view in module.checkpoint_views().items()})
             seen.update(id(parameter) for parameter in module.parameters())
             continue
+        layouts = layouts_of(module)
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:  # a tied parameter belongs to the first module that has it
                 seen.add(id(parameter))
-                destinations[f"{prefix}{name}"] = parameter.detach()
+                destinations[f"{prefix}{name}"] = layouts.get(name, parameter.detach())
     renamed: Mapping[str, str] = getattr(model, "checkpoint_names", {})
     return {_renamed(name, renamed): destination for name, destination in destinations.items()}
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """Return the layouts of a module's own parameters, by name, of which it has one rank's share."""
+    layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
+    return {} if layouts is None else layouts()
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:
@@ -109,15 +120,18 @@ def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
 
 
-def _fill(name: str, destination: torch.Tensor | QuantizedDestination, stored: Any, file: Any) -> list[str]:
-    """Copy one tensor, or return why it does not fit. `stored` is its safetensors slice, without the data."""
+def _fill(name: str, destination: Destination, stored: Any, file: Any) -> list[str]:
+    """Copy one tensor, or the parts of it that are wanted, or return why it does not fit. `stored` is its safetensors
+    slice, without the data."""
     shape = tuple(stored.get_shape())
     if shape != tuple(destination.shape):
         return [f"{name} has shape {shape}, the config asks for {tuple(destination.shape)}"]
-    tensor = file.get_tensor(name)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return [f"{name} is stored as {tensor.dtype}: quantized checkpoints are not supported"]
-    destination.copy_(tensor)
+    parts = destination.parts if isinstance(destination, Layout) else (((), destination),)
+    for index, memory in parts:
+        tensor = stored[index] if index else file.get_tensor(name)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return [f"{name} is stored as {tensor.dtype}: quantized checkpoints are not supported"]
+        memory.copy_(tensor)
     return []
 
 

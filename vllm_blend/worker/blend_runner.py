@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence, choose
+from vllm_blend.distributed.ranks import RankLostError
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.hooks import QuestionMassHook
 from vllm_blend.worker.question_graphs import QuestionGraphs
+from vllm_blend.worker.shared_heads import agree
 
 
 def first_positions(
@@ -30,6 +33,7 @@ def first_positions(
     behind that pass without waiting for it.
     """
     plans = [_plan(request) for request in requests]
+    ranks, device = parts.heads.ranks, parts.device
     asking = [i for i, plan in enumerate(plans) if plan.looks_at.asks]
     masses: list[torch.Tensor] = []
     if graphs is not None and len(asking) == 1 and not arriving:
@@ -43,7 +47,9 @@ def first_positions(
         count = int(plans[index].selector.first_share() * plans[index].final_budget)
         if count and not plans[index].looks_at.checks:
             try:
-                repaired[index] = choose_positions(plans[index], mass_of[index], count)
+                repaired[index] = agree(ranks, partial(choose_positions, plans[index], mass_of[index], count), device)
+            except RankLostError:
+                raise
             except Exception as error:
                 errors[index] = failure(plans[index], error)
     if repaired:
@@ -55,8 +61,11 @@ def first_positions(
         if plan.error is not None:
             errors[index], chosen = plan.error, plan.candidates[:0]
         elif not plan.looks_at.checks and plan.final_budget < len(chosen):
+            seen = (mass_of.get(index), plan.final_budget, repaired.get(index))
             try:
-                chosen = choose_positions(plan, mass_of.get(index), plan.final_budget, repaired.get(index))
+                chosen = agree(ranks, partial(choose_positions, plan, *seen), device)
+            except RankLostError:
+                raise
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
                 errors[index], chosen = failure(plan, error), plan.candidates[:0]
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
@@ -88,7 +97,7 @@ def question_mass(
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(num_suffix)
     batch = build_batch(spans, parts.cache.block_size, parts.device)
-    hook = QuestionMassHook(parts.backend, suffixes, looks)
+    hook = QuestionMassHook(parts.backend, suffixes, looks, heads=parts.heads)
     caches = parts.cache.layers[: max(look.stop for look in looks)]
     with forward_context(ForwardContext(batch.metadata, caches, parts.backend, (*arriving, hook), [0] * len(spans))):
         parts.model(batch.input_ids)

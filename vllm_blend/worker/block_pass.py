@@ -72,7 +72,7 @@ class BlockPass:
         spans, masses = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.parts.device, drawn)
         capture = _capture_hook(items, self.cache.key.shape[0])
-        narrowing = _narrowing_hook(spans, masses, self.parts.device)
+        narrowing = _narrowing_hook(spans, masses, self.parts)
         own = (capture, narrowing, mean_shift_hook(spans, self.placement.rotaries))
         added = (extension.hook(items) for extension in self.extensions)
         hooks = [*arriving, *(hook for hook in (*own, *added) if hook is not None)]
@@ -153,7 +153,8 @@ class BlockPass:
         for start in range(0, len(token_ids), step):
             wanted = token_ids[start : start + step]
             logits = self.model.compute_logits(hidden[start : start + len(wanted)])
-            entries += prompt_logprobs(logits, wanted, num_logprobs)
+            if self.parts.heads.ranks.leads:  # which has all of them
+                entries += prompt_logprobs(logits, wanted, num_logprobs)
         return entries
 
 
@@ -204,14 +205,14 @@ def _first_row_position(item: ScheduledRequest) -> int:
 
 
 def _narrowing_hook(
-    spans: Sequence[Span], masses: dict[Request, torch.Tensor], device: torch.device
+    spans: Sequence[Span], masses: dict[Request, torch.Tensor], parts: DeviceParts
 ) -> NarrowingHook | None:
     plans = {
         index: (span.request.blend, span.positions, masses.get(span.request))
         for index, span in enumerate(spans)
         if span.positions is not None and span.request.blend is not None and span.request.blend.looks_at.checks
     }
-    return NarrowingHook(plans, device) if plans else None
+    return NarrowingHook(plans, parts.device, parts.heads) if plans else None
 
 
 def _blend_result(request: Request, whole: AttentionMetadata, final: AttentionMetadata, index: int) -> BlendResult:

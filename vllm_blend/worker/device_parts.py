@@ -9,6 +9,7 @@ import torch
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.models.causal_lm import CausalLM
 from vllm_blend.worker.kv_cache import KVCache
+from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class DeviceParts:
     model: CausalLM
     cache: KVCache
     backend: AttentionBackend
+    heads: SharedHeads = ALL_HEADS
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence
 from vllm_blend.ops.paged_kv import PagedKV
+from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads
 
 
 class LayerEvidence(Evidence):
@@ -19,6 +21,8 @@ class LayerEvidence(Evidence):
 
     Deviations are computed where K and V lie; the tensors of K and V are copies, made when first read. Valid during
     `Selector.score` only: the cache is written next.
+
+    Where ranks share the heads, what is read counts all of them: rank 0 reads it, and has the others `look` at theirs.
     """
 
     _plan: BlendPlan
@@ -26,6 +30,8 @@ class LayerEvidence(Evidence):
     _new: NewKV
     _kv: PagedKV
     _slots: torch.Tensor
+    _heads: SharedHeads
+    _read: dict[str, torch.Tensor]
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class LayerEvidence(Evidence):
         step: LayerStep,
         new: NewKV,
         mass: torch.Tensor | None,
+        heads: SharedHeads = ALL_HEADS,
     ) -> None:
         """`new` is of the whole step; mass: [tokens] of the request."""
         # Into the dictionary, as Evidence is frozen; what it has beside these are the properties below.
@@ -41,29 +48,48 @@ class LayerEvidence(Evidence):
         self.__dict__.update(positions=positions, seed=plan.content_seed)
         self.__dict__.update(question_mass=None if mass is None else mass[positions])
         self.__dict__.update(_plan=plan, _rows=rows, _new=new, _kv=step.kv, _slots=step.metadata.slot_mapping)
+        self.__dict__.update(_heads=heads, _read={})
+
+    def look(self, name: str) -> None:
+        """Add this rank's part to what rank 0 reads: a method without arguments or an attribute."""
+        found = getattr(self, name)
+        if callable(found):
+            found()
+
+    def _announce(self, name: str) -> None:
+        if self._heads.ranks.leads:
+            self._heads.ranks.tell(name)
 
     def k_deviation(self) -> torch.Tensor:
-        return ops.kv_deviation(self._new.k, self._kv.key, self._slots, self._rows)
+        self._announce("k_deviation")
+        return self._heads.kv_sum(ops.kv_deviation(self._new.k, self._kv.key, self._slots, self._rows))
 
     def v_deviation(self) -> torch.Tensor:
-        return ops.kv_deviation(self._new.v, self._kv.value, self._slots, self._rows)
+        self._announce("v_deviation")
+        return self._heads.kv_sum(ops.kv_deviation(self._new.v, self._kv.value, self._slots, self._rows))
 
     @cached_property
     def chunk_offsets(self) -> torch.Tensor:
         return self._plan.chunk_offsets.to(self.positions.device, non_blocking=True)[self.positions]
 
-    @cached_property
+    @property
     def k_new(self) -> torch.Tensor:
-        return self._new.k[self._rows]
+        return self._of_all_heads("k_new", lambda: self._new.k[self._rows])
 
-    @cached_property
+    @property
     def k_old(self) -> torch.Tensor:
-        return self._kv.key.flatten(0, 1)[self._slots[self._rows]]
+        return self._of_all_heads("k_old", lambda: self._kv.key.flatten(0, 1)[self._slots[self._rows]])
 
-    @cached_property
+    @property
     def v_new(self) -> torch.Tensor:
-        return self._new.v[self._rows]
+        return self._of_all_heads("v_new", lambda: self._new.v[self._rows])
 
-    @cached_property
+    @property
     def v_old(self) -> torch.Tensor:
-        return self._kv.value.flatten(0, 1)[self._slots[self._rows]]
+        return self._of_all_heads("v_old", lambda: self._kv.value.flatten(0, 1)[self._slots[self._rows]])
+
+    def _of_all_heads(self, name: str, part: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if name not in self._read:
+            self._announce(name)
+            self._read[name] = self._heads.all_kv(part())
+        return self._read[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,8 +12,10 @@ from vllm_blend.attention.context import Kept, LayerHook, NewKV
 from vllm_blend.attention.metadata import AttentionBackend, LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Look, choose
+from vllm_blend.distributed.ranks import RankLostError
 from vllm_blend.ops.attention import attention_probabilities
 from vllm_blend.worker.evidence import LayerEvidence
+from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads, agree
 
 
 class CaptureHook(LayerHook):
@@ -48,10 +51,11 @@ class QuestionMassHook(LayerHook):
         num_suffix_rows: Sequence[int],
         looks: Sequence[Look],
         ignored: torch.Tensor | None = None,
+        heads: SharedHeads = ALL_HEADS,
     ) -> None:
         """`looks`: what counts for each request. `ignored` [tokens] bool: rows that do not count, see
         `AttentionBackend.add_attention_mass`."""
-        self.backend, self.ignored, self.looks = backend, ignored, looks
+        self.backend, self.ignored, self.looks, self.heads = backend, ignored, looks, heads
         tokens = [n if look.tokens is None else look.tokens for n, look in zip(num_suffix_rows, looks, strict=True)]
         self.num_rows = [min(wanted, n) for wanted, n in zip(tokens, num_suffix_rows, strict=True)]
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
@@ -75,14 +79,17 @@ class QuestionMassHook(LayerHook):
             where = metadata.positions[own]
             mass = attention_probabilities(q[own], kv, where, table, n, scale, window)
             mass = mass.sum(1) if look.over_tokens == "mean" else mass.amax(1)
-            mass = mass.mean(0) if look.over_heads == "mean" else mass.amax(0)
+            is_mean = look.over_heads == "mean"
+            mass = self.heads.mean(mass.mean(0)) if is_mean else self.heads.maximum(mass.amax(0))
             total = self._masses[request][0]
             total.copy_(total + mass if look.over_layers == "mean" else torch.maximum(total, mass))
 
     def masses(self) -> list[torch.Tensor]:
         """Return the mass of each request, [seq_len] float32: over its tokens, heads and layers, as its look says."""
         layers = [look.stop - look.first if look.over_layers == "mean" else 1 for look in self.looks]
-        return [mass.sum(0) / count for mass, count in zip(self._masses, layers, strict=True)]
+        means = [mass.sum(0) / count for mass, count in zip(self._masses, layers, strict=True)]
+        # Other looks have gone over all ranks' heads layer by layer.
+        return [self.heads.mean(mean) if look.is_plain else mean for mean, look in zip(means, self.looks, strict=True)]
 
 
 @dataclass
@@ -103,11 +110,15 @@ class NarrowingHook(LayerHook):
     """
 
     def __init__(
-        self, plans: dict[int, tuple[BlendPlan, torch.Tensor, torch.Tensor | None]], device: torch.device
+        self,
+        plans: dict[int, tuple[BlendPlan, torch.Tensor, torch.Tensor | None]],
+        device: torch.device,
+        heads: SharedHeads = ALL_HEADS,
     ) -> None:
         """plans: request of the step -> its plan, the positions it starts with ([n] int64, on the host), and what its
         question looks at ([tokens] float32, on the device), where it does."""
         self.errors: dict[int, str] = {}
+        self._heads = heads
         self._state = {request: _start(*given, device) for request, given in plans.items()}
         self._layers = {layer for plan, _, _ in plans.values() for layer in plan.check_layers}
 
@@ -137,8 +148,11 @@ class NarrowingHook(LayerHook):
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            evidence = LayerEvidence(plan, start + state.candidates, step, new, state.mass)
-            chosen = state.candidates[choose(plan.selector, evidence, budget)]
+            evidence = LayerEvidence(plan, start + state.candidates, step, new, state.mass, self._heads)
+            own = partial(choose, plan.selector, evidence, budget)
+            chosen = state.candidates[agree(self._heads.ranks, own, new.k.device, evidence.look)]
+        except RankLostError:
+            raise
         except Exception as error:  # a user's selector may raise anything; it may only cost its own request
             self.errors[request] = f"the selector {plan.selector.name!r} failed: {error!r}"
             return None

@@ -21,13 +21,17 @@ from vllm_blend.worker.runner_output import RunnerOutput
 class ModelRunner:
     """Runs steps: a pass over blocks, the `others` over the requests that they accept, and one draw for all.
 
-    Which tokens to run is decided elsewhere.
+    Which tokens to run is decided elsewhere. Of several ranks, rank 0 draws for all; the others see the tokens at once
+    if it `shares_draws`, as it must where a step is queued before the host has read the last one.
     """
 
-    def __init__(self, block_pass: BlockPass, seed: int, others: Sequence[Pass] = ()) -> None:
+    def __init__(
+        self, block_pass: BlockPass, seed: int, others: Sequence[Pass] = (), shares_draws: bool = False
+    ) -> None:
         self.block_pass, self.others = block_pass, others
         self.parts, self.model, self.cache = block_pass.parts, block_pass.model, block_pass.cache
         self.sampler = Sampler(seed)
+        self._ranks, self._shares_draws = self.parts.heads.ranks, shares_draws
         self._drawn = NOTHING_DRAWN
 
     @torch.inference_mode()
@@ -42,9 +46,19 @@ class ModelRunner:
         if any(item.drafts for item in output.scheduled):
             # Which of the rows count is found out on the host, and the next step waits for that.
             self._drawn = NOTHING_DRAWN
-        elif result.tokens is not None:
-            self._drawn = Drawn({request: row for row, request in enumerate(result.sampled)}, result.tokens.tokens)
+        elif result.sampled:
+            tokens = self._drawn_tokens(result)
+            if tokens is not None:
+                self._drawn = Drawn({request: row for row, request in enumerate(result.sampled)}, tokens)
         return result
+
+    def _drawn_tokens(self, result: RunnerOutput) -> torch.Tensor | None:
+        """Return the token of each request that has drawn, [rows] int64; None if this rank does not see them."""
+        tokens = None if result.tokens is None else result.tokens.tokens
+        if not self._shares_draws:
+            return tokens
+        own = torch.empty(len(result.sampled), dtype=torch.int64, device=self.parts.device)
+        return self._ranks.broadcast(own if tokens is None else tokens)
 
     def _execute(self, items: Sequence[ScheduledRequest]) -> RunnerOutput:
         """Run the passes of a step one after another; all requests draw together."""
@@ -53,10 +67,12 @@ class ModelRunner:
         states: list[SamplingState] = []
         for one, accepted in self._split(items):
             output = one.run(accepted, self._drawn, result)
-            if output is not None:
+            if output is None:
+                continue
+            result.sampled += [item.request for item in output.items]
+            if self._ranks.leads:
                 logits.append(output.logits)
                 states += [state for item in output.items for state in _states(item)]
-                result.sampled += [item.request for item in output.items]
         if logits:
             result.tokens = self.sampler.start(logits[0] if len(logits) == 1 else torch.cat(logits), states)
         return result
@@ -84,8 +100,7 @@ class ModelRunner:
             count = min(max_tokens, request.num_prompt_tokens - request.num_computed_tokens)
             self._execute([ScheduledRequest(request, request.num_computed_tokens, count)])
             request.num_computed_tokens += count
-        k, v = request.collected_kv().unbind(0)
-        return ChunkKV(k.contiguous(), v.contiguous())
+        return ChunkKV.collected(request.collected_kv())
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Keep nothing of requests that have finished."""

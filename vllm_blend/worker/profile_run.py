@@ -47,8 +47,9 @@ def run_largest_steps(runner: ModelRunner, limits: StepLimits) -> None:
         steps += largest_blend(limits, runner)
     for step in steps:
         tokens = runner.execute(SchedulerOutput(step)).tokens
-        assert tokens is not None
-        tokens.result()
+        if runner.parts.heads.ranks.leads:
+            assert tokens is not None
+            tokens.result()
         for item in step:
             if item.request.collected:
                 item.request.collected_kv()  # joining the pieces of a chunk copies them

@@ -15,6 +15,7 @@ from vllm_blend.blend.metadata import FuseMetadata, default_fuse_metadata
 from vllm_blend.blend.selectors import Look, make_selector
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig
+from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.models.loader import load_model
@@ -27,6 +28,7 @@ from vllm_blend.worker.model_runner import ModelRunner
 from vllm_blend.worker.passes import GraphHook, WorkerExtension, WorkerSpec, make_worker_extensions
 from vllm_blend.worker.profile_run import NUM_BLOCKS, StepLimits, measure_activations
 from vllm_blend.worker.question_graphs import QuestionGraphs
+from vllm_blend.worker.shared_heads import SharedHeads
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +39,11 @@ LARGE_USE = GIB  # bytes in use on the device before anything is loaded; a CUDA 
 
 
 class Worker:
-    """Builds everything that lives on the device.
+    """Builds everything that lives on the device: of several ranks, everything of one.
 
     Raises `OutOfDeviceMemory` when something does not fit there, and ValueError when what is left for the KV cache
     cannot hold one request of the greatest length.
     """
-
-    rank = 0  # the only one
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class Worker:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        self.rank, self.num_ranks, self._ranks = ranks.rank, ranks.size, ranks
         self.config, self.dtype, self.device, self.max_model_len = config, dtype, device, max_model_len
         self.hf_config = hf_config
         if device.type == "cuda":
@@ -67,11 +69,13 @@ class Worker:
                 max_position=max_model_len,
                 revision=config.model.revision,
                 quantization=config.model.quantization,
+                ranks=ranks,
             )
         attentions = attention_layers(model)
         self.shape = CacheShape(len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim, dtype)
+        self._heads = SharedHeads(ranks, attentions[0].kv_copies)
         self.num_layers, self.num_heads = len(attentions), attentions[0].num_heads
-        self.wants_graphs = device.type == "cuda" and not config.model.enforce_eager
+        self.wants_graphs = device.type == "cuda" and not config.model.enforce_eager and ranks.size == 1
         self.extensions = make_worker_extensions(
             WorkerSpec(config, device, self.shape, max_model_len, self.wants_graphs)
         )
@@ -83,14 +87,15 @@ class Worker:
         self.memory: Share | None = None  # how a GPU's memory was shared out, where that was measured
         self.pool = Pool(self._num_blocks(model), config.cache.block_size, self._block_bytes, max_model_len)
         with must_fit("the KV cache", "lower gpu_memory_utilization or num_gpu_blocks_override", device):
-            parts = DeviceParts(model, self._allocate(self.pool.num_blocks), backend)
+            parts = DeviceParts(model, self._allocate(self.pool.num_blocks), backend, self._heads)
         with must_fit("the CUDA graphs", GRAPHS_REMEDY, device):
             graphs, question_graphs = self._capture(parts)
         for extension in self.extensions:
             extension.build(parts, None if graphs is None else graphs.pool)
         block_pass = BlockPass(parts, graphs, question_graphs, staging, self.extensions)
         others = [one for extension in self.extensions for one in extension.passes()]
-        self.model_runner = ModelRunner(block_pass, config.model.seed, others)
+        shares_draws = ranks.size > 1 and config.scheduler.runs_ahead(device)
+        self.model_runner = ModelRunner(block_pass, config.model.seed, others, shares_draws)
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
     def extension(self, kind: type[E]) -> E:
@@ -156,6 +161,7 @@ class Worker:
             how = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens, max_num_seqs"
             how += " or blend_chunk_cache_gib" if self.memory.chunk_store else ""
             spent = f" ({self.memory})"
+        count = self._ranks.minimum(count, self.device)  # the scheduler gives all ranks the same blocks
         require(
             count >= one_request,
             f"the KV cache has room for {max(0, count - 1) * cache.block_size} tokens, but one request may have "
@@ -191,7 +197,8 @@ class Worker:
         remedy = "lower max_num_batched_tokens or max_num_seqs"
         remedy += " or max_model_len" if config.blend.enable_blending else ""
         with must_fit("the activations of the largest step", remedy, device):
-            activations = measure_activations(DeviceParts(model, pages, self._make_backend()), limits)
+            parts = DeviceParts(model, pages, self._make_backend(), self._heads)
+            activations = measure_activations(parts, limits)
         with must_fit("the CUDA graphs", "lower max_num_seqs, or give enforce_eager=True", device):
             graphs = measure_tensors(lambda: self._capture(DeviceParts(model, pages, self._make_backend())), device)
         return activations, graphs

@@ -17,6 +17,7 @@ class CascadeConfig(FeatureConfig):
     name: ClassVar[str] = "cascade_attention"
     worker_extension: ClassVar[str | None] = "vllm_blend.features.cascade.passes:CascadePasses"
     divides_blends: ClassVar[bool] = False
+    works_across_ranks: ClassVar[bool] = True
 
     cascade_attention: bool = option(False, "attend blocks that several requests of a step share once for all of them")
 

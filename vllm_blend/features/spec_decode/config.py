@@ -30,6 +30,7 @@ class SpeculativeConfig(FeatureConfig):
     """
 
     title: ClassVar[str] = "Speculative decoding"
+    works_across_ranks: ClassVar[bool] = True
     name: ClassVar[str] = "speculative_config"
     extension: ClassVar[str | None] = "vllm_blend.features.spec_decode.extension:make_speculation"
     worker_extension: ClassVar[str | None] = "vllm_blend.features.spec_decode.passes:SpeculationPasses"

@@ -23,6 +23,7 @@ class StructuredOutputsConfig(FeatureConfig):
     """
 
     title: ClassVar[str] = "Structured outputs"
+    works_across_ranks: ClassVar[bool] = True
     name: ClassVar[str] = "structured_outputs_config"
     extension: ClassVar[str | None] = "vllm_blend.features.structured.extension:make_structured_outputs"
 

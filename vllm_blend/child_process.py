@@ -1,0 +1,47 @@
+"""Starts a module of the package as a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def start_module(module: str, settings: bytes, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that runs `module`, with `settings` on its standard input.
+
+    It imports nothing of the caller's `__main__`, and has a session of its own: a Ctrl-C or a SIGTERM to the caller's
+    process group is the caller's affair. Settings go through a pipe, as they may hold the password of a store.
+    """
+    # It must import what this process would, features and registered classes included.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(settings)
+        process.stdin.close()
+    except BrokenPipeError:  # it has died already, which its user finds out
+        logger.warning("a process of %s did not read its settings", module)
+    return process
+
+
+def describe_status(status: int) -> str:
+    """Say how a process ended, given its `returncode`."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

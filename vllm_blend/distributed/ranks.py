@@ -1,0 +1,142 @@
+"""The processes that run one model together, each with a part of every layer: tensor parallelism.
+
+Rank 0 leads: it schedules, chooses tokens and answers; the others follow. Tensors travel through torch.distributed, by
+a process group of the engine's own (a program may have several engines, and groups of its own). What rank 0 decides in
+the middle of a step travels through pipes, as any Python object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
+MEETING = timedelta(minutes=2)  # in which ranks that have started find one another
+LOOPBACK = "127.0.0.1"  # all ranks are on one machine
+
+
+class RankLostError(RuntimeError):
+    """An exchange with the other ranks has failed: one of them has ended, or does not answer."""
+
+
+class Ranks:
+    """The ranks of an engine, as one of them sees them. `ONE_RANK` is an engine without others.
+
+    All ranks call the same methods in the same order. `links` are pipes to the ranks 1, 2, ... on rank 0, and the one
+    to rank 0 on the others.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, links: Sequence[Connection] = ()
+    ) -> None:
+        self.rank, self.size, self.links = rank, size, tuple(links)
+        self._group = group
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.rank == 0
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' `part`, which may be overwritten."""
+        return self._reduce(part, dist.ReduceOp.SUM)
+
+    def maximum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over all ranks' `part`, which may be overwritten."""
+        return self._reduce(part, dist.ReduceOp.MAX)
+
+    def minimum(self, number: int, device: torch.device) -> int:
+        """Return the smallest of the ranks' numbers. `device` is the one that the ranks exchange tensors of."""
+        if self.size == 1:
+            return number
+        return int(self._reduce(torch.tensor([number], device=device), dist.ReduceOp.MIN))
+
+    def gather_columns(self, part: torch.Tensor) -> torch.Tensor:
+        """Return on rank 0 all ranks' `part` [rows, n] side by side, [rows, size * n]; on the others [rows, 0]."""
+        if self.size == 1:
+            return part
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._finish(lambda group: group.gather([parts] if parts else [], [part], options))
+        return torch.cat(parts, -1) if parts else part[:, :0]
+
+    def gather_all(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' `part`, which are of one shape, in the order of the ranks."""
+        if self.size == 1:
+            return [part]
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._finish(lambda group: group.allgather([parts], [part]))
+        return parts
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `tensor`; on the others the memory of theirs, of the same shape and dtype, receives it."""
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            tensor = tensor.contiguous()
+            self._finish(lambda group: group.broadcast([tensor], options))
+        return tensor
+
+    def tell(self, message: Any) -> None:
+        """Send the other ranks a message, which each of them has to `hear`. For rank 0."""
+        for link in self.links:
+            try:
+                link.send(message)
+            except OSError as error:
+                raise RankLostError(f"a rank that was to hear of a decision has ended ({error!r})") from error
+
+    def hear(self) -> Any:
+        """Wait for what rank 0 tells, and return it. For the other ranks."""
+        try:
+            return self.links[0].recv()
+        except (EOFError, OSError) as error:
+            raise RankLostError(f"rank 0 has ended ({error!r})") from error
+
+    def _reduce(self, part: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self.size == 1:
+            return part
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        part = part.contiguous()
+        self._finish(lambda group: group.allreduce([part], options))
+        return part
+
+    def _finish(self, start: Any) -> None:
+        """Run an exchange: on a CPU to its end; on a GPU it is queued, and what follows on the stream waits for it."""
+        assert self._group is not None
+        try:
+            start(self._group).wait()
+        except RuntimeError as error:  # torch has no type for it
+            raise RankLostError(f"the ranks cannot exchange tensors ({error})") from error
+
+
+ONE_RANK = Ranks()
+
+
+def connect(rank: int, size: int, folder: str, device: torch.device, links: Sequence[Connection]) -> Ranks:
+    """Return the ranks of an engine, when all of them have called this with the same `folder`, which only they use.
+
+    Tensors of a CPU travel through gloo over the loopback interface, those of GPUs through NCCL.
+    """
+    c10d: Any = dist  # whose annotations leave much of this out
+    store = c10d.FileStore(f"{folder}/ranks", size)
+    store.set_timeout(MEETING)
+    if device.type == "cpu":
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = TIMEOUT
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        group = c10d.ProcessGroupGloo(store, rank, size, options)
+    else:
+        torch.cuda.set_device(device)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        group = c10d.ProcessGroupNCCL(store, rank, size, options)
+    return Ranks(rank, size, group, links)
