@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_gpu import MISTRAL_7B, TOKENIZER
+from benchmarks.engine_gpu import TOKENIZER
+from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import LLM, SamplingParams
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_gpu import MISTRAL_7B
+from benchmarks.samples import record
+from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import ChunkedLLM, RequestOutput, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,6 +99,9 @@ def row(chunked: ChunkedLLM, tokens: int, chunk_tokens: int, repeats: int) -> st
             output = ask(order, retain=True)
             assert output.blend is not None and output.blend.retained is retained
             times.append(ttft(output))
+    kinds = {"no cache": exact, "first, 15%": new, "second": second, "second, exact": second_exact}
+    for name, times in kinds.items():
+        record(f"{tokens} tokens, {name}", times[2:])
     ms = [f"{1000 * median(times):.1f} ms" for times in (exact, new, second, second_exact)]
     for chunk in chunks:
         chunked.delete_chunk(chunk)

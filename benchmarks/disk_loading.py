@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.samples import record
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.kv_store.segment import Extent, SegmentFiles
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 metrics = output.metrics
                 assert metrics is not None and metrics.first_token_time and metrics.first_scheduled_time
                 found.append(metrics.first_token_time - metrics.first_scheduled_time)
+        for how, found in times.items():
+            record(how, found)
         early = composer.num_early  # the others found their chunks whole, as the disk was faster than a step
         print(
             f"{args.chunks} chunks of {args.tokens} tokens, {size / 2**20:.1f} MiB; {args.selector}; "

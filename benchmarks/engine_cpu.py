@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.samples import record
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample
 
@@ -42,19 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     hf = median(lambda: hf_generate(reference, ids[:1], 1), args.repeats)
     ours = median(lambda: generate(plain, ids[:1], first), args.repeats)
     row("full prefill, whole call", hf, ours, "HF")
-    full = ttft(plain, ids, first, args.repeats)
+    full = ttft("full prefill", plain, ids, first, args.repeats)
     for selector, ratio in (("question_attention", 0.15), ("value_deviation", 0.15), ("none", None)):
         asked = [
             p | {"blend_selector": selector} | ({} if ratio is None else {"blend_recompute_ratio": ratio})
             for p in prompts
         ]
         generate(blending, asked, first)  # stores the chunks
-        row(
-            f"time to first token, {selector} {ratio or 0:.0%}",
-            full,
-            ttft(blending, asked, first, args.repeats),
-            "own full",
-        )
+        name = f"{selector} {ratio or 0:.0%}"
+        row(f"time to first token, {name}", full, ttft(name, blending, asked, first, args.repeats), "own full")
 
     for batch in (1, 16):
         more, one = args.decode_tokens, 1
@@ -113,11 +110,12 @@ def hf_generate(model: Any, ids: list[list[int]], tokens: int) -> None:
         )
 
 
-def ttft(llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> float:
+def ttft(name: str, llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> float:
     times: list[float] = []
     for index in range(repeats + 1):
         metrics = generate(llm, [prompts[index % len(prompts)]], params)[0].metrics
         times.append(metrics.first_token_time - metrics.first_scheduled_time)
+    record(f"time to first token, {name}", times[1:])
     return statistics.median(times[1:])
 
 

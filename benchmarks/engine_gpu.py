@@ -25,45 +25,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.samples import record
+from benchmarks.shapes import MISTRAL_7B, QWEN3_06B
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.kv_store.transfer import LayerwiseLoad
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
 CHUNK = 512
-MISTRAL_7B: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 FLOOR_PREFILL = {2048: 39.0, 4096: 80.0, 8192: 172.0, 16384: 387.0, 32000: 923.0}  # ms at 784 TFLOP/s
 FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}  # ms a step, by batch and context
 READ = 4.2e9  # bytes per ms that an H200 reads
@@ -91,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_kv_bytes(llm, MISTRAL_7B)
             for n in args.lengths:
                 prompts: list[Any] = [{"prompt_token_ids": ids(rng, n, 32000)} for _ in range(args.repeats + 2)]
-                full[n] = ttft(llm, prompts)
+                full[n] = ttft(f"full prefill, {n}", llm, prompts)
                 report(f"full prefill, {n}", full[n], FLOOR_PREFILL.get(n))
         if "decode" in args.only:
             for (batch, context), floor in FLOOR_DECODE.items():
@@ -103,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         llm = load(MISTRAL_7B, blend_chunk_cache_gib=24, **blending)
         on_gpu = {}
         for n, name, asked in blends(by_length):
-            on_gpu[name] = ttft(llm, [asked] * (args.repeats + 3))
+            on_gpu[name] = ttft(name, llm, [asked] * (args.repeats + 3))
             report(name, on_gpu[name], blend_floor(n, asked), full.get(n))
         unload(llm)
         if args.chunk_device == "cpu":
@@ -184,7 +153,7 @@ def from_host(
     llm = load(config, blend_chunk_cache_gib=gib, blend_chunk_device="cpu", **options)
     for n, name, asked in blends(prompts):
         load_ms = (n - len(asked["suffix"])) * per_token / rate / 1e6
-        measured, compute_ms = ttft(llm, [asked] * (repeats + 3)), on_gpu[name]
+        measured, compute_ms = ttft(f"{name}, from the host", llm, [asked] * (repeats + 3)), on_gpu[name]
         over = measured / max(load_ms, compute_ms)
         what = f"{name}, from the host (load {load_ms:.1f}, compute {compute_ms:.1f} ms: {over:.2f} x the larger)"
         report(what, measured, max(load_ms, blend_floor(n, asked)), full.get(n))
@@ -251,7 +220,7 @@ def seconds(work: Callable[[], object], repeats: int = 6) -> float:
     return statistics.median(times)
 
 
-def ttft(llm: LLM, prompts: list[Any]) -> float:
+def ttft(name: str, llm: LLM, prompts: list[Any]) -> float:
     """Return the median ms to the first token; the first two prompts warm up (and store the chunks)."""
     times = []
     for prompt in prompts:
@@ -262,6 +231,7 @@ def ttft(llm: LLM, prompts: list[Any]) -> float:
             raise RuntimeError(output.error)
         assert output.metrics is not None and output.metrics.first_token_time and output.metrics.first_scheduled_time
         times.append(output.metrics.first_token_time - output.metrics.first_scheduled_time)
+    record(name, times[2:])
     return statistics.median(times[2:]) * 1e3
 
 

@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine_gpu import CHUNK, MISTRAL_7B, load
+from benchmarks.engine_gpu import CHUNK, load
 from benchmarks.ranking import make_passages
+from benchmarks.samples import record
+from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.quality.splits import DEVELOPMENT
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt = make_prompt(llm.get_tokenizer(), length, args.chunk, args.seed)
         for ratio in args.ratios:
             times = take_turns(llm, ways(prompt, ratio, args.seed), args.repeats)
+            for name, own in times.items():
+                record(f"{length} tokens, {ratio:.0%}, {name}", own)
             samples.append({"tokens": length, "ratio": ratio, "seconds": times})
             for name, own in times.items():
                 middle = 1e3 * statistics.median(own)

@@ -31,28 +31,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.shapes import LLAMA_31_8B
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.features.kv_compress.extension import KVCompression
 
 TOKENIZER = str(Path(__file__).resolve().parents[1] / "inputs" / "demo-model")
 VARIANTS = {"uncompressed": None, "1x": 1.0, "8x": 1 / 8, "64x": 1 / 64}
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 TINY = LLAMA_31_8B | {
     "vocab_size": 512,
     "hidden_size": 64,

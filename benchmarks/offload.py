@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.engine_gpu import MISTRAL_7B, QWEN3_06B
+from benchmarks.shapes import MISTRAL_7B, QWEN3_06B
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.features.offload.residency import OFFLOAD

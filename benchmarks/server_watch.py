@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
+import aiohttp
 
 ENGINE = "vllm_blend.engine.process.main"  # as its command line has it
 SAMPLE_SECONDS, HEALTH_SECONDS, IDLE_SECONDS = 5.0, 0.25, 60.0
@@ -36,7 +36,7 @@ class Watch:
     _is_down: bool = False
 
     @asynccontextmanager
-    async def running(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
+    async def running(self, client: aiohttp.ClientSession) -> AsyncIterator[None]:
         """Watch, and kill what is to be killed, until the requests of the body have ended; then wait for the pages."""
         self._begun = time.monotonic()
         tasks = [asyncio.create_task(self._sample())]
@@ -53,7 +53,7 @@ class Watch:
             if isinstance(error, Exception):
                 raise error
 
-    async def until_healthy(self, client: httpx.AsyncClient) -> None:
+    async def until_healthy(self, client: aiohttp.ClientSession) -> None:
         """Wait while an engine that was killed is away."""
         while self._is_down:
             await asyncio.sleep(HEALTH_SECONDS)
@@ -121,7 +121,7 @@ class Watch:
             self.samples.append((time.monotonic() - self._begun, *memory))
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def _kill(self, client: httpx.AsyncClient, process: str, seconds: float) -> None:
+    async def _kill(self, client: aiohttp.ClientSession, process: str, seconds: float) -> None:
         await asyncio.sleep(self._begun + seconds - time.monotonic())
         pid = find_engine(self.server) if process == "engine" and self.server is not None else int(process)
         if pid is None:
@@ -133,17 +133,23 @@ class Watch:
         os.kill(pid, signal.SIGKILL)
         self.killed.append((process, time.monotonic() - self._begun))
         if process == "engine":
-            while find_engine(self.server or 0) in (None, pid) or (await client.get("/health")).status_code != 200:
+            while find_engine(self.server or 0) in (None, pid) or not await _is_healthy(client):
                 await asyncio.sleep(HEALTH_SECONDS)
             outage[1] = time.time()
             self._is_down = False
 
 
-async def _idle_status(client: httpx.AsyncClient) -> dict[str, Any]:
+async def _is_healthy(client: aiohttp.ClientSession) -> bool:
+    async with client.get("/health") as response:
+        return response.status == 200
+
+
+async def _idle_status(client: aiohttp.ClientSession) -> dict[str, Any]:
     """Return a server's status when it has nothing to do, or after a time in which it should have had."""
     stop = time.monotonic() + IDLE_SECONDS
     while True:
-        status: dict[str, Any] = (await client.get("/status")).raise_for_status().json()
+        async with client.get("/status", raise_for_status=True) as response:
+            status: dict[str, Any] = await response.json()
         requests = status["requests"]
         if requests["running"] == requests["waiting"] == status["kv_cache_usage"] == 0 or time.monotonic() > stop:
             return status

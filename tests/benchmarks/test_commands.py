@@ -13,7 +13,11 @@ from tests.checkout import ROOT
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
 
 FOLDER = ROOT / "benchmarks"
-COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "answers", "server_watch"))
+COMMANDS = sorted(
+    path.stem
+    for path in FOLDER.glob("*.py")
+    if path.stem not in ("__init__", "answers", "samples", "server_watch", "serving_requests")
+)
 TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.rglob("*.py")]
 
 
