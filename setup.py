@@ -28,6 +28,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -39,7 +40,9 @@ NAMES_FOLDER = "vllm_blend/compat"  # holds the packages vllm and lmcache_vllm
 NAMES = "vllm_blend_names"  # the .pth file, and the folder of the metadata that it puts on the path too
 VLLM_VERSION = runpy.run_path(str(ROOT / NAMES_FOLDER / "vllm" / "version.py"))["__version__"]
 OTEL = ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"]
-SERVER = ["fastapi", "uvicorn", "pyzmq", "msgspec", "prometheus-client"]
+DOCS = ["mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff"]  # ruff formats signatures
+NOTEBOOKS = ["ipykernel", "ipywidgets", "matplotlib"]
+SERVER = ["fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client"]
 INSTALLING = {"egg_info", "dist_info", "bdist_wheel", "editable_wheel", "install", "develop"}  # what pip and uv run
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
 FLAGS = [
@@ -88,6 +91,13 @@ class BuildPackage(build_py):
             for name, text in name_files(NAMES_FOLDER).items():
                 (built / name).parent.mkdir(parents=True, exist_ok=True)
                 (built / name).write_text(text)
+
+
+class Wheel(bdist_wheel):
+    """Say that a wheel fits every Python 3: its libraries have a C ABI of their own. Only the platform must be this."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 class EditableWheel(editable_wheel):
@@ -277,7 +287,12 @@ setup(
         KernelLibrary("vllm_blend.libvllm_blend_cpu", CPU_SOURCES, "*.cpp"),
         KernelLibrary(CUDA_LIBRARY, CUDA_SOURCES, "*.cu"),
     ],
-    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage, "editable_wheel": EditableWheel},
+    cmdclass={
+        "bdist_wheel": Wheel,
+        "build_ext": BuildKernels,
+        "build_py": BuildPackage,
+        "editable_wheel": EditableWheel,
+    },
     install_requires=[
         "torch>=2.8",
         "transformers>=4.56",
@@ -299,20 +314,24 @@ setup(
         "xformers": ["xformers"],
         "colbert": ["ragatouille"],
         "bench": ["matplotlib"],
+        "notebooks": NOTEBOOKS,
+        "docs": DOCS,
         "finetune": ["peft"],
         "otel": OTEL,
         "structured": ["llguidance>=1.9"],
         "dev": [
             *SERVER,
             *OTEL,
+            *NOTEBOOKS,
+            *DOCS,
+            "aiohttp",
             "anthropic",
             "httpx",
             "openai",
             "pytest",
             "hypothesis",
-            "ruff",
             "mypy",
-            "matplotlib",
+            "nbmake",
             "peft",
             "redis",
             "fsspec",

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs this checkout with its CPU kernels into a virtual environment and runs the tests that need no GPU.
 #
-#   bash scripts/test.sh
+#   bash scripts/test.sh                       # tests/, and notebooks/ from top to bottom
 #   bash scripts/test.sh tests/pipeline -x
 #
-# Arguments go to pytest.
+# Arguments go to pytest; with any of them the notebooks are left out unless they name them (--nbmake notebooks).
 # VENV    the environment's folder (.venv-test)
 # PYTHON  the interpreter that makes it (python3)
 set -euo pipefail
@@ -17,5 +17,9 @@ marks="not gpu"
 if ! command -v redis-server >/dev/null; then
   echo "redis-server is not installed: the tests that start one are left out (Debian and Ubuntu: apt install redis-server)"
   marks="not gpu and not redis"
+fi
+if (($# == 0)); then
+  export NOTEBOOK_QUESTIONS="${NOTEBOOK_QUESTIONS:-2}" # of each comparison: here they only have to run
+  set -- --nbmake --nbmake-timeout=300 tests notebooks
 fi
 exec "$VENV/bin/python" -m pytest -m "$marks" "$@"

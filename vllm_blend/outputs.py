@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
+
+from vllm_blend.prompt_html import MAX_SHOWN_TOKENS, prompt_html
+
+_SHOWN_CHARACTERS = 60  # of a text in a repr
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def __repr__(self) -> str:
+        reason = "running" if self.finish_reason is None else self.finish_reason
+        return f"CompletionOutput({self.index}: {_shorten(self.text)}, {len(self.token_ids)} tokens, {reason})"
+
 
 @dataclass
 class RequestMetrics:
@@ -133,7 +141,8 @@ class BlendStats:
     those that the model computed in the blend itself, again or for the first time. `retained`: the context was found as
     it had been blended for an earlier prompt, and only the suffix was computed. `num_merged_parts` counts the text
     parts of a chat that share a token with the text beside them: such a token is computed, and a part without a token
-    of its own is no chunk.
+    of its own is no chunk. `token_kinds` has a letter for every token of the prompt: "r" reused, "e" exact, "n" (new)
+    encoded, "c" (computed) recomputed.
     """
 
     selector: str
@@ -145,6 +154,7 @@ class BlendStats:
     retained: bool = False
     num_merged_parts: int = 0
     num_encoded_tokens: int = 0
+    token_kinds: str = field(default="", repr=False)
 
 
 @dataclass
@@ -174,3 +184,41 @@ class RequestOutput:
     blend: BlendStats | None = None
     error: str | None = None
     num_found_tokens: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The text of each of some tokens. It is no field: a copy or a pickle must not take a tokenizer along.
+        self._split_text: Callable[[Sequence[int]], list[str]] | None = None
+
+    def show_with(self, split_text: Callable[[Sequence[int]], list[str]]) -> None:
+        """Have notebooks show the prompt's tokens by `split_text`, which returns the text of every token id."""
+        self._split_text = split_text
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_split_text": None}
+
+    def __repr__(self) -> str:
+        cached = f" ({self.num_cached_tokens} cached)" if self.num_cached_tokens else ""
+        failed = "" if self.error is None else f", error={_shorten(self.error)}"
+        return (
+            f"RequestOutput({self.request_id!r}: {len(self.prompt_token_ids)} prompt tokens{cached}, "
+            f"outputs={self.outputs}{failed})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the prompt for a notebook, with reused and computed tokens in their colours."""
+        blend, num_tokens, found = self.blend, len(self.prompt_token_ids), self.num_cached_tokens or 0
+        if blend is not None:
+            title, kinds = f"{num_tokens} prompt tokens, {blend.selector}", blend.token_kinds
+        else:  # what was found is an exact prefix
+            title, kinds = f"{num_tokens} prompt tokens", "e" * found + "c" * (num_tokens - found)
+        if self._split_text is None:
+            texts = [f"[{token}]" for token in self.prompt_token_ids[:MAX_SHOWN_TOKENS]]
+        else:
+            texts = self._split_text(self.prompt_token_ids[:MAX_SHOWN_TOKENS])
+        answers = [(completion.text, completion.finish_reason or "running") for completion in self.outputs]
+        return prompt_html(title, kinds, texts, [*answers, *([] if self.error is None else [(self.error, "error")])])
+
+
+def _shorten(text: str) -> str:
+    """Return the repr of a text, of a long one of its beginning."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…")

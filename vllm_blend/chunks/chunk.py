@@ -62,6 +62,9 @@ class Chunk:
             key = hashlib.sha256(f"{chunk_type.value}/{key}".encode()).hexdigest()[:32]
         return cls(key, chunk_type, token_ids, context_token_ids, salt)
 
+    def __repr__(self) -> str:
+        return f"Chunk({self.id[:8]}…, {self.chunk_type.name}, {len(self)} tokens)"
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -94,6 +97,12 @@ class ChunkInfo:
     num_pins: int
     num_references: int  # of requests that have not finished
     deleting: bool  # as soon as those have
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}: "
+        held = f", {self.num_pins} pins" if self.num_pins else ""
+        used = f", {self.num_references} references" if self.num_references else ""
+        return f"ChunkInfo({name}{self.chunk!r}, {self.num_bytes} bytes{held}{used}{', deleting' * self.deleting})"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class Part:
                 "the chunk's KV would stand for them: use its token_ids"
             )
 
+    def __repr__(self) -> str:
+        return f"Part({self.role}, {len(self.token_ids)} tokens{'' if self.chunk is None else f', {self.chunk!r}'})"
+
 
 @dataclass(frozen=True)
 class PlacedPart:
@@ -82,6 +85,10 @@ class ChunkComposition:
                     f"chunk {chunk.id!r} was registered with another cache_salt than the composition's, or one of the "
                     "two has none: register it with this cache_salt, too"
                 )
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{part.role} {len(part.token_ids)}" for part in self.parts)
+        return f"ChunkComposition({self.mode}, {len(self.token_ids)} tokens: {parts})"
 
     @property
     def token_ids(self) -> list[int]:
