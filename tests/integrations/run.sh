@@ -26,6 +26,13 @@ home="$(mktemp -d)"
 trap 'rm -rf "$home"' EXIT
 export HF_HOME="$home" HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # else LiteLLM would download its list of prices
+marks="not gpu"
+for program in chromium promtool; do
+  if ! command -v "$program" >/dev/null; then
+    echo "$program is not installed: what needs it is left out (Debian and Ubuntu: apt install ${program/promtool/prometheus})"
+    marks+=" and not $program"
+  fi
+done
 # Coroutines among the tests, such as those of LangChain, run without a mark of their own.
 "$venv/bin/python" -m pytest -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
-  tests/integrations/check_*.py "$@"
+  -m "$marks" tests/integrations/check_*.py "$@"
