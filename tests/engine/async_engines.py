@@ -14,15 +14,18 @@ from tests import settings
 from tests.engine.engines import DEMO, PATIENCE, threads
 from vllm_blend import EngineArgs, RequestOutput, SamplingParams
 from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 _ids = itertools.count()
 
 
-def new_async_llm(model: str = DEMO, max_queued_requests: int | None = None, **arguments: Any) -> AsyncLLM:
+def new_async_llm(
+    model: str = DEMO, max_queued_requests: int | None = None, timeouts: Timeouts = DEFAULT_TIMEOUTS, **arguments: Any
+) -> AsyncLLM:
     """An engine where the run wants it. Its process has as many threads as this one when it starts."""
     with threads(1):
         args = EngineArgs(model=model, **(settings.current().engine_arguments() | arguments))
-        return AsyncLLM.from_engine_args(args, max_queued_requests=max_queued_requests)
+        return AsyncLLM.from_engine_args(args, max_queued_requests=max_queued_requests, timeouts=timeouts)
 
 
 @contextmanager

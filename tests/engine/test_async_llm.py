@@ -144,7 +144,7 @@ def test_generate_offline_takes_every_output_kind(offline: LLM) -> None:
 
 def test_closing_a_stream_frees_its_pages(llm: AsyncLLM) -> None:
     async def leave_early() -> None:
-        outputs = llm.generate(QUESTION, params(max_tokens=900, ignore_eos=True), "left")
+        outputs = llm.generate(QUESTION, endless(n=64), "left")
         await anext(outputs)
         assert not await is_empty(llm)
         await outputs.aclose()
@@ -156,7 +156,7 @@ def test_closing_a_stream_frees_its_pages(llm: AsyncLLM) -> None:
 
 def test_abort_ends_a_stream_with_what_there_is(llm: AsyncLLM) -> None:
     async def aborted() -> RequestOutput:
-        reading = asyncio.ensure_future(final(llm, QUESTION, endless(n=2), request_id="aborted"))
+        reading = asyncio.ensure_future(final(llm, QUESTION, endless(n=64), request_id="aborted"))
         await until(lambda: generates(llm), "the request runs")
         await llm.abort(["aborted", "unknown"])
         output = await reading
@@ -304,7 +304,7 @@ def test_bad_input_fails_alone(llm: AsyncLLM, offline: LLM) -> None:
 
 def test_an_id_is_used_once_at_a_time(llm: AsyncLLM) -> None:
     async def twice() -> None:
-        outputs = llm.generate(QUESTION, endless(), "same")
+        outputs = llm.generate(QUESTION, endless(n=20), "same")
         await anext(outputs)
         with pytest.raises(ValueError, match="'same' is in use"):
             await final(llm, QUESTION, params(), request_id="same")

@@ -30,7 +30,7 @@ from vllm_blend.engine.request_table import RequestTable
 pytestmark = pytest.mark.cpu_only
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-ENDLESS = SamplingParams(max_tokens=600, ignore_eos=True, n=8)
+ENDLESS = SamplingParams(max_tokens=600, ignore_eos=True, n=64)
 
 
 def test_a_life(tmp_path: Path) -> None:

@@ -25,4 +25,5 @@ def test_pieces_are_counted_by_where_they_were_found_and_how_they_were_used() ->
     computed = torch.tensor([4, 5, 11, 15, 16, 17])
     counts = count_reuse(BlendResult(plan, computed, computed, computed))
     assert (counts.exact, counts.reused, counts.encoded, counts.recomputed) == (4, 4 + 2, 4, 6 + 2)
+    assert counts.kinds == "eeee" + "ccrrrr" + "ncnnn" + "cc" + "crr" + "cc"
     assert counts.found == {"device": 4 + 2, "disk": 4} and counts.num_found == 10

@@ -100,7 +100,7 @@ def test_a_missing_model_directory(tmp_path: Path) -> None:
         ({"device": None}, "device=None must be a string or a torch.device"),
         ({"load_format": "pickle"}, "load_format='pickle'"),
         ({"attention_backend": "paged_magic"}, "attention_backend='paged_magic'.*torch_native"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
     ],
 )
 def test_engine_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -29,6 +29,7 @@ from vllm_blend.engine.process.messages import Add
 from vllm_blend.engine.request_builder import check_chunk_settings, check_length, check_logprobs, check_priority
 from vllm_blend.engine.request_table import RequestTable
 from vllm_blend.engine.setup import LoadedModelConfig
+from vllm_blend.engine.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestOutput
@@ -48,18 +49,21 @@ class AsyncLLM:
     process that dies is started again: its requests raise EngineDeadError, and so do new ones until it is ready.
     """
 
-    def __init__(self, config: EngineConfig, max_queued_requests: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, max_queued_requests: int | None = None, timeouts: Timeouts = DEFAULT_TIMEOUTS
+    ) -> None:
         """Start the engine process and wait until the model is loaded. Raises the errors of `LLMEngine`, and
         EngineDeadError if the process dies.
 
         At most `max_queued_requests` completions wait besides the `max_num_seqs` that may run at a time; None: any
-        number.
+        number. `timeouts` say when an engine process counts as hanging: it takes no more requests then, and is left
+        alone, as it may go on.
         """
         if max_queued_requests is not None and (type(max_queued_requests) is not int or max_queued_requests < 0):
             raise ValueError(f"max_queued_requests={max_queued_requests!r} must be a non-negative integer, or None")
         self.config, self.max_queued_requests = config, max_queued_requests
         self._table = RequestTable()
-        self._client = EngineClient(config, self._table)
+        self._client = EngineClient(config, self._table, timeouts)
         self._table.send = self._client.send
         self._numbers = itertools.count()
         self._refuses: str | None = None  # why no more requests are taken
@@ -78,6 +82,7 @@ class AsyncLLM:
         self._tokenizing = ThreadPoolExecutor(
             1, thread_name_prefix="tokenize"
         )  # not every tokenizer can be used by two
+        self._converting = ThreadPoolExecutor(1, thread_name_prefix="convert")
         ready = self._client.wait_ready()
         self.max_model_len, self.vocab_size = ready.max_model_len, int(hf_config.vocab_size)
         self.default_sampling_settings = ready.default_sampling_settings
@@ -90,9 +95,14 @@ class AsyncLLM:
         self._processor = OutputProcessor(self.tokenizer, self.max_model_len)
 
     @classmethod
-    def from_engine_args(cls, args: EngineConfigSource, *, max_queued_requests: int | None = None) -> AsyncLLM:
+    def from_engine_args(
+        cls, args: EngineConfigSource, *, max_queued_requests: int | None = None, timeouts: Timeouts = DEFAULT_TIMEOUTS
+    ) -> AsyncLLM:
         """Start an engine with these arguments (see `EngineArgs`), as the constructor does."""
-        return cls(args.create_engine_config(), max_queued_requests)
+        return cls(args.create_engine_config(), max_queued_requests, timeouts)
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self.config.model.model!r})"
 
     @property
     def is_running(self) -> bool:
@@ -158,7 +168,7 @@ class AsyncLLM:
         self._table.abort([request_id] if isinstance(request_id, str) else list(request_id))
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError, saying why, unless the engine process is ready."""
+        """Raise EngineDeadError, saying why, unless the engine process is ready and does not hang."""
         self._client.check_health()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -175,12 +185,14 @@ class AsyncLLM:
         await self.call("reset_prefix_cache")
 
     async def drain(self, timeout: float) -> None:
-        """Take no more requests, wait for those that run, and abort what still runs after `timeout` seconds."""
+        """Take no more requests, wait for the requests and calls that run, and end those that still run after `timeout`
+        seconds: requests with the finish reason "abort", calls by ShuttingDownError."""
         self._refuses = "the server is shutting down, and takes no more requests"
         stop = time.monotonic() + timeout
-        while len(self._table) and time.monotonic() < stop:
+        while (len(self._table) or self._client.num_calls) and time.monotonic() < stop:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         self._table.abort_all()
+        self._client.fail_calls(ShuttingDownError("the engine is shutting down, and does not wait any longer"))
 
     def shutdown(self) -> None:
         """End the engine process when its chunk store is written, and wait for that. Requests that run raise
@@ -188,6 +200,7 @@ class AsyncLLM:
         self._refuses = "the engine has been shut down"
         self._finalizer()
         self._tokenizing.shutdown(wait=False)
+        self._converting.shutdown(wait=False)
 
     async def _add(
         self,
@@ -209,7 +222,7 @@ class AsyncLLM:
         if deadline is not None and time.time() >= deadline:
             raise DeadlineError(f"the deadline of request {request_id!r} has passed before it was queued")
         number = next(self._numbers)
-        request = AsyncRequest(number, request_id, parsed, params, arrival_time, self._processor)
+        request = AsyncRequest(number, request_id, parsed, params, arrival_time, self._processor, self._converting)
         # text, and with it the stop strings, is the affair of this process
         tokens_only, ids_only = replace(params, stop=None, detokenize=False), replace(parsed, text=None)
         self._table.add(request)

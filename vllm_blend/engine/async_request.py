@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from concurrent.futures import Executor
 from dataclasses import replace
 
 from vllm_blend.detokenizer import Detokenizer
 from vllm_blend.engine.output_processor import OutputProcessor
-from vllm_blend.engine.process.messages import Delta, Facts, Tokens, from_wire
+from vllm_blend.engine.process.messages import Delta, Facts, Tokens, WireLogprobs, from_wire
 from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from vllm_blend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
+
+INLINE_LOGPROBS = 256  # more of them are made in another thread: other requests go on meanwhile
 
 
 class AsyncRequest:
@@ -31,7 +34,9 @@ class AsyncRequest:
         params: SamplingParams,
         arrival_time: float,
         processor: OutputProcessor,
+        converting: Executor | None = None,
     ) -> None:
+        """`converting` runs what takes long; None: a thread of the event loop's."""
         self.number, self.request_id, self.params = number, request_id, params
         self.loop = asyncio.get_running_loop()
         metrics = RequestMetrics(arrival_time)
@@ -41,10 +46,11 @@ class AsyncRequest:
             request.detokenizer = Detokenizer(processor.tokenizer, params, parsed.token_ids)
             requests.append(request)
         self._group = RequestGroup(request_id, parsed, metrics, requests)
-        self._processor = processor
+        self._processor, self._converting = processor, converting
         self._shown = [(0, 0)] * params.n  # tokens and characters of each completion in outputs that were read
         self._ended = [False] * params.n  # completions whose end was read
         self.arrived: deque[Delta] = deque()  # another thread appends to it
+        self._prompt_logprobs: list[WireLogprobs | None] | None = None  # as they came, until they are read
         self._has_news = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -90,6 +96,8 @@ class AsyncRequest:
     async def read(self) -> RequestOutput:
         """Wait for news, and return the next output. Raises the error with which the request failed."""
         await self._has_news.wait()
+        if self._prompt_logprobs is not None:
+            await self._make_prompt_logprobs()
         self._has_news.clear()
         if self._error is not None:
             raise self._error
@@ -122,9 +130,21 @@ class AsyncRequest:
         if facts.token_ids is not None:
             group.parsed = replace(group.parsed, token_ids=facts.token_ids, text=None)
         if facts.prompt_logprobs is not None:
-            entries = [None if entry is None else from_wire(entry) for entry in facts.prompt_logprobs]
-            with_text = self._processor.with_text
-            group.prompt_logprobs = [None if entry is None else with_text(first, entry) for entry in entries]
+            self._prompt_logprobs = facts.prompt_logprobs
+
+    async def _make_prompt_logprobs(self) -> None:
+        """Make the prompt's log-probabilities of what the engine has sent: many of them in a thread, one request at a
+        time, as they take microseconds each."""
+        wire, self._prompt_logprobs = self._prompt_logprobs or [], None
+        if sum(len(entry or ()) for entry in wire) <= INLINE_LOGPROBS:
+            made = self._with_texts(wire)
+        else:
+            made = await self.loop.run_in_executor(self._converting, self._with_texts, wire)
+        self._group.prompt_logprobs = made
+
+    def _with_texts(self, wire: list[WireLogprobs | None]) -> list[dict[int, Logprob] | None]:
+        with_text, first = self._processor.with_text, self._group.requests[0]
+        return [None if entry is None else with_text(first, from_wire(entry)) for entry in wire]
 
     def _enter_tokens(self, tokens: Tokens, now: float) -> bool:
         """Enter the new tokens of a completion; return whether a stop string ended it before the engine did."""
@@ -142,10 +162,11 @@ class AsyncRequest:
         return False
 
     def _delta(self) -> RequestOutput:
-        """Return what is new since the last output."""
+        """Return what is new since the last output. A prompt made of pieces has no text there: decoding thousands of
+        tokens would delay the first one."""
         group = self._group
         completions = [news for request in group.requests if (news := self._completion_delta(request)) is not None]
-        output = self._processor.assemble(group, completions, group.parsed.token_ids)
+        output = self._processor.assemble(group, completions, group.parsed.token_ids, group.parsed.text)
         group.prompt_logprobs = None  # which come once
         return output
 

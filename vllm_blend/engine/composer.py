@@ -47,9 +47,12 @@ class ChunkComposer:
         finder: PieceFinder,
         planner: BlendPlanner,
         prioritize: Callable[[Request, int], None],
+        collected: Callable[[Request], ChunkKV],
     ) -> None:
-        """`prioritize` changes the priority of a request that may be queued already."""
+        """`prioritize` changes the priority of a request that may be queued already; `collected` gives the KV that a
+        request has computed."""
         self.store, self.finder, self.planner, self._prioritize = store, finder, planner, prioritize
+        self._collected = collected
         self.stored = StoredChunks(finder.model, store)
         self.bytes_per_token = planner.bytes_per_token
         self.loader = ChunkLoader() if store.below else None
@@ -159,12 +162,11 @@ class ChunkComposer:
 
     def encoded(self, encode: Request) -> list[Request]:
         """Store what an encoding request has computed. Return encodings that could only start now."""
-        k, v = encode.collected_kv().unbind(0)
         key = encode.request_id
         start = encode.collect_from
         ids = encode.prompt_token_ids
         content = ChunkId.from_tokens(self.finder.model, ids[:start], ids[start:], salt=encode.salt)
-        kv = self.store.put(key, ChunkKV(k.contiguous(), v.contiguous(), content=content))
+        kv = self.store.put(key, self._collected(encode).with_content(content))
         self.num_encoded += 1
         del self._encoding[key]
         started: list[Request] = []

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm_blend.executor.base import WorkerLostError
+
 
 class EngineDeadError(RuntimeError):
-    """The engine process has ended, or is being started again. The same request may be sent again later."""
+    """The engine process, or one that shares its model, has ended or hangs, or the engine is being started again. The
+    same request may be sent again later."""
+
+
+@contextmanager
+def dead_if_lost() -> Iterator[None]:
+    """Raise EngineDeadError if a worker is lost meanwhile."""
+    try:
+        yield
+    except WorkerLostError as error:
+        raise EngineDeadError(str(error)) from error
 
 
 class ShuttingDownError(EngineDeadError):

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.relevance.words import WordIndex
+from vllm_blend.checks import require
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition
 from vllm_blend.chunks.registry import ChunkRegistry
@@ -37,6 +38,7 @@ from vllm_blend.engine.chunk_encoding import (
 from vllm_blend.engine.chunk_stores import make_controller, make_store, store_gauges
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.driver import Driver, Inbox, OutputStream
+from vllm_blend.engine.errors import dead_if_lost
 from vllm_blend.engine.extension import EngineParts, Extension, make_extensions
 from vllm_blend.engine.interrupts import interrupts_held_back
 from vllm_blend.engine.lock import FairLock, current, exclusive, with_index
@@ -48,7 +50,7 @@ from vllm_blend.engine.requests import LiveRequests
 from vllm_blend.engine.setup import LoadedModelConfig
 from vllm_blend.engine.step_loop import StepLoop
 from vllm_blend.engine.step_results import StepResults
-from vllm_blend.executor.uniproc import UniProcExecutor
+from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
@@ -57,7 +59,6 @@ from vllm_blend.models.loader import load_hf_config
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_parser import parse_context, parse_prompt
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
-from vllm_blend.worker.worker import Worker
 
 E = TypeVar("E", bound=Extension)
 
@@ -74,7 +75,12 @@ class LLMEngine:
         self.config = config
         self.device = with_index(resolve_device(config.model.device))
         with current(self.device):
-            self._build(config, self.device)
+            try:
+                self._build(config, self.device)
+            except BaseException:
+                if "model_executor" in self.__dict__:
+                    self.model_executor.shutdown()
+                raise
 
     def _build(self, config: EngineConfig, device: torch.device) -> None:
         model = config.model
@@ -87,8 +93,9 @@ class LLMEngine:
         generation = generation_config.load_generation_config(config.model, self.hf_config)
         self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
         self.eos_token_ids = generation_config.eos_token_ids(generation, self.hf_config, self.tokenizer)
-        worker = Worker(config, self.hf_config, dtype, device, self.max_model_len)
-        self.model_executor = UniProcExecutor(worker)
+        settings = WorkerSettings(config, self.hf_config, dtype, device, self.max_model_len)
+        self.model_executor = executor = setup.make_executor(config, settings)
+        worker = executor.driver_worker
         cache = config.cache
         self.blocks = BlockManager(worker.model_runner.cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
         divides_blends = all(feature.divides_blends for feature in config.features if feature.is_on)
@@ -107,7 +114,9 @@ class LLMEngine:
             blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words
         )
         finder = PieceFinder(self.fingerprint, encoding, self.max_model_len)
-        self.composer = ChunkComposer(self.chunk_store, finder, self.planner, self.scheduler.prioritize)
+        self.composer = ChunkComposer(
+            self.chunk_store, finder, self.planner, self.scheduler.prioritize, executor.collected_chunk
+        )
         self.processor = OutputProcessor(self.tokenizer, self.max_model_len)
         self.metrics = EngineMetrics()
         runs_ahead = config.scheduler.runs_ahead(device)
@@ -117,8 +126,8 @@ class LLMEngine:
             )
         )
         self.scheduler.on_release += [extension.released for extension in self.extensions]
-        self.requests = LiveRequests(self.scheduler, self.composer, self.metrics, worker.model_runner.forget)
-        prefill = partial(worker.model_runner.prefill_chunk, max_tokens=self.scheduler.max_num_batched_tokens)
+        self.requests = LiveRequests(self.scheduler, self.composer, self.metrics, executor.forget)
+        prefill = partial(executor.prefill_chunk, max_tokens=self.scheduler.max_num_batched_tokens)
         self.registration = ChunkRegistration(self.chunk_registry, self.composer, self.pages, prefill)
         self.results = StepResults(self.requests, self.processor, self.metrics, self.extensions, self.decoder)
         stat_logger = None if config.disable_log_stats else StatLogger(self.metrics)
@@ -259,7 +268,8 @@ class LLMEngine:
     @exclusive
     def register_chunk(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
         """Put a chunk into `chunk_registry`, and compute its KV now; see `ChunkRegistration.register`."""
-        return self.registration.register(chunk, name, metadata)
+        with dead_if_lost():
+            return self.registration.register(chunk, name, metadata)
 
     @exclusive
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
@@ -285,6 +295,7 @@ class LLMEngine:
         store.close()
         store.clear()
         device, driver = self.model_executor.driver_worker.device, self.driver
+        self.model_executor.shutdown()
         driver.lock.closed = "the engine has been shut down: make another LLM"
         for name in self.__dict__.keys() - {"driver"}:  # the parts know one another: none may stay reachable from here
             del self.__dict__[name]
@@ -302,6 +313,19 @@ class LLMEngine:
             if driver is not None and driver.lock.closed is not None:
                 raise RuntimeError(driver.lock.closed)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @exclusive
+    def check_workers(self) -> None:
+        """Raise EngineDeadError if a process that shares the model has ended. A step finds out by itself."""
+        with dead_if_lost():
+            self.model_executor.check()
+
+    def check_one_rank(self, what: str) -> None:
+        """Raise ValueError if ranks share the model, for `what` sees the heads of rank 0 only."""
+        size = self.config.tensor_parallel_size
+        require(
+            size == 1, f"{what} needs tensor_parallel_size=1, but it is {size}: this process has a part of the model"
+        )
 
     def has_request(self, request_id: str) -> bool:
         """Return whether a request is unfinished."""
@@ -374,6 +398,7 @@ class LLMEngine:
         What the chunk store does not have is computed and put there; unfinished requests go on meanwhile. Raises
         ValueError or TypeError for bad pieces.
         """
+        self.check_one_rank("encode_chunks")
         with current(self.device):
             with self.lock:
                 self.lock.check_between_steps()
@@ -392,6 +417,7 @@ class LLMEngine:
     @exclusive
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
         """Put KV that was computed earlier into the chunk store. Raises ValueError if it cannot be this chunk's."""
+        self.check_one_rank("load_chunk")
         check_chunk(self.fingerprint, chunk, kv)
         self.chunk_store.put(chunk.key, kv.copy().with_content(chunk))  # the caller may go on to change the tensors
 

@@ -38,13 +38,14 @@ class Gauge(Metric):
 @dataclass(frozen=True)
 class ReuseCounts:
     """Tokens of a prompt. `exact`, `reused`, `encoded` and `recomputed` make up the prompt; `found` has the first two
-    by where they were found."""
+    by where they were found. `kinds` is `BlendStats.token_kinds`."""
 
     exact: int
     reused: int
     encoded: int
     recomputed: int
     found: Mapping[str, int]
+    kinds: str
 
     @property
     def num_found(self) -> int:
@@ -56,17 +57,20 @@ def count_reuse(result: BlendResult) -> ReuseCounts:
     plan = result.plan
     kept = np.ones(plan.suffix_start, bool)
     kept[result.computed_on_host.wait().numpy()] = False
+    kinds = np.full(plan.num_prompt_tokens, ord("c"), np.uint8)
     found = Multiset[str]()
     exact = encoded = 0
     for segment in plan.segments:
-        count = int(kept[segment.start : segment.stop].sum())
+        span = slice(segment.start, min(segment.stop, plan.suffix_start))
+        count = int(kept[span].sum())
+        kinds[span][kept[span]] = ord("n" if segment.found_in is None else "e" if segment.exact else "r")
         if segment.found_in is None:
             encoded += count
             continue
         found[segment.found_in] += count
         exact += count if segment.exact else 0
     recomputed = len(result.computed) + plan.num_prompt_tokens - plan.suffix_start
-    return ReuseCounts(exact, found.total() - exact, encoded, recomputed, +found)
+    return ReuseCounts(exact, found.total() - exact, encoded, recomputed, +found, kinds.tobytes().decode())
 
 
 @dataclass

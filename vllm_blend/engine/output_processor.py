@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.chunks.retention import RetentionKey
-from vllm_blend.detokenizer import with_decoded_tokens
+from vllm_blend.detokenizer import token_texts, with_decoded_tokens
 from vllm_blend.engine.metrics import ReuseCounts, count_reuse
 from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.layers.sampling_state import check_stop
@@ -89,24 +90,26 @@ class OutputProcessor:
         if request.found_in is not None:
             return False
         request.found_in = {"retained": retention.num_tokens}
-        computed = len(group.parsed.token_ids) - retention.num_tokens
-        _record(group, ReuseCounts(0, retention.num_tokens, 0, computed, request.found_in), asked, retained=True)
+        reused, computed = retention.num_tokens, len(group.parsed.token_ids) - retention.num_tokens
+        kinds = "r" * reused + "c" * computed
+        _record(group, ReuseCounts(0, reused, 0, computed, request.found_in, kinds), asked, retained=True)
         return True
 
     def output(self, group: RequestGroup) -> RequestOutput:
         """Return the state of a group as its user sees it."""
         completions = [self.completion(request) for request in group.requests]
-        return self.assemble(group, completions, list(group.parsed.token_ids))  # the caller may change the prompt
+        token_ids = list(group.parsed.token_ids)  # the caller may change the prompt
+        return self.assemble(group, completions, token_ids, self._text(group))
 
     def assemble(
-        self, group: RequestGroup, completions: list[CompletionOutput], prompt_token_ids: list[int]
+        self, group: RequestGroup, completions: list[CompletionOutput], prompt_token_ids: list[int], prompt: str | None
     ) -> RequestOutput:
-        """Return what is known of a group, with these completions."""
+        """Return what is known of a group, with these completions and this text of its prompt."""
         errors = [request.error for request in group.requests if request.error]
         prompt_logprobs = group.prompt_logprobs
-        return RequestOutput(
+        output = RequestOutput(
             request_id=group.request_id,
-            prompt=self._text(group),
+            prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else _format_logprobs(group.requests[0], prompt_logprobs),
             outputs=completions,
@@ -117,6 +120,9 @@ class OutputProcessor:
             blend=group.blend,
             error=errors[0] if errors else None,
         )
+        if self.tokenizer is not None:
+            output.show_with(partial(token_texts, self.tokenizer))
+        return output
 
     def _text(self, group: RequestGroup) -> str | None:
         """Return the text of a prompt: as it was given, or of one made of pieces what its ids decode to."""
@@ -158,6 +164,7 @@ def _record(group: RequestGroup, counts: ReuseCounts, plan: BlendPlan, retained:
             retained=retained,
             num_merged_parts=group.parsed.num_merged_parts,
             num_encoded_tokens=counts.encoded,
+            token_kinds=counts.kinds,
         )
 
 

@@ -77,6 +77,7 @@ class RequestBuilder:
         blends = self.planner.blends(parsed)
         retention = self._retention_key(parsed, blends)
         check_one_thread(self.hooks, threads)
+        check_hooks_are_off(self.hooks, self.config.tensor_parallel_size)
         plan = self._plan_from_hooks(parsed) if not blends and self.hooks.get("check") else None
         if blends or plan is not None:
             check_nothing_needs_every_token(params, collects=bool(self.hooks.get("collect")))
@@ -133,6 +134,17 @@ class RequestBuilder:
             worker.shape.kv_heads,
             worker.shape.head_dim,
             self.last_collected(),
+        )
+
+
+def check_hooks_are_off(hooks: dict[str, Any], num_ranks: int) -> None:
+    """Raise ValueError for blending hooks that are on where ranks share the model: they are about the KV of all
+    heads."""
+    used = [name for name in ("collect", "check") if hooks.get(name)]
+    if used and num_ranks > 1:
+        raise ValueError(
+            f"cache_fuse_metadata[{used[0]!r}] needs tensor_parallel_size=1, but it is {num_ranks}: give the prompt in "
+            "chunks, with enable_blending=True, or set it to False"
         )
 
 

@@ -17,7 +17,7 @@ from vllm_blend.engine.process.messages import Abort, Delta, Stop, ToEngine
 
 logger = logging.getLogger(__name__)
 
-BATCH = 32  # requests whose news are entered before others get their turn on an event loop
+BATCH = 8  # requests whose news are entered before others get their turn on an event loop
 RECENT = 64  # requests whose ends tell how fast the queue moves
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 

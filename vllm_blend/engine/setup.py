@@ -13,7 +13,12 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from vllm_blend.checks import require
-from vllm_blend.config import ModelConfig
+from vllm_blend.config import EngineConfig, ModelConfig
+from vllm_blend.distributed.ranks import ONE_RANK
+from vllm_blend.executor.base import Executor
+from vllm_blend.executor.multiproc import MultiProcExecutor
+from vllm_blend.executor.uniproc import UniProcExecutor
+from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.causal_lm import attention_layers
@@ -84,6 +89,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
         raise ValueError(f"no tokenizer could be loaded from {name!r}: {error}") from error
 
 
+def make_executor(config: EngineConfig, settings: WorkerSettings) -> Executor:
+    """Return what runs the model: a worker here, and in further processes if `tensor_parallel_size` asks for them.
+
+    Raises the errors of `Worker`, and ValueError if there are too few GPUs.
+    """
+    size, device = config.tensor_parallel_size, settings.device
+    if size == 1:
+        return UniProcExecutor(settings.build(ONE_RANK))
+    if device.type == "cuda":
+        here = torch.cuda.device_count() - (device.index or 0)
+        require(
+            here >= size,
+            f"tensor_parallel_size={size} needs as many GPUs, but torch sees {here} from {device} on: lower it",
+        )
+        require(
+            config.blend.resolve_chunk_device(device) == device,
+            f"blend_chunk_device={config.blend.chunk_device!r} needs tensor_parallel_size=1, but it is {size}: leave "
+            "one of the two out",
+        )
+    return MultiProcExecutor(settings, size)
+
+
 def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokenizerBase | None) -> ModelFingerprint:
     """Return what chunk KV of this engine depends on."""
     directory = Path(config.model)
@@ -93,6 +120,8 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = weights_digest(directory) if directory.is_dir() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
+    if worker.num_ranks > 1:  # its KV has this rank's heads only
+        weights += f"/rank {worker.rank} of {worker.num_ranks}"
     if config.hf_overrides:
         weights += _describe_overrides(config, worker.hf_config)
     attentions = attention_layers(worker.model_runner.model)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.engine.chunk_stores import observe_step
+from vllm_blend.engine.errors import dead_if_lost
 from vllm_blend.engine.extension import Extension, Step
 from vllm_blend.engine.metrics import StatLogger
 from vllm_blend.engine.requests import LiveRequests, RequestGroup
 from vllm_blend.engine.step_results import StepResults
-from vllm_blend.executor.uniproc import UniProcExecutor
+from vllm_blend.executor.base import Executor
 from vllm_blend.kv_store.chunk_kv import ChunkLost
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.request import Request
@@ -30,7 +31,7 @@ class StepLoop:
     so that the host works while the device does. What it computes for a request that turns out to have ended is thrown
     away."""
 
-    executor: UniProcExecutor
+    executor: Executor
     requests: LiveRequests
     results: StepResults
     extensions: list[Extension]
@@ -82,7 +83,8 @@ class StepLoop:
         launched = None if ahead else time.perf_counter()
         self._launch_failed = True
         try:
-            result = self.executor.execute_model(scheduled)
+            with dead_if_lost():
+                result = self.executor.execute_model(scheduled)
         except ChunkLost as error:
             self._start_again(scheduled, error)
             result = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.checks import check_field_types, require
 from vllm_blend.engine.llm_engine import LLMEngine

@@ -90,6 +90,9 @@ class ChunkedLLM:
         """Shut the engine down, as `LLM.shutdown` does."""
         self.llm.shutdown()
 
+    def __repr__(self) -> str:
+        return f"ChunkedLLM({len(self.llm_engine.chunk_registry)} chunks, {self.llm!r})"
+
     def __enter__(self: Own) -> Own:
         return self
 

@@ -48,6 +48,14 @@ class CompositionPreview:
     is_retained: bool
     template_seam: int | None = None
 
+    def __repr__(self) -> str:
+        retained = ", retained" if self.is_retained else ""
+        seam = "" if self.template_seam is None else f", differs from the template at {self.template_seam}"
+        return (
+            f"CompositionPreview({self.num_tokens} of {self.max_model_len} tokens in {len(self.parts)} parts, "
+            f"{self.num_computed_tokens} to compute{retained}{seam})"
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.checks import is_whole
@@ -213,7 +213,8 @@ class LLM:
         self.llm_engine.load_chunk(chunk, kv)
 
     def apply_model(self, func: Callable[[nn.Module], T]) -> list[T]:
-        """Return `func` of the model, one result per worker."""
+        """Return `func` of the model, one result per worker. Raises ValueError if ranks share the model."""
+        self.llm_engine.check_one_rank("apply_model")
         with self.llm_engine.lock, current(self.llm_engine.device):
             model = self.llm_engine.model_executor.driver_worker.model_runner.model
             assert isinstance(model, nn.Module)  # as every model is that `load_model` built
@@ -230,6 +231,7 @@ class LLM:
         the result, as there is one worker. The call runs in this process, so `timeout` must be None."""
         if timeout is not None:
             raise ValueError(f"timeout={timeout!r}: the call runs in this process and cannot be cut off; leave it None")
+        self.llm_engine.check_one_rank("collective_rpc")
         with self.llm_engine.lock, current(self.llm_engine.device):
             worker = self.llm_engine.model_executor.driver_worker
             call = partial(method, worker) if callable(method) else getattr(worker, method)
@@ -257,7 +259,9 @@ class LLM:
         used = [feature.name for feature in engine.config.features if feature.is_on]
         features = f", {', '.join(used)}" if used else ""
         device = engine.model_executor.driver_worker.device
-        return f"{type(self).__name__}({engine.config.model.model!r}, {dtype} on {device}{rule}{features})"
+        size = engine.config.tensor_parallel_size
+        ranks = f" x {size}" if size > 1 else ""
+        return f"{type(self).__name__}({engine.config.model.model!r}, {dtype} on {device}{ranks}{rule}{features})"
 
     def __enter__(self: Own) -> Own:
         return self

@@ -22,12 +22,11 @@ from typing import Any
 import yaml
 
 from vllm_blend.checks import closest
-from vllm_blend.command_line import add_flags, given
+from vllm_blend.command_line import BAD_INPUT, CommandParser, add_flags, given
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
 
-BAD_INPUT = 2
 SERVER_OPTIONS = {option.name: option for option in ServerOptions.options()}
 # Engine options whose default is another one over HTTP than offline.
 DEFAULTS: dict[str, Any] = {"enable_blending": True, "max_logprobs": 20}
@@ -83,7 +82,7 @@ def _read_list(given: list[str]) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vllm-blend serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from tests import settings
@@ -55,7 +56,7 @@ class TestServer:
         ]
         self.address = self._servers[0].address
         self.url, self.plain_url = (f"http://127.0.0.1:{each.address[1]}" for each in self._servers)
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()  # the server's own kind
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         wait_until(lambda: all(each.server.started for each in self._servers))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from tests.entrypoints.openai.servers import TestServer
+from vllm_blend.entrypoints.openai.middleware import RequestContext
+from vllm_blend.entrypoints.openai.tenancy import Tenants
 
 pytestmark = pytest.mark.cpu_only
 
@@ -63,6 +68,10 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, prompt(stop=["a"] * 1025), 400, "at most 1024 items", "stop"),
     (COMPLETIONS, prompt(bad_words=["a"] * 1025), 400, "at most 1024 items", "bad_words"),
     (COMPLETIONS, prompt(logit_bias={"x": 1}), 400, "logit_bias", None),
+    (COMPLETIONS, prompt(logit_bias={"5": 10**400}), 400, "is out of range", "logit_bias"),
+    (COMPLETIONS, prompt(top_k=2**63), 400, "top_k=9223372036854775808 is out of range", "top_k"),
+    (COMPLETIONS, prompt(max_cache_tokens=2**64), 400, "has more than 64 bits", None),
+    (COMPLETIONS, prompt(structured_outputs={"json": {"maximum": 10**400}}), 400, "has more than 64 bits", None),
     (COMPLETIONS, prompt(cache_salt=""), 400, "cache_salt is empty", "cache_salt"),
     (COMPLETIONS, prompt(best_of=2), 400, "best_of=2 is not supported", "best_of"),
     (COMPLETIONS, prompt(suffix="a"), 400, "suffix='a' is not supported", "suffix"),
@@ -117,10 +126,37 @@ def test_a_body_without_a_length_is_limited_too(server: TestServer) -> None:
     assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
 
 
+def test_a_body_whose_last_piece_is_too_much_is_answered_at_once() -> None:
+    messages: list[Message] = [
+        {"type": "http.request", "body": b"12345678", "more_body": True},
+        {"type": "http.request", "body": b"901", "more_body": False},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        assert messages, "nothing more comes before the client leaves"
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def read_all(_: Scope, receive: Receive, __: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    app = RequestContext(read_all, Tenants.from_options(None, None), 10, False, lambda _: None)
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
 def test_other_formats_are_refused(server: TestServer) -> None:
     response = server.post(COMPLETIONS, content=prompt(), headers={"Content-Type": "text/plain"})
     assert response.status_code == 415 and "send JSON" in response.json()["error"]["message"]
     assert server.post(COMPLETIONS, content=prompt()).status_code == 200  # as curl users may leave it out
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = server.post(COMPLETIONS, content=gzip.compress(prompt()), headers=packed)
+    assert response.status_code == 415 and "not compressed" in response.json()["error"]["message"]
 
 
 def test_unknown_fields_are_ignored(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:

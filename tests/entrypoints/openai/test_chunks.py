@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.entrypoints.openai.servers import TestServer
+from tests.entrypoints.openai.servers import TestServer, serving
 from tests.waiting import DEADLINE
 
 pytestmark = pytest.mark.cpu_only
@@ -104,6 +104,16 @@ def test_documents_are_text_parts_to_a_template_that_takes_parts(server: TestSer
     made = httpx.post(f"{server.plain_url}/v1/chunks", json=chunk, timeout=DEADLINE).json()
     reused, stored = counts(ask(QUESTION, documents=[{"id": made["id"]}], blend=reuse))
     assert reused >= made["num_tokens"] and stored == 0
+
+
+def test_keys_of_documents_are_for_the_template_of_the_server(server: TestServer) -> None:
+    """A key that is nearly `score` is misspelt, unless the template shows it."""
+    shows = "{% for d in documents or [] %}{{ d.scores }} {{ d.text }}{% endfor %}{{ messages[-1].content }}"
+    body = {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "b", "scores": 3}], "max_tokens": 1}
+    refused = server.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and "did you mean 'score'?" in refused.json()["error"]["message"]
+    with serving(server.engine, chat_template=shows) as url:
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=DEADLINE).status_code == 200
 
 
 def test_get_list_change_and_delete(server: TestServer) -> None:

@@ -18,8 +18,11 @@ from fastapi import FastAPI
 
 from tests.entrypoints.openai.servers import TestServer, serving
 from tests.waiting import DEADLINE
+from vllm_blend import EngineArgs
+from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine.timeouts import Timeouts
 from vllm_blend.entrypoints.openai.options import ServerOptions
-from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate
+from vllm_blend.entrypoints.openai.run import DrainingServer, bind, check_certificate, listening, run_server
 from vllm_blend.entrypoints.serve import parse
 from vllm_blend.log_lines import REQUEST_ID
 
@@ -53,6 +56,26 @@ def test_tls(server: TestServer, certificate: tuple[str, str]) -> None:
             httpx.get(f"{url.replace('https', 'http')}/health", timeout=DEADLINE)
 
 
+def test_packets_are_sent_at_once() -> None:
+    """The first token does not wait until the client has acknowledged the headers."""
+
+    async def delay_is_off() -> bool:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            socket_ = writer.get_extra_info("socket")
+            accepted.set_result(socket_.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind(ServerOptions(port=0)) as listener:
+            async with await asyncio.start_server(accept, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.close()
+                return bool(await accepted)
+
+    assert asyncio.run(delay_is_off())
+
+
 def test_what_is_no_certificate(certificate: tuple[str, str], tmp_path: Path) -> None:
     """It is said before the model is loaded, and a key's password is not asked for."""
     cert, key = certificate
@@ -82,6 +105,42 @@ def test_a_unix_socket(server: TestServer, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a file that is no socket"):
         bind(ServerOptions(uds=str(file)))
     assert file.read_text() == "precious"
+
+
+def test_an_address_is_taken_from_the_start(tmp_path: Path) -> None:
+    """A second server fails while the first one still loads its model, and leaves the first one's socket as it is."""
+    path = tmp_path / "socket"
+    with listening(ServerOptions(uds=str(path))):
+        with pytest.raises(OSError, match=f"cannot listen on {path}: another server listens there"):
+            bind(ServerOptions(uds=str(path)))
+        assert path.is_socket()
+    assert not path.exists()
+    with listening(ServerOptions(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*in use; use another --host, --port"):
+            bind(ServerOptions(port=port))
+    with listening(ServerOptions(port=port)):  # and is free again at once
+        pass
+
+
+def test_connections_are_taken_while_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
+) -> None:
+    """The engine gets what the flags say of its queue and of when it hangs. If it cannot be loaded, nothing is left."""
+    path, loaded = tmp_path / "socket", []
+
+    def load(args: EngineArgs, **given: Any) -> None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        loaded.append((args.model, given))
+        raise OSError("it cannot be loaded")
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", load)
+    flags = {"--uds": path, "--max-queued-requests": 5, "--heartbeat-timeout": 7, "--step-timeout": 8}
+    with pytest.raises(OSError, match="it cannot be loaded"):
+        run_server(*parse(["m", *(str(each) for pair in flags.items() for each in pair)]))
+    assert loaded == [("m", {"max_queued_requests": 5, "timeouts": Timeouts(heartbeat=7.0, step=8.0)})]
+    assert not path.exists()
 
 
 def test_pages_of_other_origins(server: TestServer) -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cpu_only
 
 PROMPT = "Tulmaris Works makes lenses.\n\nQuestion: What does Tulmaris Works make?\nAnswer:"
 LONG: Any = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+ENDLESS = LONG | {"n": 128}  # a minute's work or more
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -72,17 +73,17 @@ def test_request_ids(server: TestServer) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_frees_its_pages(server: TestServer, streams: bool) -> None:
     before = server.metrics()
-    body = json.dumps(LONG | {"stream": streams}).encode()
+    body = json.dumps(ENDLESS | {"stream": streams}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(server.address) as connection:
         connection.sendall(head + body)
         if streams:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] > 0)
     wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 0)
     after = server.metrics()
     assert after["vllm:kv_cache_usage_perc"] == 0
-    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] < 900
+    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] < 128 * 900
 
 
 def test_a_half_closed_connection_is_answered_or_aborted(server: TestServer) -> None:

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.cpu_only
 
 NAMES = ("alice", "bob", "carol")
 PASSAGES = [f"Tulmaris Works is a maker of lamps that was set up in {year} by the river.\n\n" for year in (1801, 1802)]
-LONG: Any = {"prompt": "Where is it?", "max_tokens": 900, "ignore_eos": True}
+LONG: Any = {"prompt": "Where is it?", "max_tokens": 900, "ignore_eos": True, "n": 64}  # more than half a minute's work
+
+SHED = {"text": "The keys of the shed are under the third stone."}
 
 
 @contextmanager
@@ -67,14 +69,14 @@ def test_memory_the_disk_and_a_killed_engine(tmp_path: Path) -> None:
         question = {"messages": [{"role": "user", "content": "When?"}], "max_tokens": 1, "documents": [passage]}
         assert alice.post("/v1/chat/completions", json=question).status_code == 200  # ids outlive the engine
         assert carol.post("/v1/chat/completions", json=question).status_code == 400
+        check_a_server_after(engine, tmp_path / "keys", passage)
         status = carol.get("/status")
         assert status.json()["passages"] == [] and "Tulmaris" not in status.text + carol.get("/metrics").text
 
 
 def check_ids(owner: httpx.Client, other: httpx.Client) -> dict[str, str]:
     """Store a passage, and have another tenant try to use its id, which is as any id that never was."""
-    body = {"text": "The keys of the shed are under the third stone."}
-    stored = owner.post("/v1/chunks", json=body).json()["id"]
+    stored = owner.post("/v1/chunks", json=SHED).json()["id"]
     answers = {}
     for name in (stored, "chunk-" + "0" * 32):
         asked = [
@@ -88,9 +90,27 @@ def check_ids(owner: httpx.Client, other: httpx.Client) -> dict[str, str]:
     theirs, nothings = answers.values()
     assert theirs == nothings and {status for status, _ in theirs} == {404, 400}
     assert other.get("/v1/chunks").json()["data"] == []
-    assert other.post("/v1/chunks", json=body).json()["id"] != stored
+    assert other.post("/v1/chunks", json=SHED).json()["id"] != stored
     assert owner.get(f"/v1/chunks/{stored}").json()["priority"] == 50
     return {"id": stored}
+
+
+def check_a_server_after(engine: AsyncLLM, keys: Path, passage: dict[str, str]) -> None:
+    """A new server does not know the ids of the one before it. A passage that is stored again has its id again, and KV
+    that outlived the server is found."""
+
+    def num_encoded() -> float:
+        return next(
+            each.value for each in asyncio.run(engine.get_metrics()) if each.name == "vllm_blend:chunks_encoded"
+        )
+
+    path, before = f"/v1/chunks/{passage['id']}", num_encoded()
+    headers = {"Authorization": "Bearer key-of-alice"}
+    with serving(engine, api_keys=str(keys)) as url, httpx.Client(base_url=url, headers=headers) as alice:
+        unknown = alice.get(path)
+        assert unknown.status_code == 404 and "ids do not outlive" in unknown.json()["error"]["message"]
+        assert alice.post("/v1/chunks", json=SHED, timeout=DEADLINE).json()["id"] == passage["id"]
+        assert alice.get(path).status_code == 200 and num_encoded() == before
 
 
 def kill_in_mid_run(engine: AsyncLLM, streaming: httpx.Client, waiting: httpx.Client) -> None:

@@ -14,9 +14,11 @@ import torch
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
 from vllm_blend.engine.process.calls import check_call
+from vllm_blend.engine.process.heartbeat import Pulse
 from vllm_blend.engine.process.launch import EngineProcess
 from vllm_blend.engine.process.messages import (
     Answer,
+    Beat,
     Call,
     Delta,
     Error,
@@ -28,6 +30,7 @@ from vllm_blend.engine.process.messages import (
     ToEngine,
     raisable,
 )
+from vllm_blend.engine.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +57,13 @@ class Listener(Protocol):
 class EngineClient:
     """Keeps an engine process running. Any thread may call any method."""
 
-    def __init__(self, config: EngineConfig, listener: Listener) -> None:
-        self._config, self._listener = config, listener
+    def __init__(self, config: EngineConfig, listener: Listener, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        self._config, self._listener, self._timeouts = config, listener, timeouts
         self._num_threads = torch.get_num_threads()  # what is set here holds there, too
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # for the sending socket, and for what follows
         self._process: EngineProcess | None = None  # while it is ready
+        self._pulse: Pulse | None = None  # of the process that is ready, or was
         self._calls: dict[int, Future[Any]] = {}
         self._problem = "the engine process is being started"
         self._closing = threading.Event()
@@ -81,13 +85,15 @@ class EngineClient:
         return None if process is None else process.pid
 
     def check_health(self) -> None:
-        """Raise EngineDeadError, saying why, unless an engine process is ready."""
+        """Raise EngineDeadError, saying why, unless an engine process is ready and does not hang."""
         if self._process is None:
             raise self._dead()
+        if self._pulse is not None and (problem := self._pulse.problem()) is not None:
+            raise EngineDeadError(problem)
 
     def send(self, message: ToEngine) -> None:
-        """Send a message. Raises EngineDeadError if there is no engine process, and TypeError for what cannot be
-        sent."""
+        """Send a message. Raises EngineDeadError if there is no engine process, and TypeError or ValueError for what
+        cannot be sent."""
         with self._lock:
             if self._process is None:
                 raise self._dead()
@@ -105,6 +111,18 @@ class EngineClient:
             self._calls.pop(number, None)
             raise
         return future
+
+    @property
+    def num_calls(self) -> int:
+        """Return how many calls have not been answered yet."""
+        return len(self._calls)
+
+    def fail_calls(self, error: EngineDeadError) -> None:
+        """End the calls that have not been answered yet by an error."""
+        for number in list(self._calls):
+            future = self._calls.pop(number, None)
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def shut_down(self) -> None:
         """End the process when its chunk store is written, and wait for that. It does nothing the second time."""
@@ -145,6 +163,7 @@ class EngineClient:
         process = EngineProcess(self._config, self._num_threads)
         failure: Error | None = None
         stop_by: float | None = None
+        hangs = False
         try:
             while True:
                 message = process.receive(POLL_SECONDS)
@@ -154,6 +173,7 @@ class EngineClient:
                     self._take(process, message)
                 elif not process.is_alive:
                     break
+                hangs = self._log_problem(hangs)
                 if self._closing.is_set():
                     if stop_by is None:
                         process.terminate()
@@ -163,7 +183,7 @@ class EngineClient:
                         break
         finally:
             with self._lock:
-                self._process = None
+                self._process, self._problem = None, "the engine process has ended"  # how, is said below
             process.end()
         problem = process.describe_end()
         if failure is not None:
@@ -173,6 +193,17 @@ class EngineClient:
         self._problem = SHUT_DOWN if self._closing.is_set() else problem
         self._fail_all()
         return problem
+
+    def _log_problem(self, was_known: bool) -> bool:
+        """Log that the process begins to hang, or goes on after all; return whether it hangs."""
+        if self._process is None or self._pulse is None:
+            return was_known
+        problem = self._pulse.problem()
+        if problem is not None and not was_known:
+            logger.error("%s", problem)
+        elif problem is None and was_known:
+            logger.warning("the engine process goes on")
+        return problem is not None
 
     def _take(self, process: EngineProcess, message: FromEngine) -> None:
         match message:
@@ -185,11 +216,15 @@ class EngineClient:
                         future.set_result(message.result)
                     else:
                         future.set_exception(raisable(message.error))
+            case Beat():
+                if self._pulse is not None:
+                    self._pulse.enter(message)
             case Refused():
                 self._listener.refused(message.number, raisable(message.error))
             case Ready():
                 with self._lock:
                     if not self._closing.is_set():
+                        self._pulse = Pulse(process.pid, self._timeouts)
                         self._process = process
                 if self._ready.done():
                     logger.warning("the engine process runs again")
@@ -199,7 +234,4 @@ class EngineClient:
     def _fail_all(self) -> None:
         """Fail everything that the process was doing."""
         self._listener.died(self._dead())
-        for number in list(self._calls):
-            future = self._calls.pop(number, None)
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(self._dead())
+        self.fail_calls(self._dead())

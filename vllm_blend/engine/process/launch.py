@@ -1,8 +1,7 @@
 """Starts an engine process, with the sockets to it, and ends it.
 
-The process is a fresh interpreter that imports nothing of the caller's `__main__`, in a session of its own: a Ctrl-C or
-a SIGTERM to the server's process group is the server's affair. Its settings go through a pipe, as they may hold the
-password of a store; everything else goes through two ZeroMQ sockets in a folder that only this user can enter.
+Its settings go through a pipe; everything else goes through two ZeroMQ sockets in a folder that only this user can
+enter.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import logging
 import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from vllm_blend.child_process import describe_status, start_module
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.process.messages import FromEngine, ToEngine, new_encoder
 from vllm_blend.log_lines import LogSettings
@@ -69,7 +66,7 @@ class EngineProcess:
             self._receiver.bind(outbox)
             self._sender = self._socket(zmq.PUSH)
             self._sender.connect(inbox)  # what is sent before the process listens waits here
-            self._process = _start(settings)
+            self._process = start_module("vllm_blend.engine.process.main", settings)
         except BaseException:
             self._close()
             raise
@@ -83,8 +80,13 @@ class EngineProcess:
         return self._process.poll() is None
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, without waiting. Raises TypeError for what cannot be sent."""
-        self._sender.send(self._encoder.encode(message))
+        """Send a message, without waiting. Raises TypeError for what cannot be sent, and ValueError for a number that
+        is too large for that."""
+        try:
+            encoded = self._encoder.encode(message)
+        except OverflowError as error:
+            raise ValueError("an integer of the request has more than 64 bits: give a smaller one") from error
+        self._sender.send(encoded)
 
     def receive(self, timeout: float) -> FromEngine | None:
         """Return the next message; None if there is none within `timeout` seconds."""
@@ -95,14 +97,7 @@ class EngineProcess:
 
     def describe_end(self) -> str:
         """Say how the process ended."""
-        status = self._process.wait()
-        if status >= 0:
-            return f"the engine process ended with exit status {status}"
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = f"signal {-status}"
-        return f"the engine process was killed by {name}"
+        return f"the engine process {describe_status(self._process.wait())}"
 
     def terminate(self) -> None:
         """Have the process end when it has written what its chunk store has to write; at once while it loads."""
@@ -126,24 +121,6 @@ class EngineProcess:
     def _close(self) -> None:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _start(settings: bytes) -> subprocess.Popen[bytes]:
-    # The engine must import what this process would, features and registered classes included.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "vllm_blend.engine.process.main"],
-        stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write(settings)
-        process.stdin.close()
-    except BrokenPipeError:  # it has died already: receiving from it will fail, and is handled there
-        logger.warning("the engine process did not read its settings")
-    return process
 
 
 def _private_folder() -> str:

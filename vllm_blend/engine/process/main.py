@@ -24,9 +24,11 @@ import msgspec
 import torch
 import zmq
 
+from vllm_blend.engine.errors import EngineDeadError
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.process.calls import run_call
 from vllm_blend.engine.process.deltas import DeltaReporter
+from vllm_blend.engine.process.heartbeat import Heart
 from vllm_blend.engine.process.launch import Bootstrap
 from vllm_blend.engine.process.messages import (
     Abort,
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # between two looks at whether to end, while there is nothing to do
 ANSWER_SECONDS = 0.02  # the same while a call waits for something
+MESSAGES = 64  # that are taken between two steps: a thousand prompts of one call must not hold up all streams
 FAILED_STEPS = 3  # in a row: then the engine is given up
 PARENT_SECONDS = 1.0  # between two looks at whether the server's process is there
 LAST_SECONDS = 60.0  # to end in, when it is not
@@ -70,6 +73,7 @@ class EngineLoop:
         self._prepared: deque[Add] = deque()
         self._preparation = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._failed_steps = 0
+        self.num_turns = 0  # of the loop
         self.stopping = False
 
     def run(self) -> None:
@@ -80,17 +84,22 @@ class EngineLoop:
             if not self.engine.is_idle:
                 self._step()
             self._report()
+            self.num_turns += 1
 
     def send(self, message: FromEngine) -> None:
         self._sender.send(self._encoder.encode(message), copy=False)
 
     def _receive(self) -> None:
-        """Do all that is asked; wait for something to be asked if there is no step to run."""
+        """Do what is asked, the rest of much after the next step; wait for something to be asked if there is no step to
+        run."""
         if self.engine.is_idle and not self._answers and not self._prepared:
             seconds = ANSWER_SECONDS if self._waiting or self._preparing else IDLE_SECONDS
             if not self._receiver.poll(int(1000 * seconds)):
+                self.engine.check_workers()
                 return
-        while not self.stopping:
+        for _ in range(MESSAGES):
+            if self.stopping:
+                return
             try:
                 data = self._receiver.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -189,6 +198,8 @@ class EngineLoop:
         try:
             self.engine.step()
             self._failed_steps = 0
+        except EngineDeadError:
+            raise
         except Exception:
             self._failed_steps += 1
             if self._failed_steps == FAILED_STEPS:
@@ -248,14 +259,16 @@ def main() -> int:
     receiver.bind(bootstrap.inbox)
     sender.connect(bootstrap.outbox)
     try:
-        return _serve(bootstrap, receiver, sender)
+        return _serve(bootstrap, context, receiver, sender)
     finally:
         context.destroy(linger=1000)
         if os.getppid() != bootstrap.parent:  # which removes the sockets' folder otherwise
             shutil.rmtree(os.path.dirname(bootstrap.inbox.removeprefix("ipc://")), ignore_errors=True)
 
 
-def _serve(bootstrap: Bootstrap, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]) -> int:
+def _serve(
+    bootstrap: Bootstrap, context: zmq.Context[Any], receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes]
+) -> int:
     encoder = new_encoder()
     try:
         engine = LLMEngine(bootstrap.config)
@@ -265,7 +278,8 @@ def _serve(bootstrap: Bootstrap, receiver: zmq.Socket[bytes], sender: zmq.Socket
         signal.signal(signal.SIGTERM, lambda *_: setattr(loop, "stopping", True))
         dtype = str(engine.model_config.dtype).removeprefix("torch.")
         loop.send(Ready(engine.max_model_len, dtype, engine.default_sampling_settings))
-        loop.run()
+        with Heart(context, bootstrap.outbox, lambda: loop.num_turns):
+            loop.run()
     except Exception as error:
         logger.debug("the engine process ends", exc_info=True)
         sender.send(encoder.encode(Failed(describe_error(error, traceback.format_exc()))))

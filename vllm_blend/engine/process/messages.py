@@ -118,6 +118,12 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     default_sampling_settings: dict[str, Any]
 
 
+class Beat(msgspec.Struct, array_like=True, tag=True):
+    """The engine process lives, and its loop has come round so often."""
+
+    num_turns: int
+
+
 class Failed(msgspec.Struct, array_like=True, tag=True):
     """The engine process ends because of an error: while it loads, or because its steps fail."""
 
@@ -125,7 +131,7 @@ class Failed(msgspec.Struct, array_like=True, tag=True):
 
 
 ToEngine: TypeAlias = Add | Abort | Stop | Call
-FromEngine: TypeAlias = Ready | Outputs | Refused | Answer | Failed
+FromEngine: TypeAlias = Ready | Beat | Outputs | Refused | Answer | Failed
 
 
 def encode_other(value: Any) -> Any:

@@ -71,6 +71,7 @@ def create_app(
         tenants=Tenants.from_options(options.api_key, options.api_keys) if tenants is None else tenants,
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
+        on_refused=app.state.server.metrics.recorder.count_refused,
     )
     if options.allowed_origins:  # outermost: pages must be able to read errors, too
         app.add_middleware(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
-from vllm_blend.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from vllm_blend.entrypoints.openai.logprobs import chat_logprobs, num_values, prompt_logprobs
 from vllm_blend.entrypoints.openai.output_parser import OutputParser
 from vllm_blend.entrypoints.openai.protocol.chat import (
     ChatChoice,
@@ -45,7 +45,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     if body.stream:
         return await event_stream(request, answer.events(generation))
     [output] = await until_disconnected(request, generation.final())
-    return Response(answer.response(output).to_json(), media_type="application/json")
+    return await server.json_answer(lambda: answer.response(output).to_json(), num_values([output]))
 
 
 @dataclass

@@ -13,7 +13,12 @@ from vllm_blend.entrypoints.openai.passages import parse_blend
 from vllm_blend.entrypoints.openai.prompts import make_template, parse_chat_prompt, parse_messages
 from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm_blend.entrypoints.openai.reasoning import detect_reasoning_parser
-from vllm_blend.entrypoints.openai.sampling import make_sampling_params, resolve_max_tokens
+from vllm_blend.entrypoints.openai.sampling import (
+    check_num_completions,
+    check_prompt_logprobs,
+    make_sampling_params,
+    resolve_max_tokens,
+)
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenant
 from vllm_blend.entrypoints.openai.tool_calls import detect_tool_parser
@@ -34,6 +39,7 @@ class ChatCall:
 
 def prepare_chat(server: Server, body: ChatCompletionRequest, tenant: Tenant) -> ChatCall:
     """Render and tokenize a conversation, and check its settings. Raises ValueError, TypeError or APIError."""
+    check_num_completions(1, body.n, server)
     messages = parse_messages(body.messages)
     choice = parse_tool_choice(body.tool_choice, parse_tools(body.tools), body.parallel_tool_calls)
     template = make_template(
@@ -50,7 +56,9 @@ def prepare_chat(server: Server, body: ChatCompletionRequest, tenant: Tenant) ->
     blend, salt = parse_blend(body.blend, body.vllm_xargs), tenant.combined_salt(body.cache_salt)
     prompt = parse_chat_prompt(server, template, messages, body.documents, blend, salt)
     role = messages[-1].role if body.continue_final_message else server.options.response_role
-    return ChatCall(prompt, _sampling_params(body, server, prompt, parsers), role, parsers)
+    params = _sampling_params(body, server, prompt, parsers)
+    check_prompt_logprobs([(prompt, params)], server.engine.vocab_size)
+    return ChatCall(prompt, params, role, parsers)
 
 
 def _output_parsers(server: Server, choice: ToolChoice, template: ChatTemplate) -> OutputParsers:

@@ -6,22 +6,29 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
-from vllm_blend.entrypoints.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from vllm_blend.entrypoints.openai.logprobs import CompletionLogprobsWriter, num_values, prompt_logprobs
 from vllm_blend.entrypoints.openai.passages import parse_blend
 from vllm_blend.entrypoints.openai.prompts import parse_completion_prompts
 from vllm_blend.entrypoints.openai.protocol.completion import (
     CompletionChoice,
     CompletionLogprobs,
+    CompletionPrompt,
     CompletionRequest,
     CompletionResponse,
 )
-from vllm_blend.entrypoints.openai.sampling import make_sampling_params, resolve_max_tokens
+from vllm_blend.entrypoints.openai.sampling import (
+    check_num_completions,
+    check_prompt_logprobs,
+    make_sampling_params,
+    resolve_max_tokens,
+)
 from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.streaming import DONE, STREAMS, data_event, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
@@ -47,10 +54,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         raise bad_request(
             f"prompt has {len(prompts)} prompts: send at most {server.options.max_prompts} in one request", "prompt"
         )
-    blend = parse_blend(body.blend, body.vllm_xargs)
+    check_num_completions(len(prompts), body.n, server)
     salt = tenant_of(request).combined_salt(body.cache_salt)
-    parsed = await server.prepare(parse_completion_prompts, server, prompts, blend, salt)
-    jobs = [(prompt, _sampling_params(body, server, prompt)) for prompt in parsed]
+    jobs = await server.prepare(_prepare, body, server, prompts, salt)
+    parsed = [prompt for prompt, _ in jobs]
     request_id = body.request_id or request.state.request_id
     call = _Completion(body, server, f"cmpl-{request_id}", parsed)
     note(request, prompt_tokens=sum(len(prompt.token_ids) for prompt in parsed))
@@ -58,17 +65,37 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.stream:
         return await event_stream(request, call.events(generation))
     outputs = await until_disconnected(request, generation.final())
-    return Response(call.response(outputs).to_json(), media_type="application/json")
+    return await server.json_answer(lambda: call.response(outputs).to_json(), num_values(outputs))
 
 
-def _sampling_params(body: CompletionRequest, server: Server, prompt: ParsedPrompt) -> SamplingParams:
-    engine, asked = server.engine, body.max_tokens
+_Job = tuple[ParsedPrompt, SamplingParams]
+
+
+def _prepare(
+    body: CompletionRequest, server: Server, given: Sequence[CompletionPrompt], salt: str | None
+) -> list[_Job]:
+    """Return the prompts with their sampling parameters. Raises ValueError, TypeError or APIError."""
+    blend = parse_blend(body.blend, body.vllm_xargs)
+    prompts = parse_completion_prompts(server, given, blend, salt)
+    asked = body.max_tokens
     if asked == 0 and body.echo:  # the prompt's log-probabilities are wanted, and no token behind it
         asked = 1
-    max_tokens = resolve_max_tokens(asked, "max_tokens", _DEFAULT_MAX_TOKENS, len(prompt.token_ids), engine)
+    known: dict[int, SamplingParams] = {}  # by their `max_tokens`, in which alone they differ
+    jobs: list[_Job] = []
+    for prompt in prompts:
+        num_tokens = len(prompt.token_ids)
+        max_tokens = resolve_max_tokens(asked, "max_tokens", _DEFAULT_MAX_TOKENS, num_tokens, server.engine)
+        if max_tokens not in known:
+            known[max_tokens] = _sampling_params(body, server, max_tokens)
+        jobs.append((prompt, known[max_tokens]))
+    check_prompt_logprobs(jobs, server.engine.vocab_size)
+    return jobs
+
+
+def _sampling_params(body: CompletionRequest, server: Server, max_tokens: int) -> SamplingParams:
     params = make_sampling_params(
         body,
-        engine,
+        server.engine,
         max_tokens,
         body.logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
@@ -106,12 +133,15 @@ class _Completion:
                 output = self._without_unwanted_token(output)
                 counter.add(index, output)
                 for completion in output.outputs:
-                    usage = {"usage": counter.usage()} if self.body.reports_usage_always else {}
-                    chunk = self._chunk([self._choice(index, output, completion)], **usage)
-                    yield data_event(chunk.to_json())
+                    write = partial(self._event, index, output, completion, counter)
+                    yield await self.server.write(write, num_values([output]))
         if self.body.reports_usage:
             yield data_event(self._chunk([], usage=counter.usage()).to_json())
         yield DONE
+
+    def _event(self, index: int, output: RequestOutput, completion: CompletionOutput, counter: UsageCounter) -> str:
+        usage = {"usage": counter.usage()} if self.body.reports_usage_always else {}
+        return data_event(self._chunk([self._choice(index, output, completion)], **usage).to_json())
 
     def _chunk(self, choices: list[CompletionChoice], **others: Any) -> CompletionResponse:
         return CompletionResponse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,7 +126,10 @@ def _named_field(message: str) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    short = reprlib.Repr()  # a long value is not written out to show its beginning
+    short.maxlist = short.maxdict = 40
+    short.maxstring = short.maxlong = short.maxother = 200
+    text = short.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

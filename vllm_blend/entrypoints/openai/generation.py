@@ -71,8 +71,11 @@ class Generation:
         """
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         # Requests have tasks of their own, so that closing this generator does not wait for the engine to abort them.
-        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.jobs))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for index in range(len(self.jobs)):
+                tasks.append(asyncio.create_task(self._run(index, queue)))
+                await asyncio.sleep(0)  # other calls have their turn before the next of many prompts begins
             remaining = len(tasks)
             while remaining:
                 index, item = await queue.get()
@@ -83,6 +86,8 @@ class Generation:
                 else:
                     self._check(item)
                     yield index, item
+                    if not queue.empty():  # other calls have their turn between the outputs of many prompts
+                        await asyncio.sleep(0)
         finally:
             for task in tasks:
                 if not task.done():

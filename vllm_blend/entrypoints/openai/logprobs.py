@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_blend.entrypoints.openai.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from vllm_blend.entrypoints.openai.protocol.completion import CompletionLogprobs
-from vllm_blend.outputs import Logprob
+from vllm_blend.outputs import Logprob, RequestOutput
 
 Entry = Mapping[int, Logprob]
 _LEAST = -9999.0  # for log-probabilities of minus infinity, which JSON has no number for
@@ -19,6 +19,19 @@ def token_text(token: int, logprob: Logprob, as_ids: bool) -> str:
 
 def finite(value: float) -> float:
     return max(value, _LEAST)
+
+
+def num_values(outputs: Sequence[RequestOutput]) -> int:
+    """Return roughly how many log-probabilities, and tokens, the answer made of these outputs has."""
+    total = 0
+    for output in outputs:
+        total += len(output.prompt_token_ids)
+        for completion in output.outputs:
+            total += len(completion.token_ids)
+            for entries in (output.prompt_logprobs, completion.logprobs):
+                if entries:
+                    total += len(entries) * len(entries[-1] or ())
+    return total
 
 
 class CompletionLogprobsWriter:

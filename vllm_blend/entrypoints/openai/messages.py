@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from vllm_blend.entrypoints.openai.block_answer import BlockAnswer
 from vllm_blend.entrypoints.openai.blocks import Block, Step
-from vllm_blend.entrypoints.openai.chat_request import prepare_chat
+from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
 from vllm_blend.entrypoints.openai.errors import as_api_error, bad_request
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.messages_request import as_chat
@@ -20,9 +20,10 @@ from vllm_blend.entrypoints.openai.protocol.messages import (
     MessagesUsage,
     TokenCount,
 )
-from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.streaming import STREAMS, dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.tenancy import Tenant
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
@@ -41,7 +42,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     server.check_model(body.model)
     if body.max_tokens is None:
         raise bad_request("max_tokens is missing: say how many tokens the answer may have", "max_tokens")
-    call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
+    call = await server.prepare(_prepare, server, body, tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(server, call, f"msg_{request.state.request_id}")
     generation = Generation.from_call(request, answer.id, [(call.prompt, call.params)], body.priority)
@@ -56,9 +57,13 @@ async def count_tokens(body: MessagesRequest, request: Request) -> Response:
     """Count the tokens of a conversation in Anthropic's format."""
     server = server_of(request)
     server.check_model(body.model)
-    chat = as_chat(body.model_copy(update={"max_tokens": 1, "blend": {"mode": "off"}}))
-    call = await server.in_tokenizing_thread(prepare_chat, server, chat, tenant_of(request))
+    counted = body.model_copy(update={"max_tokens": 1, "blend": {"mode": "off"}})
+    call = await server.in_tokenizing_thread(_prepare, server, counted, tenant_of(request))
     return Response(TokenCount(input_tokens=len(call.prompt.token_ids)).to_json(), media_type="application/json")
+
+
+def _prepare(server: Server, body: MessagesRequest, tenant: Tenant) -> ChatCall:
+    return prepare_chat(server, as_chat(body), tenant)
 
 
 class _Answer(BlockAnswer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,8 +25,17 @@ class RequestContext:
     """The layer around all endpoints. It puts `request_id` and `tenant` into the request's state, and answers errors
     that nothing else has answered: an error that reached uvicorn would cost the client its connection."""
 
-    def __init__(self, app: ASGIApp, tenants: Tenants, max_body_size: int, logs_access: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        max_body_size: int,
+        logs_access: bool,
+        on_refused: Callable[[int], None],
+    ) -> None:
+        """`on_refused` gets the status of every error that ends a request before the engine has its prompts."""
         self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
+        self.on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +61,8 @@ class RequestContext:
         try:
             await self._answer(scope, headers, receive, send_with_id)
         finally:
+            if status >= 400 and scope["path"] not in OPEN_PATHS and "answer_id" not in state.get("log_fields", {}):
+                self.on_refused(status)
             if self.logs_access:
                 _log(scope, state, status, num_bytes, time.perf_counter() - begun)
 
@@ -93,7 +105,8 @@ class RequestContext:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self.max_body_size:
-                    await self._drain(receive)
+                    if message.get("more_body", False):  # behind the end nothing comes until the client leaves
+                        await self._drain(receive)
                     raise self._too_large()
             return message
 

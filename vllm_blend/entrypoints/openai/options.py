@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from vllm_blend.checks import not_negative, positive, require
+from vllm_blend.engine.timeouts import Timeouts
 from vllm_blend.options import OptionGroup, option
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
@@ -43,7 +44,15 @@ class ServerOptions(OptionGroup):
     )
     request_timeout: float | None = option(None, "seconds after which a request is aborted", check=positive)
     max_body_size: int = option(8 << 20, "bytes of the largest request; larger ones get 413", check=positive)
-    max_prompts: int = option(1024, "the most prompts that one completion request may have", check=positive)
+    max_prompts: int = option(1024, "the most completions (prompts times n) that one request may have", check=positive)
+    heartbeat_timeout: float = option(
+        Timeouts.heartbeat,
+        "seconds without a sign of life after which the engine counts as down",
+        check=positive,
+    )
+    step_timeout: float = option(
+        Timeouts.step, "seconds that a step of the engine may take before the engine counts as down", check=positive
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests have to finish after SIGTERM", check=not_negative
     )

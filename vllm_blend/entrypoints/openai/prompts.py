@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_blend.chunks.chat_template import ChatTemplate, make_chat_template
 from vllm_blend.chunks.messages import Message, parse_conversations
+from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.passages import BlendOptions, chat_prompt, completion_prompt, parse_documents
 from vllm_blend.entrypoints.openai.protocol.completion import ChunkedPromptBody, CompletionPrompt
@@ -20,6 +21,9 @@ def parse_completion_prompts(
 ) -> list[ParsedPrompt]:
     """Return the prompts of a completion request as token ids. Raises ValueError or TypeError."""
     engine = server.engine
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            check_num_tokens(len(prompt), engine)
     return [
         completion_prompt(
             server.passages,
@@ -33,6 +37,16 @@ def parse_completion_prompts(
         )
         for prompt in prompts
     ]
+
+
+def check_num_tokens(num_tokens: int, engine: AsyncLLM) -> None:
+    """Raise APIError (400) for a prompt that leaves no token of the context to the answer."""
+    if num_tokens >= engine.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {engine.max_model_len} tokens, but the prompt has {num_tokens} "
+            "tokens: shorten it",
+            code="context_length_exceeded",
+        )
 
 
 def _plain(prompt: CompletionPrompt) -> Any:
@@ -64,7 +78,7 @@ def parse_chat_prompt(
         server.passages,
         template,
         messages,
-        parse_documents(documents, partial(server.stored.text_of, salt=salt)),
+        parse_documents(documents, partial(server.stored.text_of, salt=salt), template.text),
         blend,
         salt,
         engine.vocab_size,

@@ -12,14 +12,15 @@ from fastapi import APIRouter, Request, Response
 
 from vllm_blend.entrypoints.openai.block_answer import BlockAnswer
 from vllm_blend.entrypoints.openai.blocks import Block, Step
-from vllm_blend.entrypoints.openai.chat_request import prepare_chat
+from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
 from vllm_blend.entrypoints.openai.errors import as_api_error
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest, ResponsesResponse
 from vllm_blend.entrypoints.openai.responses_request import as_chat
-from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
+from vllm_blend.entrypoints.openai.server import Server, note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.streaming import STREAMS, dump, event_stream
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.tenancy import Tenant
 from vllm_blend.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
@@ -30,7 +31,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation in the format of OpenAI's Responses."""
     server = server_of(request)
     server.check_model(body.model)
-    call = await server.prepare(prepare_chat, server, as_chat(body), tenant_of(request))
+    call = await server.prepare(_prepare, server, body, tenant_of(request))
     note(request, prompt_tokens=len(call.prompt.token_ids))
     answer = _Answer(server, call, f"resp_{request.state.request_id}", body)
     generation = Generation.from_call(request, answer.id, [(call.prompt, call.params)], body.priority)
@@ -38,6 +39,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         return await event_stream(request, answer.events(generation), answer.error_event)
     [output] = await until_disconnected(request, generation.final())
     return Response(dump(answer.response(output)), media_type="application/json")
+
+
+def _prepare(server: Server, body: ResponsesRequest, tenant: Tenant) -> ChatCall:
+    return prepare_chat(server, as_chat(body), tenant)
 
 
 @dataclass

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine.timeouts import Timeouts
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.logs import configure_logging
@@ -24,6 +29,9 @@ from vllm_blend.entrypoints.openai.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+FULL_COLLECTION = 25  # smaller collections between two full ones, instead of Python's 10; some garbage waits for them
+
 
 def run_server(args: EngineArgs, options: ServerOptions) -> int:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError for what is wrong before the model is loaded."""
@@ -33,19 +41,40 @@ def run_server(args: EngineArgs, options: ServerOptions) -> int:
     check_certificate(options)
     endpoint = options.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-    with bind(options) as listener:
-        engine = AsyncLLM.from_engine_args(args, max_queued_requests=options.max_queued_requests)
+    with listening(options) as listener:
+        timeouts = Timeouts(options.heartbeat_timeout, options.step_timeout)
+        queued = options.max_queued_requests
+        engine = AsyncLLM.from_engine_args(args, max_queued_requests=queued, timeouts=timeouts)
         try:
             app = create_app(engine, options, tracing, tenants)
+            _spare_collections()
             logger.info("serving %s at %s", app.state.server.model_name, address(listener, options))
-            asyncio.run(serve(app, listener, options))
+            uvloop.run(serve(app, listener, options))
         finally:
             engine.shutdown()
-            if options.uds is not None:
-                Path(options.uds).unlink(missing_ok=True)
             if tracing is not None:
                 tracing.close()
     return 0
+
+
+@contextmanager
+def listening(options: ServerOptions) -> Iterator[socket.socket]:
+    """Listen as long as the context lasts; the file of a Unix socket is removed in the end."""
+    with bind(options) as listener:
+        try:
+            yield listener
+        finally:
+            if options.uds is not None:
+                Path(options.uds).unlink(missing_ok=True)
+
+
+def _spare_collections() -> None:
+    """Have the garbage collector look at everything less often: it stops the event loop meanwhile, for 0.1 s and more
+    if a large answer is being written. What is loaded stays, so it need not be looked at."""
+    gc.collect()
+    gc.freeze()
+    youngest, middle, _ = gc.get_threshold()
+    gc.set_threshold(youngest, middle, FULL_COLLECTION)
 
 
 def check_certificate(options: ServerOptions) -> None:
@@ -67,18 +96,26 @@ def check_certificate(options: ServerOptions) -> None:
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Return a listening socket. Raises OSError that names the address."""
+    """Return a listening socket. Raises OSError that names the address.
+
+    It listens before the model is loaded, as only then the system refuses the address to another server: connections
+    wait until the model is there.
+    """
+    is_unix, is_ipv6 = options.uds is not None, ":" in options.host
+    family = socket.AF_UNIX if is_unix else socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    # asyncio sends small packets at once only on sockets that name TCP: without it the first token comes after the
+    # client's delayed acknowledgement of the headers, some 40 ms later.
+    listener = socket.socket(family, socket.SOCK_STREAM, 0 if is_unix else socket.IPPROTO_TCP)
     try:
         if options.uds is not None:
             _remove_stale_socket(Path(options.uds))
-            listener = socket.socket(socket.AF_UNIX)
             listener.bind(options.uds)
         else:
-            family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-            listener = socket.socket(family)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((options.host, options.port))
+        listener.listen(BACKLOG)
     except OSError as error:
+        listener.close()
         where = options.uds or f"{options.host}:{options.port}"
         raise OSError(f"cannot listen on {where}: {error}; use another --host, --port or --uds") from error
     return listener

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import bad_request
+from vllm_blend.entrypoints.openai.prompts import check_num_tokens
 from vllm_blend.entrypoints.openai.protocol.common import ResponseFormat, SamplingFields
+from vllm_blend.entrypoints.openai.server import Server
+from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.sampling_params import SamplingParams
+
+MAX_PROMPT_LOGPROBS = 1 << 18  # in one answer
 
 _NOT_COPIED = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}  # endpoints give them other meanings
 _COPIED = sorted({field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys() - _NOT_COPIED)
@@ -27,6 +33,7 @@ def make_sampling_params(
 
     Raises ValueError or TypeError naming the field.
     """
+    _check_token_lists(body, engine.vocab_size)
     given = {name: getattr(body, name) for name in _COPIED}
     settings = dict(engine.default_sampling_settings)
     settings |= {name: value for name, value in (given | others).items() if value is not None}
@@ -35,7 +42,43 @@ def make_sampling_params(
         settings["structured_outputs"] = form
     if body.prompt_logprobs is not None:
         settings["prompt_logprobs"] = body.prompt_logprobs
-    return SamplingParams(**settings | {"max_tokens": max_tokens, "logprobs": logprobs})
+    params = SamplingParams(**settings | {"max_tokens": max_tokens, "logprobs": logprobs})
+    if params.bad_words:  # many take long to tokenize: from here on the engine knows their tokens
+        params.bind(engine.get_tokenizer(), engine.vocab_size)
+    return params
+
+
+def _check_token_lists(body: SamplingFields, vocab_size: int) -> None:
+    """Raise APIError (400) for lists of more tokens than there are, before any token of them is looked at."""
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        given = getattr(body, name) or ()
+        if len(given) > vocab_size:
+            raise bad_request(
+                f"{name} has {len(given)} entries, but the vocabulary has {vocab_size} tokens: name each once", name
+            )
+
+
+def check_num_completions(num_prompts: int, n: int | None, server: Server) -> None:
+    """Raise APIError (400) for more completions than a request may have."""
+    limit = server.options.max_prompts
+    if n is not None and n > 1 and num_prompts * n > limit:
+        raise bad_request(f"n={n} for {num_prompts} prompts: a request may have at most {limit} completions", "n")
+
+
+def check_prompt_logprobs(jobs: Sequence[tuple[ParsedPrompt, SamplingParams]], vocab_size: int) -> None:
+    """Raise APIError (400) if the log-probabilities of the prompts would make a huge answer. They cost the client
+    nothing to ask for, unlike those of an answer, and each takes a microsecond to write."""
+    total = 0
+    for prompt, params in jobs:
+        k = params.prompt_logprobs
+        if k is not None:
+            total += len(prompt.token_ids) * ((vocab_size if k == -1 else k) + 1) * params.n
+    if total > MAX_PROMPT_LOGPROBS:
+        raise bad_request(
+            f"the answer would have {total} log-probabilities of prompts, and may have {MAX_PROMPT_LOGPROBS}: send "
+            "fewer or shorter prompts in one request, or ask for fewer log-probabilities",
+            "logprobs",
+        )
 
 
 def answer_form(body: SamplingFields, call_schema: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -78,13 +121,8 @@ def resolve_max_tokens(
     Raises APIError (400) if prompt and answer do not fit the context, as vLLM does.
     """
     limit = engine.max_model_len
+    check_num_tokens(num_prompt_tokens, engine)
     free = limit - num_prompt_tokens
-    if free < 1:
-        raise bad_request(
-            f"This model's maximum context length is {limit} tokens, but the prompt has {num_prompt_tokens} tokens: "
-            "shorten it",
-            code="context_length_exceeded",
-        )
     if asked is None:
         own = engine.default_sampling_settings.get("max_tokens", default)
         return free if own is None else min(own, free)

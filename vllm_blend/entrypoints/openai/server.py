@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.errors import QueueFullError
@@ -26,13 +26,15 @@ from vllm_blend.entrypoints.openai.tracing import Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
+INLINE_VALUES = 1024  # longer answers are written in another thread: streams go on meanwhile
 
 
 @dataclass
 class Server:
-    """The engine, the options, and a thread for tokenizing, so that a long text keeps no stream waiting.
+    """The engine, the options, and threads for what takes long, so that it keeps no stream waiting.
 
-    One thread, because not every tokenizer can be used by several at a time. `tracing` makes spans; None for no traces.
+    One thread tokenizes, because not every tokenizer can be used by several at a time, and one reads long bodies and
+    writes long answers. `tracing` makes spans; None for no traces.
     """
 
     engine: AsyncLLM
@@ -51,6 +53,7 @@ class Server:
         self.metrics = ServerMetrics(self.engine, self.model_name, shows_passages=not has_keys)
         self._num_tokenizing = 0  # that wait for the thread, or are in it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._converting = ThreadPoolExecutor(1, thread_name_prefix="converting")
 
     @property
     def model_name(self) -> str:
@@ -77,10 +80,13 @@ class Server:
             )
         self._num_tokenizing += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._tokenizing, partial(copy_context().run, function, *args, **kwargs))
+            return await _run_in(self._tokenizing, partial(function, *args, **kwargs))
         finally:
             self._num_tokenizing -= 1
+
+    async def in_converting_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns that reads a long body or writes a long answer."""
+        return await _run_in(self._converting, partial(function, *args, **kwargs))
 
     async def prepare(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function returns that makes the prompts of a request from its body. Raises QueueFullError,
@@ -88,9 +94,24 @@ class Server:
         self.engine.check_room()
         return await self.in_tokenizing_thread(function, *args, **kwargs)
 
+    async def write(self, function: Callable[[], T], num_values: int) -> T:
+        """Return what a function returns that writes an answer of about so many tokens and log-probabilities."""
+        if num_values <= INLINE_VALUES:
+            return function()
+        return await self.in_converting_thread(function)
+
+    async def json_answer(self, function: Callable[[], str], num_values: int) -> Response:
+        """Return the answer whose JSON text a function makes of about so many tokens and log-probabilities."""
+        return Response(await self.write(function, num_values), media_type="application/json")
+
     def close(self) -> None:
-        """End the thread."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for thread in (self._tokenizing, self._converting):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def _run_in(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(copy_context().run, work))
 
 
 def server_of(request: Request) -> Server:

@@ -20,6 +20,7 @@ from vllm_blend.prompt_parser import is_far_too_long, parse_piece
 router = APIRouter(route_class=StrictRoute)
 
 MAX_CONTEXTS = 16  # tokens of a text, as multiples of max_model_len
+MAX_DETOKENIZED = 1 << 17  # or max_model_len, if that is larger: decoding cannot be interrupted
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
@@ -27,14 +28,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of a text, or of a conversation."""
     server = server_of(request)
     server.check_model(body.model)
-    ids = await server.in_tokenizing_thread(_tokenize, server, body)
-    answer = TokenizeResponse(
-        count=len(ids),
-        max_model_len=server.engine.max_model_len,
-        tokens=ids,
-        token_strs=[*server.engine.get_tokenizer().convert_ids_to_tokens(ids)] if body.return_token_strs else None,
-    )
-    return Response(answer.to_json(), media_type="application/json")
+    answer = await server.in_tokenizing_thread(_write_tokens, server, body)
+    return Response(answer, media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
@@ -42,13 +37,27 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids."""
     server = server_of(request)
     server.check_model(body.model)
-    outside = next((token for token in body.tokens if not 0 <= token < server.engine.vocab_size), None)
-    if outside is not None:
-        raise bad_request(
-            f"tokens holds {outside}, outside the vocabulary of {server.engine.vocab_size} tokens: remove it", "tokens"
-        )
-    text = await server.in_tokenizing_thread(server.engine.get_tokenizer().decode, body.tokens)
-    return Response(DetokenizeResponse(prompt=str(text)).to_json(), media_type="application/json")
+    limit = max(MAX_DETOKENIZED, server.engine.max_model_len)
+    if len(body.tokens) > limit:
+        raise bad_request(f"tokens has {len(body.tokens)} tokens: send at most {limit} at a time", "tokens")
+    text = await server.in_tokenizing_thread(_detokenize, server, body.tokens)
+    return Response(DetokenizeResponse(prompt=text).to_json(), media_type="application/json")
+
+
+def _detokenize(server: Server, tokens: list[int]) -> str:
+    vocab_size = server.engine.vocab_size
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            message = f"tokens holds {token}, outside the vocabulary of {vocab_size} tokens: remove it"
+            raise bad_request(message, "tokens")
+    return str(server.engine.get_tokenizer().decode(tokens))
+
+
+def _write_tokens(server: Server, body: TokenizeRequest) -> str:
+    ids = _tokenize(server, body)
+    strings = [*server.engine.get_tokenizer().convert_ids_to_tokens(ids)] if body.return_token_strs else None
+    max_model_len = server.engine.max_model_len
+    return TokenizeResponse(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings).to_json()
 
 
 def _tokenize(server: Server, body: TokenizeRequest) -> list[int]:

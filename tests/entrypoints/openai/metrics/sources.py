@@ -29,11 +29,13 @@ class Source:
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return byte_level()
 
-    async def get_metrics(self) -> list[Metric]:
-        self.num_calls += 1
+    async def check_health(self) -> None:
         if self.metrics is None:
             raise EngineDeadError("it is dead")
-        return list(self.metrics)
+
+    async def get_metrics(self) -> list[Metric]:
+        self.num_calls += 1
+        return list(self.metrics or ())
 
 
 def blending_llm(folder: Path, **arguments: Any) -> LLM:

@@ -88,7 +88,7 @@ def test_requests_without_an_answer_are_counted_by_why(error: Exception, reason:
     recorder = Recorder("m")
     with pytest.raises(type(error)), recorder.request(SamplingParams(), 0.0):
         raise error
-    assert +recorder.refused == {reason: 1}
+    assert +recorder.failed == {reason: 1}
     assert not +recorder.finished
 
 
@@ -100,7 +100,7 @@ def test_callers_that_leave_abort(error: BaseException | None) -> None:
         request.on_output(output)
     request.__exit__(None if error is None else type(error), error, None)
     assert recorder.finished == {"abort": 1, "length": 1, "stop": 0, "error": 0}
-    assert not +recorder.refused
+    assert not +recorder.failed
 
 
 def test_a_request_that_the_engine_dropped_has_no_times() -> None:

@@ -57,12 +57,54 @@ def test_requests_are_counted(server: TestServer) -> None:
 def test_clients_that_leave_and_bad_input_are_counted(server: TestServer) -> None:
     before = counts(server)
     assert server.post("/v1/completions", json=PROMPT | {"prompt": [10**6]}).status_code == 400
-    body = json.dumps(PROMPT | {"max_tokens": 900, "stream": True}).encode()
+    body = json.dumps(PROMPT | {"max_tokens": 900, "n": 128, "stream": True}).encode()  # a minute's work or more
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: counts(server)["abort"] == before["abort"] + 1)
+    wait_until(lambda: counts(server)["abort"] == before["abort"] + 128)
     assert counts(server)["failed"] == before["failed"]
+
+
+def test_refusals_are_counted_apart(server: TestServer) -> None:
+    """They never reach the engine; /health does not count."""
+
+    def refused() -> tuple[dict[str, float], dict[str, int]]:
+        samples = read(httpx.get(f"{server.url}/metrics").content)
+        requests = httpx.get(f"{server.url}/status").json()["requests"]
+        return dict_of(samples, "vllm_blend:requests_refused_total", "status"), requests
+
+    (before, requests), bad = refused(), PROMPT | {"temperature": "hot"}
+    assert server.post("/v1/completions", json=bad).status_code == 400
+    assert server.post("/v1/completions", json=PROMPT | {"model": "other"}).status_code == 404
+    assert server.post("/v1/completions", json=PROMPT | {"prompt": "a" * (1 << 20)}).status_code == 413
+    after, now = refused()
+    assert {status for status in after if after[status] == before[status] + 1} == {"400", "404", "413"}
+    assert (now["refused"], now["failed"]) == (requests["refused"] + 3, requests["failed"])
+
+
+def test_the_status_counts_tokens_as_the_usage_does(server: TestServer) -> None:
+    def tokens() -> dict[str, int]:
+        found: dict[str, int] = httpx.get(f"{server.url}/status").json()["tokens"]
+        return found
+
+    def is_settled() -> bool:  # the engine's numbers are read again after a moment
+        return tokens()["generated"] == server.metrics()["vllm:generation_tokens"]
+
+    wait_until(is_settled)
+    before = tokens()
+    total = dict.fromkeys(before, 0)
+    chunks = [f"{passage} It was in 1847." for passage in PASSAGES]
+    for prompt in ({"prefix": "", "chunks": chunks, "suffix": "Question: What?"}, "Question: What? Where?"):
+        for _ in range(2):
+            usage = server.post("/v1/completions", json=PROMPT | {"prompt": prompt}).json()["usage"]
+            details = usage["prompt_tokens_details"]
+            total["prompt"] += usage["prompt_tokens"]
+            total["generated"] += usage["completion_tokens"]
+            for name in ("cached", "reused", "stored", "recomputed"):
+                total[name] += details[f"{name}_tokens"]
+    wait_until(lambda: is_settled() and tokens()["generated"] >= before["generated"] + total["generated"])
+    assert {name: value - before[name] for name, value in tokens().items()} == total
+    assert min(total.values()) > 0
 
 
 def test_the_status_page_follows_what_is_served(server: TestServer) -> None:

@@ -148,6 +148,7 @@ def test_the_server_tells_of_a_dead_engine() -> None:
     assert samples["vllm:cache_config_info"][0][0]["num_gpu_blocks"] == "None"
     status = get(metrics, "/status").json()
     assert (status["engine_up"], status["requests"]["running"], status["tiers"]) == (False, None, [])
+    assert status["engine_problem"] == "it is dead"
 
 
 def test_many_readers_ask_the_engine_once() -> None:

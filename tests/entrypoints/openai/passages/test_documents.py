@@ -118,12 +118,26 @@ def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
         ([{"text": "a", "score": "high"}], r"documents\[0\].score is 'high': give a number"),
         ([{"text": "a", "score": float("nan")}], r"documents\[0\].score is nan: scores must be finite"),
         ([{"text": "a\ud800"}], r"documents\[0\].text holds half of a surrogate pair"),
+        (
+            [{"text": "a", "scores": 3}],
+            r"documents\[0\] has the key 'scores', which nothing reads: did you mean 'score'",
+        ),
+        (["a", {"text": "a", "score": 3, "tittle": "T"}], r"documents\[1\] has the key 'tittle'.*mean 'title'"),
+        ([{"id": "1", "data": {"text": "a", "Title": "T"}}], r"documents\[0\] has the key 'Title'.*mean 'title'"),
         ([{"id": "chunk-7"}], r"documents\[0\].id='chunk-7' names a stored passage, but this server keeps none"),
     ],
 )
 def test_errors_name_the_document(documents: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         parse_documents(documents)
+
+
+def test_other_keys_are_for_the_template() -> None:
+    """Those that resemble none, or stand beside what they resemble, or that the template shows."""
+    parse_documents([{"text": "a", "_score": 3, "url": "u", "store": 5, "title": "T", "titles": 2}])
+    shows = ("{{ d.scores }}", "{{ d | tojson }}", "{% for key, value in d.items() %}{{ value }}{% endfor %}")
+    for template in (f"{{% for d in documents %}}{show}{{% endfor %}}" for show in shows):
+        assert parse_documents([{"text": "a", "scores": 3}], None, template)[0].fields["scores"] == 3
 
 
 def test_documents_without_a_place() -> None:

@@ -105,3 +105,23 @@ def test_a_prompt_of_very_many_pieces_is_not_looked_at() -> None:
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="max_passages=0 must be at least 1"):
         PassageFinder(max_passages=0)
+
+
+@pytest.mark.parametrize("num_fixed", [0, 1], ids=["user", "system"])
+@pytest.mark.parametrize("instruction", ["Use the context.\n", "Use the context.\nBe brief.\n--------\n"])
+@pytest.mark.parametrize("lines", [1, 3])
+def test_an_instruction_ends_without_a_blank_line(num_fixed: int, instruction: str, lines: int) -> None:
+    """LangChain's stock prompt has none. All passages are found behind the instruction, whichever comes first."""
+    finder = PassageFinder(min_characters=4)
+    passages = ["\n".join(f"{name} says {line}" for line in range(lines)) for name in ("one", "two", "three", "four")]
+    for turn, numbers in enumerate(["0123", "1032", "2301", "3210", "3021", "3102"]):
+        order = [passages[int(number)] for number in numbers]
+        text = instruction + "\n\n".join([*order, "Who?"])
+        section = TextSection(split_text(text), num_kept=1, num_fixed=num_fixed)
+        found = finder.find(text, [section], None, False)
+        if turn >= 3:
+            assert [text[start:stop].strip() for start, stop in found.chunks] == order
+            assert found.fixed == len(instruction)
+    new = instruction + "\n\n".join(["five is new here", *passages, "Who?"])
+    found = finder.find(new, [TextSection(split_text(new), num_kept=1, num_fixed=num_fixed)], None, False)
+    assert found.fixed == len(instruction) and len(found.chunks) == 4

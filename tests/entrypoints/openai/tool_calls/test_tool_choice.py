@@ -156,6 +156,20 @@ def test_answers_to_required_and_named_choices_are_calls() -> None:
     assert (message["content"], reason) == (None, "stop")
 
 
+def test_a_required_call_that_is_cut_off_is_no_content() -> None:
+    """What there is of its arguments stays. Before it has a name, there is no call, and the length is the reason."""
+    text, choice = json.dumps(CALLS), choose("required")
+    for end in range(len(text)):
+        message, _ = read(choice, text[:end])
+        assert not message["content"], text[:end]
+        made = message.get("tool_calls", [])
+        begun = [call["name"] for call in CALLS][: len(made)]
+        assert [call["function"]["name"] for call in made] == begun
+    parser = check_output_parsers(choice, None, None).make(None)
+    assert parser.parse(text[: len('[{"name": "wea')]).to_dict() == {"content": ""}
+    assert parser.finish_reason("length") == "length"
+
+
 def test_reasoning_and_calls_are_read_together() -> None:
     text = 'Which?\n</think>\n\nNow.\n<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "grow"}</tool_call>'
     message, reason = read(choose("auto"), text)

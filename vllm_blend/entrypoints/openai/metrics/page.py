@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from vllm_blend.engine.metrics import FOUND_IN
 from vllm_blend.entrypoints.openai.metrics.names import ENGINE_METRICS
-from vllm_blend.entrypoints.openai.metrics.recorder import FINISH_REASONS, REFUSALS, Recorder
+from vllm_blend.entrypoints.openai.metrics.recorder import FAILURES, FINISH_REASONS, REFUSALS, Recorder
 from vllm_blend.entrypoints.openai.metrics.server_metrics import CACHE_CONFIG_HELP, ENGINE_UP_HELP
 from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE
 
@@ -39,7 +39,8 @@ LABELS = {
     "source": _listed(FOUND_IN),
     "operation": _listed(("read", "write")),
     "finished_reason": _listed(FINISH_REASONS),
-    "reason": _listed(REFUSALS),
+    "reason": _listed(FAILURES),
+    "status": f"{_listed(map(str, REFUSALS))}, of HTTP",
 }
 
 

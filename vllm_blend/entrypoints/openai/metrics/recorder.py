@@ -31,7 +31,8 @@ _SIZES = {
     "request_generation_tokens": "Tokens of all completions of a request.",
 }
 FINISH_REASONS = ("stop", "length", "abort", "error")
-REFUSALS = ("bad_input", "queue_full", "engine_down", "deadline", "failed")
+FAILURES = ("bad_input", "queue_full", "engine_down", "deadline", "failed")
+REFUSALS = (400, 401, 404, 405, 413, 415, 429, 500, 503)  # the statuses of requests that get no further
 
 
 class Recorder:
@@ -42,12 +43,17 @@ class Recorder:
         self.histograms = {name: Histogram(f"vllm:{name}", text, SECONDS) for name, text in _HISTOGRAMS.items()}
         self.histograms |= {name: Histogram(f"vllm:{name}", text, TOKENS) for name, text in _SIZES.items()}
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.failed = Counter(dict.fromkeys(FAILURES, 0))
         self.refused = Counter(dict.fromkeys(REFUSALS, 0))
         self.recent = Recent()
 
     def request(self, params: SamplingParams, arrival_time: float) -> RequestRecord:
         """Return the record of a new request: a context in which it runs."""
         return RequestRecord(self, params, arrival_time)
+
+    def count_refused(self, status: int) -> None:
+        """Count a request that was answered by an error before it reached the engine."""
+        self.refused[status] += 1
 
     def observe(self, name: str, value: float | None, count: int = 1) -> None:
         """Count a value of a histogram; None for one that is not known."""
@@ -61,12 +67,20 @@ class Recorder:
         finished = CounterMetricFamily(
             "vllm:request_success", "Completions that have ended.", labels=["model_name", "finished_reason"]
         )
-        refused = CounterMetricFamily(
-            "vllm_blend:requests_failed", "Requests that have no answer.", labels=["model_name", "reason"]
+        failed = CounterMetricFamily(
+            "vllm_blend:requests_failed",
+            "Prompts that were sent to the engine and have no answer.",
+            labels=["model_name", "reason"],
         )
-        for family, counts in ((finished, self.finished), (refused, self.refused)):
+        refused = CounterMetricFamily(
+            "vllm_blend:requests_refused",
+            "Requests that were answered by an error before anything was sent to the engine.",
+            labels=["model_name", "status"],
+        )
+        families = ((finished, self.finished), (failed, self.failed), (refused, self.refused))
+        for family, counts in families:
             for reason, count in counts.items():
-                family.add_metric([self.model_name, reason], count)
+                family.add_metric([self.model_name, str(reason)], count)
             yield family
 
 
@@ -93,7 +107,7 @@ class RequestRecord:
         if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self._recorder.finished["abort"] += len(self._num_tokens) - len(self._ended)
         else:
-            self._recorder.refused[_reason(error)] += 1
+            self._recorder.failed[_reason(error)] += 1
 
     def on_output(self, output: RequestOutput) -> None:
         """Count what is new in an output."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
@@ -41,6 +41,8 @@ class MetricsSource(Protocol):
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase: ...
 
+    async def check_health(self) -> None: ...
+
     async def get_metrics(self) -> list[Metric]: ...
 
 
@@ -54,6 +56,7 @@ class ServerMetrics(Collector):
         self.passages = HotPassages(engine.get_tokenizer()) if shows_passages else None
         self._started = time.monotonic()
         self._read: list[Metric] | None = None  # what the engine has said last; None if it is down
+        self._problem: str | None = None  # why it has said nothing
         self._num_blocks: int | None = None  # of the KV cache, as the engine has said last
         self._read_at = -FRESH_SECONDS
         self._reading = asyncio.Lock()
@@ -99,23 +102,19 @@ class ServerMetrics(Collector):
             "model": self.model_name,
             "uptime_seconds": time.monotonic() - self._started,
             "engine_up": self._read is not None,
+            "engine_problem": self._problem,
             "requests": {
                 "running": values.get("vllm:num_requests_running"),
                 "waiting": values.get("vllm:num_requests_waiting"),
                 "finished": sum(self.recorder.finished.values()),
-                "failed": sum(self.recorder.refused.values()),
+                "failed": sum(self.recorder.failed.values()),
+                "refused": sum(self.recorder.refused.values()),
             },
             "first_token_seconds": recent.percentiles(recent.first_tokens),
             "inter_token_seconds": recent.percentiles(recent.steps),
             "per_second": recent.rates(),
             "kv_cache_usage": values.get("vllm:kv_cache_usage_perc"),
-            "tokens": {
-                "prompt": values.get("vllm:prompt_tokens"),
-                "generated": values.get("vllm:generation_tokens"),
-                "reused": values.get("vllm_blend:blend_reused_tokens"),
-                "recomputed": values.get("vllm_blend:blend_recomputed_tokens"),
-                "encoded": values.get("vllm_blend:blend_encoded_tokens"),
-            },
+            "tokens": _tokens(values),
             "found": [
                 {"source": name.removeprefix(_FOUND), "tokens": value}
                 for name, value in values.items()
@@ -132,14 +131,31 @@ class ServerMetrics(Collector):
         """Read the engine's metrics, unless that has just been done; return them, or none while it is down."""
         async with self._reading:
             if time.monotonic() - self._read_at >= FRESH_SECONDS:
+                self._read, self._problem = None, None
                 try:
+                    await self._engine.check_health()
                     self._read = await asyncio.wait_for(self._engine.get_metrics(), ENGINE_SECONDS)
-                except (EngineDeadError, TimeoutError):
-                    self._read = None
+                except EngineDeadError as error:
+                    self._problem = str(error)
+                except TimeoutError:
+                    self._problem = f"the engine has not answered within {ENGINE_SECONDS:g} seconds: a step takes long"
                 self._read_at = time.monotonic()
                 blocks = [each.value for each in self._read or () if each.name == _BLOCKS]
                 self._num_blocks = int(blocks[0]) if blocks else self._num_blocks
         return self._read or []
+
+
+def _tokens(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the tokens of all prompts by how they were computed, in the words of the usage field (`usage_details`)."""
+    prompt = values.get("vllm:prompt_tokens")
+    found: dict[str, float | None] = dict.fromkeys(("cached", "reused", "stored", "recomputed"))
+    if prompt is not None:
+        cached = sum(value for name, value in values.items() if name.startswith(_FOUND))
+        stored = values.get("vllm_blend:blend_encoded_tokens", 0)
+        reused = cached - values.get(f"{_FOUND}prefix_cache", 0)
+        # What is found of a prompt that is being composed counts before the prompt does.
+        found |= {"cached": cached, "reused": reused, "stored": stored, "recomputed": max(0, prompt - cached - stored)}
+    return {"prompt": prompt, "generated": values.get("vllm:generation_tokens"), **found}
 
 
 def _tiers(metrics: Sequence[Metric]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.checks import is_number
+from vllm_blend.checks import closest, is_number
 from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
 
 _TEXT_KEYS = (
@@ -16,6 +16,10 @@ _TEXT_KEYS = (
     "content",
     "page_content",
 )  # of an object's fields, what a passage is most often called
+_OTHER_KEYS = ("score", "title")
+_MISSPELT = 0.88  # the similarity from which on a key is taken for a misspelt one
+_LONG_KEY = 10  # characters: too many for one of those keys
+_READS_EVERY_KEY = ("items", "tojson")  # what a template has that shows all of a document
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,15 @@ class Document:
         return {**self.fields, self.key: text}
 
 
-def parse_documents(documents: Any, find_chunk: Callable[[str], StoredPassage] | None = None) -> list[Document]:
+def parse_documents(
+    documents: Any, find_chunk: Callable[[str], StoredPassage] | None = None, template: str = ""
+) -> list[Document]:
     """Return the documents of a request: objects with a `text` and perhaps a `title`, strings, or Cohere's
     {"id", "data": {...}}; with a `score` if a retriever gave one. {"id": "chunk-..."} stands for the passage that
     /v1/chunks gave this id; `find_chunk` returns it.
+
+    Other keys are the affair of the `template` (the text of the chat template), which may show any of them. One that it
+    does not name, and that is nearly "title" or "score" in a document without that, is an error.
 
     Raises TypeError or ValueError that names the document and the field.
     """
@@ -51,7 +60,11 @@ def parse_documents(documents: Any, find_chunk: Callable[[str], StoredPassage] |
         return []
     if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Sequence):
         raise TypeError(f"documents is a {type(documents).__name__}: give a list of documents")
-    return [_parse(each, f"documents[{index}]", find_chunk) for index, each in enumerate(documents)]
+    parsed = [_parse(each, f"documents[{index}]", find_chunk) for index, each in enumerate(documents)]
+    if not any(mark in template for mark in _READS_EVERY_KEY):
+        for index, document in enumerate(parsed):
+            _check_keys(document, f"documents[{index}]", template)
+    return parsed
 
 
 def scores_of(documents: Sequence[Document]) -> list[float | None] | None:
@@ -95,6 +108,16 @@ def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | N
         raise ValueError(f"{name} has no text: give {{'text': '...'}}, or the id of a passage of /v1/chunks")
     rest = {each: value for each, value in fields.items() if each not in shown}
     return Document(_check_text(text, name), title, score, rest)
+
+
+def _check_keys(document: Document, name: str, template: str) -> None:
+    missing = [key for key in _OTHER_KEYS if getattr(document, key) is None]
+    for key in document.fields:
+        if len(key) >= _LONG_KEY or not key[:1].isalpha() or key in _OTHER_KEYS or key in template:
+            continue
+        meant = closest(key.lower(), missing, _MISSPELT)
+        if meant is not None:
+            raise ValueError(f"{name} has the key {key!r}, which nothing reads: did you mean {meant!r}?")
 
 
 def _check_text(text: Any, name: str) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from vllm_blend.entrypoints.openai.passages.text_pieces import Span, TextPiece, split_text
@@ -23,6 +24,7 @@ BLEND_COST = 1 / 3  # of computing the passages in full: the share that is compu
 _MOVED = b""  # in place of what stands before a passage that has stood behind different texts
 _FIRST = b"system"  # in place of what stands before the first piece of a system prompt: dates and tools may change
 _FIXED_AFTER = 4  # times that a piece stood in one place, until it counts as part of a fixed beginning
+_MAX_LINES = 32  # of the first piece: an instruction may end in one of them, and a passage follow without a blank line
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class _Search:
     known: list[Span] = field(default_factory=list)
     ends: list[bytes] = field(default_factory=list)  # digests of the whole text up to the end of each piece
     places: list[tuple[bytes, bytes]] = field(default_factory=list)  # of pieces: the text, and what stands before it
+    heads: list[bytes] = field(default_factory=list)  # digests of the beginnings of the first piece, line by line
 
     def __post_init__(self) -> None:
         self._running, self._position = hashlib.blake2b(digest_size=16), 0
@@ -198,6 +201,8 @@ class _Search:
             self._look_at(section)
         for text, before in self.places:
             self.tenant.remember(text, before)
+        for head in self.heads:
+            self.tenant.remember(head, _MOVED)
         if not names_some and not self._is_worth_blending():
             self.known = []
         if not (self.known or names_some):
@@ -232,9 +237,15 @@ class _Search:
                     before = _FIRST
                 self.places.append((text, before))
                 registered = self._registered_at(free, index, text)
-                if self._is_leading and registered is None and self._is_fixed(text, before):
-                    self.fixed = piece.end
-                    continue
+                if self._is_leading and registered is None:
+                    fixed = self._end_of_fixed(piece, text, before)
+                    self.fixed = self.fixed if fixed is None else fixed
+                    if fixed == piece.end:
+                        continue
+                    if fixed is not None:  # a passage follows in the same piece
+                        piece = piece.without_beginning(self.whole, fixed)
+                        text = _digest(self.whole[piece.start : piece.stop])
+                        self.places.append((text, _MOVED))
                 self._is_leading = False
                 if registered is not None:
                     self.known.append(registered)
@@ -249,6 +260,22 @@ class _Search:
         self._running.update(_encode(self.whole[self._position : position]))
         self._position = position
         return self._running.digest()
+
+    def _end_of_fixed(self, piece: TextPiece, text: bytes, before: bytes) -> int | None:
+        """Return where the part of a piece ends that has always stood at the beginning of a prompt: with the piece, or
+        with the last of its lines that all prompts have which begin with its first line. None if there is none."""
+        if self.fixed is None and not piece.inner:
+            ends = list(islice(_line_ends(self.whole, piece), _MAX_LINES))
+            running, position, heads = hashlib.blake2b(before, digest_size=16), piece.start, []
+            for end in (*ends, piece.stop):
+                running.update(_encode(self.whole[position:end]))
+                heads.append(running.copy().digest())
+                position = end
+            self.heads += heads
+            counts = [self.tenant.seen.get(head, (_MOVED, 0))[1] for head in heads]
+            if counts[-1] < counts[0]:
+                return ends[max(index for index, count in enumerate(counts) if count == counts[0])]
+        return piece.end if self._is_fixed(text, before) else None
 
     def _is_fixed(self, text: bytes, before: bytes) -> bool:
         """Return whether a piece at the beginning of a prompt has always stood there. The first one is taken to be an
@@ -286,6 +313,14 @@ class _Search:
                     yield registered
                 elif self._is_known(inner, text):
                     yield inner.start, inner.end
+
+
+def _line_ends(whole: str, piece: TextPiece) -> Iterator[int]:
+    """Yield where the lines of a piece end, with their line breaks, without the last one."""
+    end = whole.find("\n", piece.start, piece.stop) + 1
+    while end:
+        yield end
+        end = whole.find("\n", end, piece.stop) + 1
 
 
 def _identify(passage: str) -> tuple[bytes, bytes, int]:

@@ -2,7 +2,8 @@
 
 A stored passage is known to the `PassageFinder`, so that it is found in plain text as well. Its KV is in the engine's
 chunk store, which may drop it when memory is short; it is computed again when it is used. Restarting the server forgets
-the ids; KV on a disk or a server is still there, and is found when the passage is stored again.
+the ids: a table of them beside the store would hold the salts of tenants. KV on a disk or a server is still there, and
+is found when the passage is stored again, which gives it the same id.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class StoredPassages:
         if found is None:
             raise UnknownPassageError(
                 f"the passage {passage_id[:100]!r} is unknown: it was never stored with this API key and cache_salt, "
-                "or it has expired, or been deleted, or the server has been started again since: store it again with "
-                "POST /v1/chunks"
+                "or it has expired, or been deleted, or the server has been started again, which ids do not outlive: "
+                "store it again with POST /v1/chunks, which gives it the same id"
             )
         return found
 

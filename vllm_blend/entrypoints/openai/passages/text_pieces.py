@@ -33,6 +33,11 @@ class TextPiece:
         inner = tuple(piece.moved(offset) for piece in self.inner)
         return TextPiece(self.start + offset, self.stop + offset, self.end + offset, inner)
 
+    def without_beginning(self, text: str, stop: int) -> TextPiece:
+        """Return what is left of the piece behind `stop`, from its first character that is no white space."""
+        part = text[stop : self.stop]
+        return TextPiece(stop + len(part) - len(part.lstrip()), self.stop, self.end)
+
 
 def split_text(text: str) -> list[TextPiece]:
     """Return the pieces of a text in order, without those that are white space."""

@@ -11,6 +11,7 @@ from vllm_blend.entrypoints.openai.protocol.common import (
     REFUSED_ANYWHERE,
     ResponseModel,
     SamplingFields,
+    Settings,
     UsageInfo,
     Whole,
 )
@@ -45,7 +46,7 @@ class ChatCompletionRequest(SamplingFields):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.common import (
+    ListOf,
+    Metadata,
+    RequestModel,
+    ResponseModel,
+    Whole,
+    WholeList,
+)
 from vllm_blend.entrypoints.openai.protocol.described import either
 
 
@@ -16,7 +23,7 @@ class RetentionFields(RequestModel):
     priority: Whole | None = Field(None, ge=0, le=100, description="larger ones leave the memory later; 50 by default")
     retention_seconds: float | Whole | str | None = Field(None, description='seconds, or text such as "5m" or "2h"')
     ttl: float | Whole | str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _check_one_time(self) -> RetentionFields:
@@ -33,9 +40,11 @@ class ChunkRequest(RetentionFields):
     model: str | None = None
     text: str | None = None
     title: str | None = None
-    token_ids: list[Whole] | None = None
-    prefix: str | list[Whole] | None = Field(None, description="what /v1/completions prompts have before their chunks")
-    messages: list[dict[str, Any]] | None = Field(None, description="what conversations begin with: the system prompt")
+    token_ids: WholeList | None = None
+    prefix: str | WholeList | None = Field(None, description="what /v1/completions prompts have before their chunks")
+    messages: ListOf[dict[str, Any]] | None = Field(
+        None, description="what conversations begin with: the system prompt"
+    )
     cache_salt: str | None = None
 
     @model_validator(mode="after")

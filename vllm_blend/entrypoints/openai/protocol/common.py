@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import difflib
 import logging
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from vllm_blend.unsupported import Unsupported
 
 logger = logging.getLogger(__name__)
 
 MAX_STRINGS = 1024  # in `stop` and `bad_words`: each is looked for in every token
+MAX_STRING_CHARACTERS = 1 << 14  # of all of them
 MAX_UNKNOWN_FIELDS = 128  # of one object: each is compared with the known ones, and logged
+MAX_ENTRIES = 1024  # of objects whose entries are settings
+_SLICE = 1 << 16
 _MISSPELT = 0.88  # the similarity from which on an unknown field is taken for a misspelt one
 
 
@@ -22,7 +35,45 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _few_entries(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"there are {len(value)} entries: give at most {MAX_ENTRIES}")
+    return validate(value)
+
+
+def _short_together(strings: str | list[str]) -> str | list[str]:
+    total = sum(map(len, strings))
+    if total > MAX_STRING_CHARACTERS:
+        raise ValueError(f"there are {total} characters: give at most {MAX_STRING_CHARACTERS}")
+    return strings
+
+
+def _all_numbers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Take an object of numbers as it is. Of one that has others only the first of these is told."""
+    if not isinstance(value, dict):
+        return validate(value)
+    wrong = next((item for item in value.items() if type(item[1]) not in (int, float)), None)
+    return value if wrong is None else validate(dict([wrong]))
+
+
+def _all_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Take a list of integers as it is, without a look at each."""
+    if type(value) is list and all(
+        set(map(type, value[start : start + _SLICE])) == {int} for start in range(0, len(value), _SLICE)
+    ):
+        return value
+    return validate(value)
+
+
+Item = TypeVar("Item")
 Whole = Annotated[int, BeforeValidator(_whole)]
+ListOf = Annotated[list[Item], Field(fail_fast=True)]  # errors of all items would be longer than the body
+FewStrings = Annotated[ListOf[str], Field(max_length=MAX_STRINGS), AfterValidator(_short_together)]
+Strings = Annotated[str, AfterValidator(_short_together)] | FewStrings
+WholeList = Annotated[ListOf[Whole], WrapValidator(_all_integers)]
+Settings = Annotated[dict[str, Any], WrapValidator(_few_entries)]
+Metadata = Annotated[dict[str, str], WrapValidator(_few_entries)]
+Biases = Annotated[dict[str, float], WrapValidator(_all_numbers)]
 
 
 class RequestModel(BaseModel):
@@ -37,7 +88,7 @@ class RequestModel(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()  # known, and without any effect here
 
     @model_validator(mode="after")
-    def _check_other_fields(self) -> RequestModel:
+    def _check_other_fields(self) -> Self:
         extra = self.model_extra or {}
         if len(extra) > MAX_UNKNOWN_FIELDS:
             raise ValueError(f"there are {len(extra)} fields that are unknown: leave them out")
@@ -48,6 +99,12 @@ class RequestModel(BaseModel):
                 _refuse_misspelt(name, type(self))
                 logger.warning("the field %.100r of a request is unknown and ignored", name)
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate_once(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Take a body that has been validated already (see `strict_json`)."""
+        return value if isinstance(value, cls) else validate(value)
 
 
 def _refuse_misspelt(name: str, model: type[RequestModel]) -> None:
@@ -75,8 +132,8 @@ class ResponseFormat(RequestModel):
 
     type: str
     json_schema: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: ListOf[dict[str, Any]] | None = None
+    triggers: ListOf[str] | None = None
 
 
 _NO_BEAMS = "use LLM.beam_search, offline"
@@ -125,16 +182,16 @@ class SamplingFields(RequestModel):
     top_k: Whole | None = None
     min_p: float | None = None
     seed: Whole | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STRINGS)] | None = None
-    stop_token_ids: list[Whole] | None = None
+    stop: Strings | None = None
+    stop_token_ids: WholeList | None = None
     max_tokens: Whole | None = None
     min_tokens: Whole | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Whole] | None = None
-    bad_words: list[str] | None = Field(None, max_length=MAX_STRINGS)
+    logit_bias: Biases | None = None
+    allowed_token_ids: WholeList | None = None
+    bad_words: FewStrings | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -142,7 +199,7 @@ class SamplingFields(RequestModel):
     prompt_logprobs: Whole | None = None
     target_compression_rate: float | None = None
     max_cache_tokens: Whole | None = None
-    structured_outputs: dict[str, Any] | None = Field(None, description="json, regex, choice, grammar, ...")
+    structured_outputs: Settings | None = Field(None, description="json, regex, choice, grammar, ...")
     response_format: ResponseFormat | None = None
 
     stream: bool | None = None
@@ -152,8 +209,8 @@ class SamplingFields(RequestModel):
     priority: Whole | None = None
     request_id: str | None = Field(None, max_length=128, pattern="^[A-Za-z0-9_.:/+=@-]+$")  # it is logged
     cache_salt: str | None = None
-    vllm_xargs: dict[str, Any] | None = Field(None, description='settings of this engine, e.g. {"blend": {...}}')
-    blend: dict[str, Any] | None = Field(None, description="mode, ratio, selector, relevance, order")
+    vllm_xargs: Settings | None = Field(None, description='settings of this engine, e.g. {"blend": {...}}')
+    blend: Settings | None = Field(None, description="mode, ratio, selector, relevance, order")
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:

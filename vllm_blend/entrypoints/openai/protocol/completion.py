@@ -9,11 +9,13 @@ from pydantic import Field
 from vllm_blend.entrypoints.openai.protocol.common import (
     IGNORED_ANYWHERE,
     REFUSED_ANYWHERE,
+    ListOf,
     RequestModel,
     ResponseModel,
     SamplingFields,
     UsageInfo,
     Whole,
+    WholeList,
 )
 from vllm_blend.unsupported import Unsupported
 
@@ -21,12 +23,12 @@ from vllm_blend.unsupported import Unsupported
 class ChunkedPromptBody(RequestModel):
     """A prompt in pieces; each is text or token ids. See `vllm_blend.inputs.ChunkedPrompt`."""
 
-    prefix: str | list[Whole] = ""
-    chunks: list[str | list[Whole]]
-    suffix: str | list[Whole]
+    prefix: str | WholeList = ""
+    chunks: ListOf[str | WholeList]
+    suffix: str | WholeList
 
 
-CompletionPrompt = str | list[Whole] | ChunkedPromptBody
+CompletionPrompt = str | WholeList | ChunkedPromptBody
 
 
 class CompletionRequest(SamplingFields):
@@ -37,7 +39,7 @@ class CompletionRequest(SamplingFields):
     }
     ignored: ClassVar[frozenset[str]] = IGNORED_ANYWHERE
 
-    prompt: str | list[Whole] | list[str | list[Whole] | ChunkedPromptBody] | ChunkedPromptBody = Field(
+    prompt: CompletionPrompt | ListOf[CompletionPrompt] = Field(
         description="text, token ids, a prompt in pieces, or a list of such prompts"
     )
     echo: bool | None = None
@@ -47,7 +49,7 @@ class CompletionRequest(SamplingFields):
         """Return the prompts one by one. A list of integers is one prompt."""
         if not isinstance(self.prompt, list):
             return [self.prompt]
-        if self.prompt and all(isinstance(entry, int) for entry in self.prompt):
+        if self.prompt and isinstance(self.prompt[0], int):
             ids: Any = self.prompt
             return [ids]
         many: Any = self.prompt

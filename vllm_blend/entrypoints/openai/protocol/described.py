@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
+
+MAX_TOOLS = 1024  # of one request: all are written into its prompt
 
 
 def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
@@ -70,9 +72,11 @@ _BLOCK = _one_of(
     _object({"type": {"const": "tool_result"}, "tool_use_id": _NAME, "content": _content("text")}),
 )
 
-ChatMessages = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_CHAT_MESSAGE, minItems=1))]
-Documents = Annotated[list[Any], WithJsonSchema(_list(_DOCUMENT))]
-Tools = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_TOOL))]
-InputItems = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_INPUT_ITEM, minItems=1))]
-ResponsesTools = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_RESPONSES_TOOL))]
-Blocks = Annotated[list[dict[str, Any]], WithJsonSchema(_list(_BLOCK, minItems=1))]
+ChatMessages = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_list(_CHAT_MESSAGE, minItems=1))]
+Documents = Annotated[list[Any], Field(fail_fast=True), WithJsonSchema(_list(_DOCUMENT))]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS), WithJsonSchema(_list(_TOOL))]
+InputItems = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_list(_INPUT_ITEM, minItems=1))]
+ResponsesTools = Annotated[
+    list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS), WithJsonSchema(_list(_RESPONSES_TOOL))
+]
+Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_list(_BLOCK, minItems=1))]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_blend.entrypoints.openai.protocol.common import ErrorInfo, RequestModel, ResponseModel, Whole
-from vllm_blend.entrypoints.openai.protocol.described import Blocks
+from vllm_blend.entrypoints.openai.protocol.common import (
+    ErrorInfo,
+    FewStrings,
+    ListOf,
+    RequestModel,
+    ResponseModel,
+    Settings,
+    Whole,
+)
+from vllm_blend.entrypoints.openai.protocol.described import MAX_TOOLS, Blocks
 from vllm_blend.unsupported import Unsupported
 
 
@@ -28,24 +36,24 @@ class MessagesRequest(RequestModel):
     )
 
     model: str | None = None
-    messages: list[AnthropicMessage]
+    messages: ListOf[AnthropicMessage]
     max_tokens: Whole | None = Field(None, description="most tokens of the answer; /v1/messages needs it")
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    system: str | ListOf[dict[str, Any]] | None = None
+    stop_sequences: FewStrings | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[ListOf[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     stream: bool | None = None
     cache_control: dict[str, Any] | None = Field(None, description="that of the last block")
 
-    blend: dict[str, Any] | None = None
+    blend: Settings | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     priority: Whole | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: Settings | None = None
 
 
 class MessagesUsage(ResponseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, model_validator
 
-from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.common import RequestModel, ResponseModel, Settings, WholeList
 from vllm_blend.entrypoints.openai.protocol.described import ChatMessages, Documents, Tools, either
 
 
@@ -40,7 +40,7 @@ class TokenizeRequest(RequestModel):
     tools: Tools | None = None
     documents: Documents | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -60,7 +60,7 @@ class TokenizeResponse(ResponseModel):
 
 class DetokenizeRequest(RequestModel):
     model: str | None = None
-    tokens: list[Whole]
+    tokens: WholeList
 
 
 class DetokenizeResponse(ResponseModel):

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_blend.entrypoints.openai.protocol.common import PromptTokensDetails, RequestModel, ResponseModel, Whole
+from vllm_blend.entrypoints.openai.protocol.common import (
+    Metadata,
+    PromptTokensDetails,
+    RequestModel,
+    ResponseModel,
+    Settings,
+    Strings,
+    Whole,
+)
 from vllm_blend.entrypoints.openai.protocol.described import Documents, InputItems, ResponsesTools
 from vllm_blend.unsupported import Unsupported
 
@@ -50,19 +58,19 @@ class ResponsesRequest(RequestModel):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema")
     reasoning: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     stream: bool | None = None
 
-    blend: dict[str, Any] | None = None
+    blend: Settings | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     documents: Documents | None = None
     ignore_eos: bool | None = None
     priority: Whole | None = None
     seed: Whole | None = None
-    stop: str | list[str] | None = None
+    stop: Strings | None = None
     top_k: Whole | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: Settings | None = None
 
 
 class OutputText(ResponseModel):

@@ -16,6 +16,13 @@ class RequiredCalls(ToolParser):
         yield from self._try(self._calls_in_list())
         yield from self._until(None, self._say)
 
+    def _release(self) -> None:
+        """Drop what was held back at the end: it is the beginning of a call that was cut off, and no content."""
+        if self._ended:
+            self._held.clear()
+        else:
+            super()._release()
+
 
 class NamedCall(ToolParser):
     """The arguments of one function, which the request names, and nothing else."""
