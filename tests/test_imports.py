@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "vllm_blend"
 # Folders from the bottom up. A folder imports nothing of a later row; modules at the top level are no folder.
 ROWS = [
-    ["ops"],
+    ["distributed", "ops"],
     ["attention"],
     ["layers"],
     ["models"],

@@ -19,9 +19,10 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def closest(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` may have been meant to be, None if it resembles none."""
-    close = difflib.get_close_matches(str(name), sorted(known), n=1)
+def closest(name: object, known: Iterable[str], similarity: float = 0.6) -> str | None:
+    """Return the known name that `name` may have been meant to be, None if it resembles none. Equal names have the
+    similarity 1."""
+    close = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=similarity)
     return close[0] if close else None
 
 

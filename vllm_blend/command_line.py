@@ -1,4 +1,4 @@
-"""Options as command-line flags: `--max-model-len` for `max_model_len`, as vLLM writes them."""
+"""The parser of the commands, and options as its flags: `--max-model-len` for `max_model_len`, as vLLM writes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from vllm_blend.options import Option, OptionGroup
+
+BAD_INPUT = 2  # argparse's exit status, too
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the flag, what was given, and what is expected. Its exit status for them
+    is 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
 
 
 def add_flags(
@@ -56,6 +71,20 @@ def _parsing(option: Option) -> dict[str, Any]:
     if get_origin(hint) is dict:
         return {"type": _json_object, "metavar": "JSON"}
     return {"type": hint, "metavar": "X"}
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -162,6 +162,16 @@ class _IncrementalDecoder:
         self._broken_context = ""
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return the text that every token adds to those before it, special ones included. A character of several tokens
+    counts to the last of them."""
+    decoder = _IncrementalDecoder(tokenizer, SamplingParams(skip_special_tokens=False), ())
+    texts = [decoder.step(token) for token in token_ids]
+    if texts:
+        texts[-1] += decoder.pending()
+    return texts
+
+
 def with_decoded_tokens(entry: dict[int, Logprob], tokenizer: PreTrainedTokenizerBase) -> dict[int, Logprob]:
     """Return the same log-probabilities, each with the text of its token alone ("" for ids beyond the tokenizer's)."""
     decode = _decode_function(tokenizer, False)

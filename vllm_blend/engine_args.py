@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_blend.checks import check_field_types
 from vllm_blend.command_line import add_flags, given
 from vllm_blend.config import EngineConfig
-from vllm_blend.features import FEATURES, check_exclusions
+from vllm_blend.features import FEATURES, check_exclusions, check_ranks
 from vllm_blend.options import Option, OptionGroup
 from vllm_blend.unsupported import accept_defaults
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
@@ -79,4 +79,6 @@ class EngineArgs(_Options):
         values = vars(self)
         features = tuple(kind.from_values(values) for kind in FEATURES)
         check_exclusions(features)
-        return EngineConfig.from_values(values, features=features)
+        config = EngineConfig.from_values(values, features=features)
+        check_ranks(config)
+        return config

@@ -12,6 +12,7 @@ import pytest
 from tests.quality.broken import StepPositions
 from tests.quality.small import MODEL, ROOT, small_samples, write_small
 from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.command_line import BAD_INPUT
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints import cli
 from vllm_blend.models.registry import MODEL_REGISTRY
@@ -20,7 +21,6 @@ from vllm_blend.quality import check_model as module
 from vllm_blend.quality import sweep
 from vllm_blend.quality.catalogue import RELEVANT_PASSAGES
 from vllm_blend.quality.check_model import (
-    BAD_INPUT,
     FOUND,
     NOT_TO_BLEND,
     UNCERTAIN,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vllm_blend.command_line import BAD_INPUT, CommandParser
 from vllm_blend.devices import resolve_device
 from vllm_blend.finetune import attention
 from vllm_blend.finetune.loop import compile_layers
@@ -36,7 +37,6 @@ from vllm_blend.finetune.state import begin_or_resume
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
 from vllm_blend.models.loader import load_hf_config
 
-BAD_INPUT = 2
 CONTEXTS = ("prefix", "bos")
 
 
@@ -155,7 +155,7 @@ def make_teacher(args: argparse.Namespace, student: Student, compiled: bool, dev
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vllm-blend finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, shares = parser.add_argument, MaskShares()

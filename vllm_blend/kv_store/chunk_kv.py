@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from vllm_blend.distributed.parts import ChunkParts
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.ops import HostKV
 
@@ -57,7 +58,7 @@ class ChunkKV:
     host calls `wait` before it looks. `arriving` is set where other threads fill them from a disk: code that reads a
     layer asks it first. `content` says which chunk it is, where that is known: keys are digests, and an export needs
     the tokens. `loaded_from` is the tier that a store has just loaded the chunk from; it is not set on what the store
-    keeps.
+    keeps. Where ranks share the model, K and V have this rank's heads, and `parts` keeps those of the others.
     """
 
     k: torch.Tensor
@@ -66,6 +67,7 @@ class ChunkKV:
     arriving: Arriving | None = None
     content: ChunkId | None = None
     loaded_from: str | None = None
+    parts: ChunkParts | None = None
 
     def __post_init__(self) -> None:
         if self.k.dim() != 4 or self.k.shape != self.v.shape:
@@ -73,6 +75,12 @@ class ChunkKV:
                 f"chunk K {list(self.k.shape)} and V {list(self.v.shape)} must both be "
                 "[layers, tokens, kv_heads, head_dim]"
             )
+
+    @classmethod
+    def collected(cls, kv: torch.Tensor) -> ChunkKV:
+        """Return the KV that a request has collected, [2, layers, tokens, kv_heads, head_dim]."""
+        k, v = kv.unbind(0)
+        return cls(k.contiguous(), v.contiguous())
 
     @cached_property
     def on_host(self) -> HostKV | None:

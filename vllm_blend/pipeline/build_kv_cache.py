@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine_args import EngineArgs

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.datasets import Sample, SamplePassage, normalize_sample

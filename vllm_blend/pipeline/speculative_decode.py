@@ -29,7 +29,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.engine.llm_engine import LLMEngine
@@ -37,7 +37,7 @@ from vllm_blend.engine_args import EngineArgs
 from vllm_blend.features.kv_compress.extension import KVCompression
 from vllm_blend.features.offload.extension import ChunkOffload
 from vllm_blend.inputs import ChunkedPrompt
-from vllm_blend.outputs import RequestOutput
+from vllm_blend.outputs import BlendStats, RequestOutput
 from vllm_blend.pipeline.build_kv_cache import make_retrieval_config, page_arguments
 from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import DecodeConfig, RetrievalConfig, add_section_flags, section_from_flags
@@ -200,13 +200,18 @@ def _answer(
         "prompt_tokens": len(final.prompt_token_ids),
         "ttft_s": metrics.time_in_prefill,
         "arrival_to_first_token_s": metrics.first_token_latency,
-        "blend": asdict(final.blend) if final.blend is not None else None,
+        "blend": None if final.blend is None else _counts(final.blend),
         "chunks": [
             {"chunk_id": chunk.chunk_id, "source": source, "placement": wanted.get(chunk.chunk_id)}
             for chunk, source in zip(chunks, sources, strict=True)
         ],
         "steps": steps,
     }
+
+
+def _counts(blend: BlendStats) -> dict[str, Any]:
+    """Return the fields of a blend without the letter for every token, which nothing reads from a file."""
+    return {name: value for name, value in asdict(blend).items() if name != "token_kinds"}
 
 
 def _ranking(sample: StageSample, chunks: Sequence[PassageChunk], wanted: dict[str, str]) -> list[int]:

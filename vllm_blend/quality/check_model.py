@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.command_line import BAD_INPUT, CommandParser
 from vllm_blend.config import BlendConfig
 from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.quality.catalogue import RATIOS, RELEVANT_PASSAGES, SETTINGS
@@ -40,7 +41,7 @@ from vllm_blend.quality.sweep import sweep
 DEFAULT = Setting("the default rule")  # the engine's
 MIN_QUESTIONS = 50  # of a data set: after 50 equal answers, up to 7% may still differ
 LEAST_SCORE = 0.1  # of full prefill: a model that can hardly answer has hardly anything to lose
-FOUND, NOT_TO_BLEND, BAD_INPUT, UNCERTAIN = 0, 1, 2, 3
+FOUND, NOT_TO_BLEND, UNCERTAIN = 0, 1, 3  # exit statuses, beside BAD_INPUT
 
 
 @dataclass(frozen=True)
@@ -247,25 +248,37 @@ def _loss(row: dict[str, Any]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vllm-blend check-model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        prog="vllm-blend check-model",
+        usage="vllm-blend check-model MODEL --dataset FILE [FILE ...] [options]",
+        description=__doc__,
+        epilog="\n  ".join(["settings, for --selector:", *(setting.name for setting in SETTINGS)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("model", help="model directory or Hugging Face id")
+    parser.add_argument("model", metavar="MODEL", help="model directory or Hugging Face id")
+    add = parser.add_argument_group("questions").add_argument
     add("--dataset", nargs="+", required=True, metavar="FILE", help="data sets; each gets a verdict")
     add("--style", help="how to ask them (musique, wikimqa, samsum), if a file's name does not say it")
-    add("--max-loss", type=float, default=0.05, help="share of full prefill's score (default: %(default)s)")
+    add("--samples", type=int, metavar="N", help="questions of each data set, equally many of each kind (default: all)")
+    add = parser.add_argument_group("what is compared").add_argument
     add(
         "--selector",
         "--setting",
         nargs="+",
         dest="selectors",
         metavar="NAME",
-        help=f"rules to compare: any blend_selector, or one of {', '.join(s.name for s in SETTINGS)} (default: the "
-        f"engine's rule, and {RELEVANT_PASSAGES} where it is registered)",
+        help="rules to compare: any blend_selector, or a setting of the list below (default: the engine's rule, and "
+        f"{RELEVANT_PASSAGES} where it is registered)",
     )
     add("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="RATIO", help="in rising order, with 0")
-    add("--samples", type=int, help="questions of each data set, equally many of each kind (default: all)")
+    add = parser.add_argument_group("the verdict").add_argument
+    add(
+        "--max-loss",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="share of full prefill's score that may be lost (default: %(default)s)",
+    )
     add(
         "--min-questions",
         type=int,
@@ -273,12 +286,18 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="questions of a data set; fewer are an error (default: %(default)s)",
     )
-    add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the intervals (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE", help="also write verdicts and rows to this JSON file")
+    add = parser.add_argument_group("the engine").add_argument
+    add("--batch", type=int, default=16, metavar="N", help="prompts in a step (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu or cuda")
-    add("--max-model-len", type=int, help="tokens of the longest prompt with its answer (default: the model's)")
-    add("--seed", type=int, default=0, help="seed of the intervals (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE", help="also write verdicts and rows to this JSON file")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of the longest prompt with its answer (default: the model's)",
+    )
     return parser
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine_args import EngineArgs

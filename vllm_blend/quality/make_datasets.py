@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.quality.dialogues import summary_episode
