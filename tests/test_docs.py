@@ -1,9 +1,14 @@
-"""What pages say of the code: docs/architecture.md of files, that they are there and short, docs/server.md of flags."""
+"""What pages say of the code: docs/architecture.md of files, that they are there and short, docs/server.md of flags,
+and docs/operations.md and docs/store_format.md of what their blocks print."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
+
+import pytest
+import yaml
 
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.options_page import options_page
@@ -37,3 +42,30 @@ def test_the_server_page_has_every_flag() -> None:
     assert own - {flag.removeprefix("no-") for flag in flags} == set()
     others = {"server", "kill"}  # of python -m benchmarks.serving
     assert {flag for flag in flags - others if flag.removeprefix("no-") not in own | engine} == {"config", "help"}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["operations", "store_format"])
+def test_blocks_print_what_the_page_says(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The Python blocks of a page make one program."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [printed] = re.findall(r"```\n\n((?:    [^\n]*\n)+)", text)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    exec(compile("\n".join(blocks), f"docs/{name}.md", "exec"), {})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [line.strip() for line in printed.splitlines()]
+
+
+def test_alerts_name_metrics_and_labels_that_exist() -> None:
+    [rules] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text("utf-8"), re.DOTALL)
+    expressions = " ".join(rule["expr"] for group in yaml.safe_load(rules)["groups"] for rule in group["rules"])
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    labels = dict(re.findall(r"(?m)^\| `(\w+)` \| (`.*)\|$", metrics))
+    names = {name.removesuffix("_bucket") for name in re.findall(r"\bvllm(?:_blend)?:\w+", expressions)}
+    assert len(names) >= 8 and [name for name in names if f"| `{name}` |" not in metrics] == []
+    for label, values in re.findall(r'{(\w+)=~"([^"]+)"', expressions):
+        assert [value for value in values.split("|") if f"`{value}`" not in labels[label]] == []
