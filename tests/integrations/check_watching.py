@@ -39,7 +39,7 @@ def reused(server: ServerProcess) -> int:
 
 @pytest.mark.chromium
 def test_the_status_page_in_a_browser(server: ServerProcess, reused: int, tmp_path: Path) -> None:
-    """Its script fills in what the server says, and the hottest passages: of all checks that the server has answered."""
+    """Its script shows what the server says, and the hottest passages: of all checks that the server has answered."""
     options = [
         "--headless",
         "--no-sandbox",
