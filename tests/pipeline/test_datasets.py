@@ -11,7 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_blend.pipeline import build_qa_prompt, load_dataset, normalize_sample, prompt_for
+from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.stage_inputs import read_stage_input
 from vllm_blend.quality.make_datasets import main as write_datasets
 
 INPUTS = Path(__file__).parents[2] / "inputs"
@@ -117,6 +119,37 @@ def test_a_file_without_the_extra_fields_loads(tmp_path: Path) -> None:
 
 def test_a_stage_output_loads_like_a_data_set(tmp_path: Path) -> None:
     assert load_dataset(write_json(tmp_path / "a.json", {"summary": {}, "results": [PLAIN]})) == [PLAIN]
+
+
+def test_lines_of_json_load_with_passages_as_strings_or_with_titles(tmp_path: Path) -> None:
+    own = {
+        "question": "What?",
+        "passages": ["It\u2028rained.", {"title": "B", "text": "It snowed."}],
+        "answers": "rain",
+    }
+    path = tmp_path / "own_musique.jsonl"
+    path.write_text(f"{json.dumps(own, ensure_ascii=False)}\n\n{json.dumps(PLAIN)}\r\n", encoding="utf-8")
+    first, second = load_dataset(path)
+    assert first["ctxs"] == [{"title": "", "text": "It\u2028rained."}, {"title": "B", "text": "It snowed."}]
+    assert "passages" not in first and second == PLAIN
+    stage = read_stage_input(RetrievalConfig(dataset_name="own_musique"), str(path), 0)
+    assert [chunk.text for chunk in stage.samples[0].chunks] == ["It\u2028rained.\n\n", "B\n\nIt snowed.\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 3 is not valid JSON"),
+        ('{"question": "a", "answers": "b"}', r"line 3: sample 1: ctxs is missing"),
+        ('{"question": "a", "answers": "b", "passages": ["c", ""]}', r"line 3: sample 1: passages\[1\].text must be"),
+        ('{"question": "a", "answers": "b", "passages": "c"}', r"line 3: sample 1: passages must be a non-empty list"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_field(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{json.dumps(PLAIN)}\n\n{line}\n")
+    with pytest.raises(ValueError, match=rf"data\.jsonl: {message}"):
+        load_dataset(path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pipeline.stages import ROOT
 from vllm_blend.pipeline import run_pipeline as module
-from vllm_blend.pipeline.config import load_config
+from vllm_blend.pipeline.config import DecodeConfig, PrefillConfig, RetrievalConfig, load_config
 from vllm_blend.pipeline.files import read_json
 
 WRITTEN = {
@@ -141,3 +141,11 @@ def test_flags_reach_every_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert prefill.model_id == decode.model_id == "m" and retrieval.model_id != "m"
     assert retrieval.output_path == tmp_path / "retrieval/wikimqa_s_rag_both_k7.json"
     assert prefill.output_dir == decode.load_cache_dir == str(tmp_path / "kv_caches")
+
+
+def test_a_missing_matplotlib_is_named_before_any_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    retrieval = RetrievalConfig(output_dir=str(tmp_path / "retrieval"))
+    with pytest.raises(ImportError, match=r"needs matplotlib.*extra `bench`.*leave --timeline out"):
+        module.run_pipeline(retrieval, PrefillConfig(), DecodeConfig(timeline=True))
+    assert list(tmp_path.iterdir()) == []

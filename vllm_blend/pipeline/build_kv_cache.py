@@ -123,7 +123,7 @@ def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[st
 def _missing(entries: Iterable[_ChunkFolder], directory: Path, engine: LLMEngine) -> dict[str, str]:
     """Return the names of the folders that have to be written, each with what is wrong with it."""
     missing: dict[str, str] = {}
-    for entry in tqdm(list(entries), desc="check stored chunks", unit="chunk"):
+    for entry in tqdm(list(entries), desc="check stored chunks", unit="chunk", disable=None):
         try:
             load_chunk(directory / entry.name, entry.id, engine.fingerprint)
         except ChunkMiss as miss:
@@ -142,7 +142,7 @@ def _compute(
         by_key.setdefault(entries[name].id.key, []).append(entries[name])
     folders = list(by_key.values())
     written = 0
-    with tqdm(total=len(missing), desc="compute chunk KV", unit="chunk") as bar:
+    with tqdm(total=len(missing), desc="compute chunk KV", unit="chunk", disable=None) as bar:
         for start in range(0, len(folders), BATCH):
             batch = folders[start : start + BATCH]
             chunks = [same[0] for same in batch if same[0].text]

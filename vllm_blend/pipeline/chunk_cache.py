@@ -30,6 +30,11 @@ class ChunkCache:
     counts: Counter[Source] = field(default_factory=Counter)
     _seen: dict[str, Source] = field(default_factory=dict)  # key -> what became of it
 
+    @property
+    def num_hits(self) -> int:
+        """Return how many of the distinct chunks so far needed no computing: they were stored, or in memory."""
+        return self.counts["loaded"] + self.counts["in_memory"]
+
     def load(self, chunks: Sequence[PassageChunk]) -> list[Source]:
         """Put the prefix and `chunks` into the engine's store. Returns for each chunk where it came from, or why it is
         not there.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_blend.pipeline.files import read_json
+from vllm_blend.pipeline.files import is_json_lines, read_json, read_json_lines
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _Complaint = Callable[[str, str], ValueError]  # (field, problem) -> the error to raise
@@ -53,9 +53,15 @@ class Sample:
 def load_dataset(path: str | Path) -> list[dict[str, Any]]:
     """Return the samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
 
-    Raises FileNotFoundError, or ValueError that names the sample, the field and the fix.
+    A file that ends in .jsonl has one sample a line. A sample's `passages` are returned as `ctxs`, the rest as it is in
+    the file. Raises FileNotFoundError, or ValueError that names the sample (and its line), the field and the fix.
     """
-    data = read_json(path, "data set")
+    lines: list[int] | None = None
+    if is_json_lines(path):
+        numbered = read_json_lines(path, "data set")
+        lines, data = [number for number, _ in numbered], [raw for _, raw in numbered]
+    else:
+        data = read_json(path, "data set")
     if isinstance(data, dict):
         data = data.get("results")
     if not isinstance(data, list) or not data:
@@ -64,39 +70,54 @@ def load_dataset(path: str | Path) -> list[dict[str, Any]]:
         )
     seen: dict[str, int] = {}
     for index, raw in enumerate(data):
+        where = f"data set {path}" if lines is None else f"data set {path}: line {lines[index]}"
         try:
             sample = normalize_sample(raw, index)
         except ValueError as error:
-            raise ValueError(f"data set {path}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         first = seen.setdefault(sample.sample_id, index)
         if first != index:
             raise ValueError(
-                f"data set {path}: sample {index}: id {sample.sample_id!r} is also the id of sample {first}; "
+                f"{where}: sample {index}: id {sample.sample_id!r} is also the id of sample {first}; "
                 "make ids unique or leave them out"
             )
-    return data
+    return [_with_ctxs(raw) for raw in data]
+
+
+def _with_ctxs(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a checked sample with its passages as `ctxs`, which is what the stages read."""
+    if "ctxs" in raw:
+        return raw
+    passages = [{"title": "", "text": p} if isinstance(p, str) else p for p in raw["passages"]]
+    return {"ctxs": passages, **{key: value for key, value in raw.items() if key != "passages"}}
 
 
 def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> Sample:
-    """Return the typed view of sample `index` of a file. Raises ValueError that names the sample, the field and the
-    fix."""
+    """Return the typed view of sample `index` of a file. Its passages are in `ctxs` or, without that field, in
+    `passages`, where a string is a passage without a title.
+
+    Raises ValueError that names the sample, the field and the fix.
+    """
 
     def bad(field: str, problem: str) -> ValueError:
         return ValueError(f"sample {index}: {field} {problem}")
 
     if not isinstance(raw, dict):
         raise bad("the sample", f"must be an object with ctxs, question and answers, not {_kind_of(raw)}")
-    for field in ("ctxs", "question", "answers"):
+    source = "passages" if "passages" in raw and "ctxs" not in raw else "ctxs"
+    for field in (source, "question", "answers"):
         if field not in raw:
             raise bad(field, f"is missing; the sample has {', '.join(map(repr, raw)) or 'no fields'}")
     question = raw["question"]
     if not isinstance(question, str) or not question.strip():
         raise bad("question", f"must be a non-empty string, not {_kind_of(question)}")
-    if not isinstance(raw["ctxs"], list) or not raw["ctxs"]:
-        raise bad("ctxs", f"must be a non-empty list of {{title, text}}, not {_kind_of(raw['ctxs'])}")
+    if not isinstance(raw[source], list) or not raw[source]:
+        raise bad(source, f"must be a non-empty list of {{title, text}}, not {_kind_of(raw[source])}")
     passages = []
-    for i, ctx in enumerate(raw["ctxs"]):
-        field = f"ctxs[{i}]"
+    for i, ctx in enumerate(raw[source]):
+        field = f"{source}[{i}]"
+        if source == "passages" and isinstance(ctx, str):
+            ctx = {"text": ctx}
         if not isinstance(ctx, dict):
             raise bad(field, f"must be an object with title and text, not {_kind_of(ctx)}")
         title, text, page = ctx.get("title", ""), ctx.get("text"), ctx.get(page_id_key)
@@ -114,7 +135,9 @@ def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> 
     if kind is not None and not isinstance(kind, str):
         raise bad("kind", f"must be a string, not {_kind_of(kind)}; leave it out if unknown")
     if gold is not None and not (isinstance(gold, list) and all(_is_index(g, len(passages)) for g in gold)):
-        raise bad("gold", f"must be a list of indices into ctxs (0 to {len(passages) - 1}); leave it out if unknown")
+        raise bad(
+            "gold", f"must be a list of indices into {source} (0 to {len(passages) - 1}); leave it out if unknown"
+        )
     return Sample(
         sample_id=_sample_id(raw.get("id"), index, bad),
         question=question,

@@ -71,3 +71,27 @@ def read_json(path: str | Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, numbers of many digits, deep nesting
         raise ValueError(f"{what} {path} is not valid JSON ({error}); write or download it again") from error
+
+
+def is_json_lines(path: str | Path) -> bool:
+    """Return whether a file's name says that each of its lines is JSON."""
+    return Path(path).suffix.lower() == ".jsonl"
+
+
+def read_json_lines(path: str | Path, what: str) -> list[tuple[int, Any]]:
+    """Parse a file with JSON in every line that is not blank, and return each with its line number, from 1. Raises
+    FileNotFoundError or ValueError that names the file, `what` it is, and the line."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{what} not found: {path} (relative to {Path.cwd()}); check the path")
+    parsed = []
+    # Not str.splitlines, which also splits at characters that JSON allows within strings, such as U+2028.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            try:
+                parsed.append((number, json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{what} {path}: line {number} is not valid JSON ({error}); correct the line"
+                ) from error
+    return parsed

@@ -77,7 +77,7 @@ class Retrieval(ABC):
             self._corpus = Collection(f"{self.config.dataset_name}-corpus", passages)
         if self.config.include_neighbors and not any(p.page_id or p.title for view in views for p in view.passages):
             logger.warning("no passage names its page: --include-neighbors has nothing to include")
-        for i, sample in enumerate(tqdm(samples, desc="index", unit="sample")):
+        for i, sample in enumerate(tqdm(samples, desc="index", unit="sample", disable=None)):
             index = self._index_of(self._collection(sample, i))
             if self.index_on_disk:
                 sample[self.config.r_text_index_key] = index
@@ -86,7 +86,7 @@ class Retrieval(ABC):
     def retrieve(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Write `retrieved`, and indices and scores under the configured keys, into each sample; return the samples."""
         key = self.config.retrieved_key
-        for i, sample in enumerate(tqdm(samples, desc="retrieve", unit="sample")):
+        for i, sample in enumerate(tqdm(samples, desc="retrieve", unit="sample", disable=None)):
             collection, hits = self._search(sample, i)
             sample[key] = [hit.index for hit in hits]
             sample[f"{key}_score"] = [hit.score for hit in hits]

@@ -24,6 +24,7 @@ from vllm_blend.pipeline.config import DecodeConfig, PrefillConfig, RetrievalCon
 from vllm_blend.pipeline.prompts import prompt_for
 from vllm_blend.pipeline.retrieval import run_retrieval
 from vllm_blend.pipeline.stage_inputs import with_dataset
+from vllm_blend.pipeline.timeline import WITHOUT, load_pyplot
 
 Settings = dict[str, dict[str, Any]]
 
@@ -35,6 +36,8 @@ def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: Dec
     kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
     KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
     prompt_for(retrieval.dataset_name)
+    if decode.timeline:
+        load_pyplot(WITHOUT)
     if prefill.pages != decode.pages:
         raise ValueError(f"prefill.pages={prefill.pages} and decode.pages={decode.pages}: give both the same")
     prefill = replace(prefill, retrieval_json=str(retrieval.output_path))

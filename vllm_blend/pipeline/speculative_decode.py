@@ -97,10 +97,12 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     cache = ChunkCache(engine, Path(config.load_cache_dir), stage.style.instruction, stage.prefix_id, config.pages)
     params = SamplingParams(temperature=0, max_tokens=config.max_tokens or stage.style.max_tokens, stop=["\n"])
     results = []
-    for sample in tqdm(stage.samples, desc="decode", unit="sample"):
+    # disable=None: no bar where stderr is not a terminal
+    for sample in (bar := tqdm(stage.samples, desc="decode", unit="sample", disable=None)):
         chunks = chosen_chunks(sample, config.passages)
         wanted = placements.by_sample.get(sample.sample.sample_id, {})
         results.append(_answer(sample, chunks, stage, engine, cache, params, wanted, config.order))
+        bar.set_postfix(hits=f"{cache.num_hits}/{cache.counts.total()}")
     if all(result["error"] for result in results):
         raise ValueError(f"no sample could be answered; {results[0]['id']}: {results[0]['error']}")
     output = {

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_blend.checks import is_number
 from vllm_blend.pipeline.config import RetrievalConfig
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
-from vllm_blend.pipeline.files import check_file_name, read_json
+from vllm_blend.pipeline.files import check_file_name, is_json_lines, read_json
 from vllm_blend.pipeline.prompts import PromptStyle, prompt_for, render_passage
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_sample
 
 
 def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
-    data = read_json(source, "retrieval output")
+    data = None if is_json_lines(source) else read_json(source, "retrieval output")
     config = data.get("config") if isinstance(data, dict) else None
     named = config.get("dataset_name") if isinstance(config, dict) else None
     if not (isinstance(named, str) and named):
