@@ -1,0 +1,1 @@
+"""The choice among replicas of the engine, so that a request goes to one that holds its passages."""
