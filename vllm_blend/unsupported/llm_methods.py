@@ -23,7 +23,7 @@ UNSUPPORTED_LLM_METHODS: dict[str, str] = {
     "wait_for_completion": _NO_QUEUE,
     "preprocess_chat": "use get_tokenizer().apply_chat_template, or chat(), which renders and generates",
     "reset_mm_cache": "the supported models take text only",
-    "get_world_size": "the engine runs in one process on one device",
+    "get_world_size": "the number of ranks is tensor_parallel_size, which you gave",
     "init_weight_transfer_engine": _NO_TRANSFER,
     "update_weights": _NO_TRANSFER,
 }

@@ -13,6 +13,6 @@ UNSUPPORTED_SAMPLING_PARAMS: dict[str, Unsupported] = {
     "skip_reading_prefix_cache": Unsupported(None, "give enable_prefix_caching=False to the engine", (False,)),
     "thinking_token_budget": Unsupported(None, "reasoning is not told from the answer: give max_tokens"),
     "repetition_detection": Unsupported(None, "give repetition_penalty, or max_tokens"),
-    "routed_experts_prompt_start": Unsupported(0, "the supported models have no experts"),
+    "routed_experts_prompt_start": Unsupported(0, "the experts that tokens were routed to are not returned"),
 }
 """vLLM's name -> its default there, and why other values are refused or what to do instead."""
