@@ -52,6 +52,7 @@ def bodies(
     user = {"role": "user", "content": "a"}
     integers = [7] * (VALUES - 10)
     pieces = {"prefix": "a", "chunks": ["a b"] * 10_000, "suffix": "?"}
+    scored = {"prompt": [[7 + i] * 1000 for i in range(12)], "max_tokens": 1, "echo": True, "logprobs": 20}
     return {
         "nothing": list,
         STEP: whole_step,
@@ -67,6 +68,7 @@ def bodies(
         "a million unknown values": one(CHAT, {"messages": [user], "unknown": integers}),
         "130,000 empty objects": one(CHAT, {"messages": [user], "documents": [{}] * 130_000}),
         "10,000 chunks": one(COMPLETIONS, {"prompt": pieces, "max_tokens": 1}),
+        "252,000 log-probabilities asked for": one(COMPLETIONS, scored),
         "lists 100,000 deep": one(CHAT, b"[" * 100_000 + b"]" * 100_000),
     }
 

@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -90,14 +92,19 @@ def test_a_bad_config_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     """A process of the command: what runs when the signal comes ends as it would have, new requests get 503, and when
-    the last one has ended so does the process."""
+    the last one has ended so does the process. What the chunk store still had to write is on the disk then."""
     template, log, path = tmp_path / "template.jinja", tmp_path / "log", tmp_path / "socket"
     template.write_text(TEMPLATE)
     options = {"--uds": path, "--device": "cpu", "--chat-template": template, "--num-gpu-blocks-override": 2048}
     keys, keys_end = os.pipe()  # as the shell's <(...) gives them: it can be read only once
     os.write(keys_end, b"alice secret\n")
     os.close(keys_end)
-    options |= {"--log-format": "json", "--shutdown-timeout": DEADLINE, "--api-keys": f"/dev/fd/{keys}"}
+    options |= {
+        "--chunk-store-path": tmp_path / "store",
+        "--log-format": "json",
+        "--shutdown-timeout": DEADLINE,
+        "--api-keys": f"/dev/fd/{keys}",
+    }
     arguments = [str(each) for pair in options.items() for each in pair]
     command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_DEMO, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -120,7 +127,10 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
             ):
                 kept = long.iter_lines()  # which would close the connection if it were dropped
                 next(kept)
-                with client.stream("POST", url, json=body, headers={"X-Request-Id": "mine"}) as answer:
+                with_passage = body | {
+                    "documents": ["Tulmaris Works makes lenses. It was founded in Jorholm long ago."]
+                }
+                with client.stream("POST", url, json=with_passage, headers={"X-Request-Id": "mine"}) as answer:
                     assert answer.headers["x-request-id"] == "mine"
                     lines = answer.iter_lines()
                     next(lines)
@@ -139,6 +149,10 @@ def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     assert '"path": "/v1/chat/completions", "status": 200' in log.read_text()
     assert "draining" in log.read_text() and "Traceback" not in log.read_text()
     assert not path.exists()
+    [index] = tmp_path.rglob("index.sqlite3")
+    with closing(sqlite3.connect(index)) as connection:
+        [stored] = connection.execute("SELECT count(*) FROM chunks").fetchone()
+    assert stored >= 1
     lines_of = [json.loads(line) for line in log.read_text().splitlines()]  # of both processes, all in JSON
     [engine, served] = sorted((line for line in lines_of if "mine" in str(line.get("request_id"))), key=len)
     assert engine["process"] == "engine" and engine["request_id"].startswith("chatcmpl-mine-0-")

@@ -149,6 +149,16 @@ def test_streamed_chat(client: openai.OpenAI, offline: LLM) -> None:
     assert last.usage.completion_tokens == len(expected.outputs[0].token_ids)
 
 
+def test_streamed_completions(server: TestServer, client: openai.OpenAI, offline: LLM) -> None:
+    """OpenAI's types have no null `finish_reason` for them: the strict client refuses the streams of any server."""
+    [expected] = offline.generate(PROMPT, OFFLINE, use_tqdm=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as usual:
+        chunks = list(usual.completions.create(model=NAME, prompt=PROMPT, stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.outputs[0].text
+    with pytest.raises(openai.APIResponseValidationError):
+        list(client.completions.create(model=NAME, prompt=PROMPT, stream=True, **GREEDY))
+
+
 def test_asynchronous_client(server: TestServer, offline: LLM) -> None:
     """Two clients at once, one of which streams."""
 

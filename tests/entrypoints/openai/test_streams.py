@@ -27,16 +27,20 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def test_every_choice_ends_once(server: TestServer) -> None:
-    body = {"prompt": [PROMPT, "Question:"], "n": 2, "max_tokens": 5, "seed": 1, "stream": True}
-    chunks = events(server.post("/v1/completions", json=body))
-    whole = server.post("/v1/completions", json=body | {"stream": False}).json()
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_choice_ends_once(server: TestServer, path: str) -> None:
+    is_chat = path != "/v1/completions"
+    asked: Any = {"messages": [{"role": "user", "content": PROMPT}]} if is_chat else {"prompt": [PROMPT, "Question:"]}
+    body = asked | {"n": 2, "max_tokens": 5, "seed": 1, "stream": True}
+    chunks = events(server.post(path, json=body))
+    whole = server.post(path, json=body | {"stream": False}).json()
     assert all(len(chunk["choices"]) == 1 and "usage" not in chunk for chunk in chunks)
     for choice in whole["choices"]:
         pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
-        assert "".join(piece["text"] for piece in pieces) == choice["text"]
-    assert len(whole["choices"]) == 4
+        texts = [piece["delta"].get("content") or "" if is_chat else piece["text"] for piece in pieces]
+        assert "".join(texts) == (choice["message"]["content"] if is_chat else choice["text"])
+    assert len(whole["choices"]) == (2 if is_chat else 4)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
