@@ -79,3 +79,8 @@ async def is_empty(llm: AsyncLLM) -> bool:
     found = await metrics(llm)
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return not any(found[name] for name in names)
+
+
+async def runs(llm: AsyncLLM) -> bool:
+    """Return whether a request runs."""
+    return (await metrics(llm))["vllm:num_requests_running"] > 0
