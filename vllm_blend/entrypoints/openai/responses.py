@@ -153,7 +153,7 @@ class _Answer(BlockAnswer):
         if step == "close":
             yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _event(self, name: str, **fields: Any) -> str:
+    def _event(self, name: str, /, **fields: Any) -> str:  # an event may have a field `name`, too
         event = {"type": name, "sequence_number": next(self._numbers), **fields}
         return f"event: {name}\ndata: {dump(event)}\n\n"
 
