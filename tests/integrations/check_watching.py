@@ -56,6 +56,7 @@ def test_the_status_page_in_a_browser(server: ServerProcess, reused: int, tmp_pa
     assert int(fields["requests.finished"].replace(",", "")) >= 2, fields
     assert int(fields["tokens.reused"].replace(",", "")) >= reused
     assert re.fullmatch(r"[\d.]+ m?s", fields["first_token_seconds.p50"])
+    assert re.search(r"<td>memory</td><td>[1-9]", page)  # a tier, and its hits
     assert hottest
     for passage in hottest:
         assert passage["text"] in page
