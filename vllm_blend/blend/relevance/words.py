@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from sys import intern
 from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
@@ -21,8 +22,10 @@ _UNSPACED = (
     "\U00020000-\U0003ffff"
 )
 _RUN = re.compile(rf"([{_UNSPACED}]+)|(?:(?![{_UNSPACED}])\w)+")
+_ASCII_RUN = re.compile(r"\w+")  # the same for ASCII text, in a third of the time
 _ENDS = (".", "!", "?", "…", "。", "！", "？", "।", "؟")
 _CLOSING = "\"'”’»)]」』"
+_MAY_END = frozenset((*_ENDS, *_CLOSING, " "))  # the last character of text that ends a sentence or follows its end
 _DIGITS = "0123456789"
 _INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
 _MAX_BYTES = 4  # of a character, each of which may be a token
@@ -34,6 +37,8 @@ MAX_TOKENS = 1 << 20  # of passages whose words are kept: measured, 90 (long pas
 
 def split_words(text: str) -> list[str]:
     """Return the words of a text, in their order."""
+    if text.isascii():
+        return _ASCII_RUN.findall(text.lower())
     words: list[str] = []
     for run in _RUN.finditer(text.casefold()):
         found = run[0]
@@ -44,12 +49,19 @@ def split_words(text: str) -> list[str]:
     return words
 
 
+def lower_words(text: str) -> list[str]:
+    """Return the runs of letters and digits in a text that begin with a lower-case letter."""
+    if text.isascii():
+        return [run.lower() for run in _ASCII_RUN.findall(text) if run[0].islower()]
+    return [run[0].casefold() for run in _RUN.finditer(text) if run[0][0].islower()]
+
+
 def stems_of(words: Iterable[str]) -> dict[str, None]:
     """Return the different beginnings of words, in the order of the words."""
     return dict.fromkeys(word[:_STEM_LETTERS] for word in words)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sentence:
     """The tokens `start` to `stop` - 1 of a passage. `places` has, for each word in them, how many words precede it."""
 
@@ -59,19 +71,27 @@ class Sentence:
     stems: frozenset[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PassageWords:
-    """The words of a passage: how often each word and each stem occurs, how many words there are, the sentences, and
-    which words stand in lower case somewhere in it. Of the others, `names` are those that do not only begin sentences:
-    names and numbers, as a rule."""
+    """The words of a passage: how often each word and each stem occurs, how many words there are, the sentences, which
+    of them have each word, and which words stand in lower case somewhere in it. Of the others, `names` are those that
+    do not only begin sentences: names and numbers, as a rule. `head_names` are those of the first sentence, with the
+    word that begins it.
 
-    words: frozenset[str]
+    What is looked up in all passages of a prompt is a dict or the keys of one. Most of it is not in the processor's
+    cache, and a dict's small table of indices is enough to say that a word is missing; a set's table is larger.
+    """
+
     counts: Mapping[str, int]
     stem_counts: Mapping[str, int]
     length: int
     sentences: tuple[Sentence, ...]
-    lower: frozenset[str]
+    sentences_with: Mapping[str, Sequence[int]]
+    words: KeysView[str]
+    stems: KeysView[str]
+    lower: KeysView[str]
     names: frozenset[str]
+    head_names: frozenset[str]
 
     @property
     def num_tokens(self) -> int:
@@ -110,21 +130,36 @@ class WordIndex:
         """Return the words of a passage without remembering them."""
         counts: Counter[str] = Counter()
         stem_counts: Counter[str] = Counter()
-        sentences = []
-        lower: set[str] = set()
+        sentences: list[Sentence] = []
+        sentences_with: dict[str, tuple[int, ...]] = {}
+        lower: dict[str, None] = {}
         inner: set[str] = set()
         for start, stop, text in self._split(token_ids):
-            words = split_words(text)
-            lower.update(run[0].casefold() for run in _RUN.finditer(text) if run[0][0].islower())
+            words = [intern(word) for word in split_words(text)]
+            stems = [intern(word[:_STEM_LETTERS]) for word in words]
+            lower.update(dict.fromkeys(lower_words(text)))
             inner.update(words[1:])
             counts.update(words)
-            stem_counts.update(word[:_STEM_LETTERS] for word in words)
+            stem_counts.update(stems)
             places = {word: place for place, word in reversed(list(enumerate(words)))}
-            sentences.append(Sentence(start, stop, MappingProxyType(places), frozenset(stems_of(words))))
-        # What other prompts will be read from is not for a user's selector to change.
-        own, own_stems = MappingProxyType(counts), MappingProxyType(stem_counts)
-        cases = frozenset(lower), frozenset(inner - lower)
-        return PassageWords(frozenset(counts), own, own_stems, counts.total(), tuple(sentences), *cases)
+            here = (len(sentences),)  # one object for all words that stand in one sentence only
+            for word in places:
+                sentences_with[word] = sentences_with[word] + here if word in sentences_with else here
+            sentences.append(Sentence(start, stop, MappingProxyType(places), frozenset(stems)))
+        own, own_stems = dict(counts), dict(stem_counts)
+        head = sentences[0].places.keys() if sentences else set()
+        return PassageWords(
+            MappingProxyType(own),  # what other prompts will be read from is not for a user's selector to change
+            MappingProxyType(own_stems),
+            counts.total(),
+            tuple(sentences),
+            MappingProxyType(sentences_with),
+            own.keys(),
+            own_stems.keys(),
+            lower.keys(),
+            frozenset(inner - lower.keys()),
+            frozenset(head - lower.keys()),
+        )
 
     def question(self, token_ids: Sequence[int]) -> list[str]:
         """Return the different words of a question."""
@@ -139,16 +174,18 @@ class WordIndex:
             return [(0, len(token_ids), whole)]
         pieces = list(self._pieces(token_ids))
         bounds: list[tuple[int, int]] = []  # in pieces
-        start, tail, found = 0, "", False
+        start, found = 0, False
         for at, (_, text) in enumerate(pieces, 1):
-            tail = (tail + text)[-_MOST_CLOSING:]
             found = found or bool(_RUN.search(text))
-            ends = "\n" in text or tail.rstrip(_CLOSING + " ").endswith(_ENDS)
+            ends = "\n" in text
+            if text[-1] in _MAY_END and not ends:
+                tail = "".join([text for _, text in pieces[max(start, at - _MOST_CLOSING) : at]])[-_MOST_CLOSING:]
+                ends = tail.rstrip(_CLOSING + " ").endswith(_ENDS)
             if at == len(pieces) and not found and bounds:  # a blank line, say, belongs to what precedes it
                 bounds[-1] = (bounds[-1][0], at)
             elif at == len(pieces) or (ends and found and pieces[at][1][0] not in _CLOSING + _DIGITS):
                 bounds.append((start, at))
-                start, tail, found = at, "", False
+                start, found = at, False
         stops = [0, *(stop for stop, _ in pieces)]
         if "".join(text for _, text in pieces) == whole:  # which saves to decode every sentence by itself
             return [(stops[a], stops[b], "".join(text for _, text in pieces[a:b])) for a, b in bounds]
