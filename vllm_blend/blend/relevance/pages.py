@@ -182,7 +182,7 @@ class PageWords:
 
     @cached_property
     def _lengths(self) -> list[int]:
-        return [sum([own.length for own in page]) for page in self.pages]
+        return [page[0].length if len(page) == 1 else sum([own.length for own in page]) for page in self.pages]
 
     @cached_property
     def _counts(self) -> list[dict[str, int]]:
