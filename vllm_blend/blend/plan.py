@@ -28,13 +28,15 @@ class Segment:
 
     `exact` says that the KV is what full prefill would compute there: the segment was encoded after exactly what
     precedes it. `found_in` says where the KV was found, a key of `RequestOutput.num_found_tokens`; None if it was
-    computed for this prompt.
+    computed for this prompt. `key_scale` is what its keys are multiplied by on their way to the request's pages: below
+    1, everything that comes later looks at it less (`Selector.passed_over_scale`).
     """
 
     start: int
     kv: ChunkKV
     exact: bool = False
     found_in: str | None = None
+    key_scale: float = 1.0
 
     @property
     def stop(self) -> int:
@@ -112,9 +114,13 @@ class BlendPlan:
         free = self.chosen is None and 0 < self.final_budget < len(self.candidates)
         return self.selector.looks_at if free else LooksAt.POSITIONS
 
-    def choose_passages(self, passages: PromptPassages) -> BlendPlan:
+    def choose_passages(self, passages: PromptPassages, serves_others: bool = False) -> BlendPlan:
         """Return this plan with what its selector, which `chooses_passages`, chooses by them alone. An error of the
-        selector costs its own request only, when that is computed."""
+        selector costs its own request only, when that is computed.
+
+        Passages of which nothing is chosen get the selector's `passed_over_scale`, unless the blended context
+        `serves_others`: prompts whose questions are about other passages.
+        """
         budget = self.final_budget
         if not 0 < budget < len(self.candidates):
             return self
@@ -130,7 +136,24 @@ class BlendPlan:
         except Exception as error:  # a user's selector, and what it returns, may raise anything
             return replace(self, error=f"the selector {self.selector.name!r} failed: {error!r}")
         chosen = np.flatnonzero(is_chosen & (self._kinds == 1))[:budget]
-        return replace(self, chosen=torch.from_numpy(chosen))
+        plan = replace(self, chosen=torch.from_numpy(chosen))
+        return plan if serves_others else plan._quieten(passages.bounds)
+
+    def _quieten(self, passages: Sequence[Span]) -> BlendPlan:
+        """Return this plan with `passed_over_scale` on all that is reused of passages of which nothing is chosen."""
+        scale = self.selector.passed_over_scale()
+        if scale == 1 or self.chosen is None:
+            return self
+        chosen = self.chosen.numpy()
+        passed_over = [span for span in passages if not np.subtract(*np.searchsorted(chosen, span[::-1]))]
+        is_quiet = np.zeros(self.num_prompt_tokens, bool)
+        for start, stop in passed_over:
+            is_quiet[start:stop] = True
+        segments = tuple(
+            replace(each, key_scale=scale) if not each.exact and is_quiet[each.start : each.stop].all() else each
+            for each in self.segments
+        )
+        return replace(self, segments=segments)
 
     def _check_span(self, span: Span) -> Span:
         try:

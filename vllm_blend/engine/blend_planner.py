@@ -69,7 +69,7 @@ class BlendPlanner:
         they begin."""
         plan = self._with_controlled_ratio(self.plan(parsed, segments), parsed)
         if plan.selector.chooses_passages:
-            plan = plan.choose_passages(self._passages(parsed, keys))
+            plan = plan.choose_passages(self._passages(parsed, keys), serves_others=bool(parsed.retain))
         if self.rounds and plan.ratio >= 1:  # a prefix that stands where it was encoded is exact but for its bits
             plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         return plan

@@ -114,7 +114,10 @@ class Follower:
 
     def _plan(self, message: PlanMessage, request: Request) -> BlendPlan:
         return BlendPlan(
-            tuple(Segment(start, self._kept[number], exact) for start, number, exact in message.segments),
+            tuple(
+                Segment(start, self._kept[number], exact, key_scale=key_scale)
+                for start, number, exact, key_scale in message.segments
+            ),
             tuple(request.prompt_token_ids),
             message.suffix_start,
             RemoteSelector(message.selector),

@@ -101,7 +101,7 @@ class Leader:
         segments = []
         for segment in plan.segments:
             assert segment.kv.parts is not None  # all KV of an engine with several ranks is computed by all of them
-            segments.append((segment.start, segment.kv.parts.number, segment.exact))
+            segments.append((segment.start, segment.kv.parts.number, segment.exact, segment.key_scale))
         return PlanMessage(
             segments,
             plan.suffix_start,

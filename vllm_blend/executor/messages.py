@@ -26,9 +26,9 @@ class SelectorTraits(NamedTuple):
 
 
 class PlanMessage(NamedTuple):
-    """A blend plan. Segments are start, number of the KV, and whether it is exact."""
+    """A blend plan. Segments are start, number of the KV, whether it is exact, and the scale of its keys."""
 
-    segments: list[tuple[int, int, bool]]
+    segments: list[tuple[int, int, bool, float]]
     suffix_start: int
     selector: SelectorTraits
     ratio: float

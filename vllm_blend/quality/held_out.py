@@ -50,13 +50,13 @@ from vllm_blend.quality.held_out_file import (
 from vllm_blend.quality.held_out_report import check_baseline, render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions
 from vllm_blend.quality.intervals import check_seed
-from vllm_blend.quality.parallel import join_outcomes
+from vllm_blend.quality.parallel import join_outcomes, make_crew, sweep_lists
 from vllm_blend.quality.questions import Questions, nothing_fits
 from vllm_blend.quality.rows import FULL
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import PLAIN_REUSE, RECOMPUTE_ALL, Run, RunKey, make_runs, resolve_settings
 from vllm_blend.quality.splits import DEVELOPMENT, SPLITS, TEST
-from vllm_blend.quality.sweep import Measured, Outcome, sweep
+from vllm_blend.quality.sweep import Measured, Outcome
 from vllm_blend.quality.worlds import STYLES
 
 NO_CLAIMS = (PLAIN_REUSE.name, RECOMPUTE_ALL.name)
@@ -95,7 +95,8 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
 
     data = [questions for cell in parts for questions in cell]
     held_out: HeldOut | None = None
-    for measured in sweep(args.model, data, runs, args.batch, say, whole=False, check=begin, **engine_args):
+    crew = make_crew(args.workers, args.device, data)
+    for measured in sweep_lists(crew, args.model, data, runs, args.batch, say, begin, **engine_args):
         held_out = replace(started[0], cells=tuple(_cells(parts, measured, runs)))
         write_held_out(args.output, held_out)
     assert held_out is not None
@@ -174,6 +175,7 @@ def _describe(args: argparse.Namespace, command: str, runs: Sequence[Run], sessi
         "python": platform.python_version(),
         AUTO: BEST,
         "threads": torch.get_num_threads(),
+        "workers": args.workers,
         "runs": [[one.setting.name, one.ratio] for one in runs if one.setting.name not in NO_CLAIMS],
     }
 
@@ -217,6 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--settings", nargs="+", default=[], metavar="NAME", help="names or selectors; NAME@RATIO,RATIO")
     add("--ratios", nargs="+", type=float, default=[0.08, 0.15], metavar="RATIO", help="(default: 0.08 0.15)")
     add("--batch", type=int, default=16, help="prompts in a step (default: %(default)s)")
+    add("--workers", type=int, default=1, help="processes that share the worlds (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--max-model-len", type=int, help="tokens of the longest prompt with its answer (default: the model's)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from vllm_blend.devices import resolve_device
-from vllm_blend.quality.questions import Questions, nothing_fits
+from vllm_blend.quality.questions import Questions, nothing_fits, select_fitting
+from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import Run
 from vllm_blend.quality.sweep import Measured, Outcome, Progress, report_run, sweep
 
@@ -59,21 +60,71 @@ def sweep_by(
         yield from sweep(model, data, runs, batch, progress, **engine_args)
         return
     shares = [split_questions(questions, crew.workers) for questions in data]
+    own = [
+        [replace(q, samples=tuple(q.samples[i] for i in s[worker])) for q, s in zip(data, shares, strict=True)]
+        for worker in range(crew.workers)
+    ]
+    unreported = {run.key: run for run in reversed(runs)}
+    for parts in _by_workers(crew, model, own, runs, batch, progress, engine_args):
+        measured = [
+            _merge(questions, share, [part[index] for part in parts])
+            for index, (questions, share) in enumerate(zip(data, shares, strict=True))
+        ]
+        new = [unreported.pop(key) for key in measured[0].runs if key in unreported]
+        for one in measured:
+            progress(f"{one.questions.name}:")
+            for run in new:
+                report_run(one.questions, run, one.runs[run.key], progress)
+        yield measured
+
+
+def sweep_lists(
+    crew: Crew,
+    model: str,
+    data: Sequence[Questions],
+    runs: Sequence[Run],
+    batch: int,
+    progress: Progress,
+    check: Callable[[Session, list[Questions]], None],
+    **engine_args: Any,
+) -> Iterator[list[Measured]]:
+    """Sweep as `sweep` does without `whole`, by a crew in which each worker measures some of the lists of questions, as
+    they are: what questions of one list share is encoded once. `check` looks at an engine of this process first.
+
+    Raises as `sweep_by` does.
+    """
+    if crew.workers == 1:
+        yield from sweep(model, data, runs, batch, progress, whole=False, check=check, **engine_args)
+        return
+    with Session(model, batch, **engine_args | runs[0].engine) as session:
+        check(session, [select_fitting(questions, session.engine, whole=False) for questions in data])
+    own = [list(data[worker :: crew.workers]) for worker in range(crew.workers)]
+    for parts in _by_workers(crew, model, own, runs, batch, progress, engine_args):
+        remaining = [iter(part) for part in parts]
+        yield [next(remaining[index % crew.workers]) for index in range(len(data))]
+
+
+def _by_workers(
+    crew: Crew,
+    model: str,
+    data: Sequence[list[Questions]],
+    runs: Sequence[Run],
+    batch: int,
+    progress: Progress,
+    engine_args: dict[str, Any],
+) -> Iterator[list[list[Measured]]]:
+    """Yield, after each engine, what each worker has measured of its own `data`."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
     connections: list[Connection] = []
     try:
-        for worker in range(crew.workers):
-            own = [
-                replace(q, samples=tuple(q.samples[i] for i in s[worker])) for q, s in zip(data, shares, strict=True)
-            ]
+        for worker, own in enumerate(data):
             ours, theirs = context.Pipe(duplex=False)
             arguments = (theirs, worker == 0, crew.threads, model, own, runs, batch, engine_args)
             processes.append(context.Process(target=_run_worker, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()  # only the worker keeps this end open, so its death ends the connection
             connections.append(ours)
-        unreported = {run.key: run for run in reversed(runs)}
         count = len({run.group for run in runs})
         for engine in range(count):
             found: dict[Connection, list[Measured]] = {}
@@ -86,18 +137,8 @@ def sweep_by(
                             progress(f"the first of {crew.workers} workers: {received.strip()}")
                         else:
                             found[connection] = received
-            parts = [found[connection] for connection in connections]
-            measured = [
-                _merge(questions, share, [part[index] for part in parts])
-                for index, (questions, share) in enumerate(zip(data, shares, strict=True))
-            ]
             progress(f"engine {engine + 1} of {count} is done by {crew.workers} workers")
-            new = [unreported.pop(key) for key in measured[0].runs if key in unreported]
-            for one in measured:
-                progress(f"{one.questions.name}:")
-                for run in new:
-                    report_run(one.questions, run, one.runs[run.key], progress)
-            yield measured
+            yield [found[connection] for connection in connections]
     finally:
         for process in processes:
             process.terminate()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -86,6 +87,7 @@ class ChunkPlacement:
     def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
         device = self.cache.key.device
         rows = self._rows(segments)
+        head_dim = self.cache.key.shape[-1]
         kvs = [segment.kv for _, segment in segments]
         for kv in kvs:
             if kv.written is not None and not kv.written.query():
@@ -93,7 +95,7 @@ class ChunkPlacement:
         # What comes from elsewhere is copied for one chunk at a time: the copies are as large as the chunks.
         batches = [kvs] if all(kv.k.device == device for kv in kvs) else [[kv] for kv in kvs]
         for layers, rotary in _runs_of_layers(self.rotaries):
-            cos, sin = rotary.cos_sin(rows[0])
+            tables = rows.tables(rotary, head_dim)
             keys, values = self.cache.key[layers], self.cache.value[layers]
             start = 0
             for chunks in batches:
@@ -104,24 +106,61 @@ class ChunkPlacement:
                         for k, v in stored
                     ]
                 where = slice(start, start + sum(kv.num_tokens for kv in chunks))
-                ops.place_chunks(stored, cos[where], sin[where], keys, values, rows[1, where])
+                rows.place(stored, tables, where, keys, values)
                 start = where.stop
 
-    def _rows(self, segments: Iterable[tuple[Request, Segment]]) -> torch.Tensor:
-        """Return the positions of the segments' tokens one after another, and their slots: [2, tokens] int64 on the
-        device."""
-        size, rows = self.cache.block_size, []
+    def _rows(self, segments: Sequence[tuple[Request, Segment]]) -> _Rows:
+        """Return where the segments' tokens go."""
+        size, rows, device = self.cache.block_size, [], self.cache.key.device
         for request, group in groupby(segments, itemgetter(0)):
             table = np.asarray(request.block_table, np.int64)
             positions = np.concatenate([np.arange(segment.start, segment.stop) for _, segment in group])
             rows.append(np.stack([positions, table[positions // size] * size + positions % size]))
-        return to_device(np.concatenate(rows, 1), self.cache.key.device)
+        positions, slots = to_device(np.concatenate(rows, 1), device)
+        scales = np.array([segment.key_scale for _, segment in segments], np.float32)
+        if (scales == 1).all():
+            return _Rows(positions, slots)
+        of_tokens = np.repeat(scales, [segment.kv.num_tokens for _, segment in segments])
+        return _Rows(positions, slots, to_device(of_tokens[:, None], device))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the tokens of some segments go, one after another, on the device: positions and slots, [tokens] int64 each,
+    and what their keys are multiplied by, [tokens, 1] float32 (None if that is 1 for all)."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    key_scales: torch.Tensor | None = None
+
+    def tables(self, rotary: RotaryEmbedding, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin for the rows, [tokens, rotary_dim / 2] each. Where a head is rotated whole, they are
+        multiplied by the scales, so that these cost nothing and K is rounded once."""
+        cos, sin = rotary.cos_sin(self.positions)
+        if self.key_scales is None or 2 * cos.shape[1] < head_dim:
+            return cos, sin
+        return cos * self.key_scales, sin * self.key_scales
+
+    def place(
+        self,
+        chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        tables: tuple[torch.Tensor, torch.Tensor],
+        where: slice,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Place K before RoPE and V of the rows `where`, chunk after chunk, as `ops.place_chunks` does."""
+        cos, sin = (table[where] for table in tables)
+        if self.key_scales is not None and 2 * cos.shape[1] < keys.shape[-1]:
+            scales = self.key_scales[where].split([k.shape[1] for k, _ in chunks])
+            chunks = [(k.float() * scale[:, None], v) for (k, v), scale in zip(chunks, scales, strict=True)]
+        ops.place_chunks(chunks, cos, sin, keys, values, self.slots[where])
 
 
 class _LayerHook(LayerHook):
     """Places a layer just before the layer writes its own K and V, in the first forward that comes to it."""
 
-    def __init__(self, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor) -> None:
+    def __init__(self, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows) -> None:
         self._cache, self._rotaries, self._rows = cache, rotaries, rows
         self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
         self._next_layer = 0
@@ -132,12 +171,11 @@ class _LayerHook(LayerHook):
         self._next_layer = layer_idx + 1
         rotary = self._rotaries[layer_idx]
         if rotary not in self._tables:
-            self._tables[rotary] = rotary.cos_sin(self._rows[0])
-        cos, sin = self._tables[rotary]
+            self._tables[rotary] = self._rows.tables(rotary, self._cache.key.shape[-1])
         layer = slice(layer_idx, layer_idx + 1)
         keys, values = self._cache.key[layer], self._cache.value[layer]
         for rows, k, v in self._arrivals(layer_idx):
-            ops.place_chunks([(k, v)], cos[rows], sin[rows], keys, values, self._rows[1, rows])
+            self._rows.place([(k, v)], self._tables[rotary], rows, keys, values)
 
     def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield rows, and K before RoPE and V of these, each [1, rows, kv_heads, head_dim] on the device."""
@@ -147,9 +185,7 @@ class _LayerHook(LayerHook):
 class _ArrivalHook(_LayerHook):
     """Places a load from pinned memory."""
 
-    def __init__(
-        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
-    ) -> None:
+    def __init__(self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows) -> None:
         super().__init__(cache, rotaries, rows)
         self._load = load
 
@@ -163,7 +199,7 @@ class _ReadHook(_LayerHook):
     the stream that computes, as that takes far less time than reading it."""
 
     def __init__(
-        self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+        self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows
     ) -> None:
         super().__init__(cache, rotaries, rows)
         self._chunks = chunks

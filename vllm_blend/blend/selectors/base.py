@@ -123,6 +123,11 @@ class Selector(ABC):
         """Return how much of the mean change of a chunk's recomputed tokens is added to its other tokens."""
         return 0.0
 
+    def passed_over_scale(self) -> float:
+        """Return what the keys of passages are multiplied by of which nothing is computed, in (0, 1], if `choose_spans`
+        has chosen: below 1, later tokens look at them less."""
+        return 1.0
+
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
         """Return how many candidates are chosen, at most `budget`."""
         return budget

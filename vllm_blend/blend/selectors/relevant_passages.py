@@ -12,6 +12,7 @@ from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
+ONE_PAGE_SHARE = 0.7  # of the budget, for a question about one page: what must be computed is on it, and not on two
 NOT_WORTH_FILLING = 3  # tokens of the budget: hardly a sentence is as short
 _BY_ATTENTION = QuestionAttention()
 
@@ -28,23 +29,34 @@ class RelevantPassages(Selector):
     If there is no such signal (no word in common, two pages alike, a single page), tokens are chosen by the question's
     attention, as `question_attention` does.
 
-    `spend` is "budget", or "needed" to stop after the first page if the question seems to ask for no other: less is
-    computed then for easy questions, but a second page may be missed.
+    Passages of which nothing is computed are damped: their keys are multiplied by `damping`, so that the question and
+    what is computed look at them less. They were encoded as if each stood first, and a model takes what they say about
+    their subjects for what the computed passages say about theirs. (APE, Yang et al., arXiv:2502.05431, section 4.2,
+    sharpens the attention to reused text instead, which lost here.) A context that is retained for other questions
+    is not damped.
+
+    With `spend="needed"`, a question that seems to ask for one page alone gets 70% of the budget, so that for the same
+    work on average more is left for those that need two. With "budget" every question gets all of it.
     """
 
     name: ClassVar[str] = "relevant_passages"
     looks_at: ClassVar[LooksAt] = LooksAt.QUESTION
     chooses_passages: ClassVar[bool] = True
-    spend: str = "budget"
+    spend: str = "needed"
+    damping: float = 0.9
 
     def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping={self.damping} must be in (0, 1]; 1 turns it off")
         if self.spend not in ("budget", "needed"):
             raise ValueError(f"spend={self.spend!r} is unknown: use 'budget' or 'needed'")
 
     def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-        groups = passages.ranked_sentences(only_needed=self.spend == "needed")
+        groups = passages.ranked_sentences()
         if groups is None:
             return None
+        if self.spend == "needed" and passages.asks_for_one_page():
+            budget = max(1, int(budget * ONE_PAGE_SHARE))
         chosen: list[Span] = []
         left, first = budget, None
         for group in groups:
@@ -57,6 +69,9 @@ class RelevantPassages(Selector):
             if left < NOT_WORTH_FILLING:
                 break
         return chosen if left < budget or first is None else [first]
+
+    def passed_over_scale(self) -> float:
+        return self.damping
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         return _BY_ATTENTION.score(evidence)

@@ -61,6 +61,9 @@ class Composed(Selector):
     def mean_shift(self) -> float:
         return max([self.rule.mean_shift(), *(lever.mean_shift() for lever in self.levers)])
 
+    def passed_over_scale(self) -> float:
+        return self.rule.passed_over_scale()
+
     def look(self, num_layers: int) -> Look:
         return self.rule.look(num_layers)
 
