@@ -1,7 +1,6 @@
 // Writing K and V into pages: chunk placement with rotation, plain writes, and RoPE fused with the write.
 //
-// Threads move units of 16 bytes. A rotated head has rotary_half / 8 units that hold a pair (channels d.. and half + d..) and
-// units beyond 2 * rotary_half that pass through, so rotary_half must be a multiple of 8 (as must head_dim).
+// Threads move units of 16 bytes (`Unit`), so rotary_half must be a multiple of 8 (as must head_dim).
 #include "elementwise.cuh"
 #include "launch.cuh"
 
@@ -9,16 +8,6 @@ namespace vb {
 namespace {
 
 constexpr int kThreads = 256;
-
-// Channels of a thread's unit in a head: `second` < 0 means a single unit that passes through.
-struct Unit {
-  int first, second;
-};
-
-__device__ __forceinline__ Unit unit_of(int u, int rotary_half) {
-  const int pairs = rotary_half / 8;
-  return u < pairs ? Unit{u * 8, u * 8 + rotary_half} : Unit{2 * rotary_half + (u - pairs) * 8, -1};
-}
 
 struct PlaceParams {
   const void* k;
@@ -220,7 +209,6 @@ int check(int tokens, int heads, int head_dim, int rotary_half) {
   return 0;
 }
 
-unsigned units_of(int head_dim, int rotary_half) { return head_dim / 8 - rotary_half / 8; }
 unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
 }  // namespace

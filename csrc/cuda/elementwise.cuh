@@ -31,12 +31,9 @@ __device__ __forceinline__ float round_to(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
-// first, second: channels d..d+7 and half + d..; cos, sin at d. Float32 throughout, cast once.
-template <typename T>
-__device__ __forceinline__ void rotate(Vec8& first, Vec8& second, const float* cos, const float* sin) {
-  float a[8], b[8], c[8], s[8];
-  to_float<T>(first, a);
-  to_float<T>(second, b);
+// a, b: channels d..d+7 and half + d..; cos, sin at d.
+__device__ __forceinline__ void rotate(float (&a)[8], float (&b)[8], const float* cos, const float* sin) {
+  float c[8], s[8];
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
     *reinterpret_cast<float4*>(c + i) = *reinterpret_cast<const float4*>(cos + i);
@@ -48,9 +45,31 @@ __device__ __forceinline__ void rotate(Vec8& first, Vec8& second, const float* c
     a[i] = x * c[i] - y * s[i];
     b[i] = y * c[i] + x * s[i];
   }
+}
+
+// The same for packed values. Float32 throughout, cast once.
+template <typename T>
+__device__ __forceinline__ void rotate(Vec8& first, Vec8& second, const float* cos, const float* sin) {
+  float a[8], b[8];
+  to_float<T>(first, a);
+  to_float<T>(second, b);
+  rotate(a, b, cos, sin);
   first = from_float<T>(a);
   second = from_float<T>(b);
 }
+
+// Channels of a thread's unit in a head: a rotated head has rotary_half / 8 units that hold a pair (channels d.. and half + d..),
+// and units beyond 2 * rotary_half that pass through, whose `second` is negative.
+struct Unit {
+  int first, second;
+};
+
+__device__ __forceinline__ Unit unit_of(int u, int rotary_half) {
+  const int pairs = rotary_half / 8;
+  return u < pairs ? Unit{u * 8, u * 8 + rotary_half} : Unit{2 * rotary_half + (u - pairs) * 8, -1};
+}
+
+inline unsigned units_of(int head_dim, int rotary_half) { return head_dim / 8 - rotary_half / 8; }
 
 struct Pages {
   int64_t page_stride, slot_stride, head_stride;

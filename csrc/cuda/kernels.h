@@ -95,6 +95,35 @@ int vb_place_chunk(const void* k, const void* v, int64_t layer_stride, int64_t t
 // The stream must not be the default one.
 int vb_copy_pieces(const int64_t* pieces, int count, int layer, int pinned, void* k, void* v, void* stream);
 
+// Mean shift: the tokens of a segment of stored KV that a step reuses move by the mean change of those that it computes again.
+// A segment covers tokens first_token .. first_token + tokens - 1 of all segments' tokens, at positions from `position` on.
+typedef struct {
+  int64_t k, v;  // addresses of K (before RoPE) and V of its first token in layer 0, [layers, tokens, kv_heads, head_dim]
+  int64_t layer_stride, token_stride;  // of both
+  int32_t first_token, tokens, position, request;
+  int32_t row_start, row_stop;  // of its request in the step
+  int32_t first_tile;           // tiles of VB_SHIFT_TILE tokens; a segment begins with a new one
+  float strength;
+} VbShiftSegment;
+
+enum { VB_SHIFT_TILE = 16 };
+
+// Once for the rows of a step: rows [segments, 2] = the first row in each segment and the one behind its last; slots [all tokens]
+// = the slot of each token that moves, ~slot of those that are left alone: computed again, or in a segment without computed rows.
+// positions: [rows of the step], ascending inside a request. segments: of VbShiftSegment, on the device.
+int vb_mean_shift_plan(const void* segments, const int64_t* positions, const int32_t* block_tables, int64_t* slots, int32_t* rows,
+                       int64_t table_stride, int count, int block_size, void* stream);
+
+// One layer. k (before RoPE), v: what the step has computed, [rows, kv_heads, head_dim]. shift [segments, 2, kv_heads * head_dim]
+// float32 receives strength * mean(computed - stored) of K and of V, added in a fixed order; then stored + shift, K rotated by
+// cos, sin [positions, rotary_half] float32 and cast once, is written to the slots of the tokens that move.
+// tiles: [num_tiles], the segment of each.
+int vb_mean_shift(const void* segments, const int32_t* tiles, const int64_t* positions, const int32_t* rows, const int64_t* slots,
+                  const void* k, const void* v, const float* cos, const float* sin, float* shift, void* key_cache,
+                  void* value_cache, int64_t k_token_stride, int64_t v_token_stride, int64_t page_stride, int64_t slot_stride,
+                  int64_t head_stride, int layer, int count, int num_tiles, int kv_heads, int head_dim, int rotary_half,
+                  int block_size, int dtype, void* stream);
+
 // k, v [tokens, kv_heads, head_dim] -> slots. A negative slot is skipped.
 int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
                          void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride, int64_t head_stride,

@@ -12,6 +12,15 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Lets the kernel after this one start before this one's end, if `launch_early` starts it. It may then read what was there
+// before this kernel; for everything else, and before it writes, it calls `wait_for_previous`. To be called after this
+// kernel's own `wait_for_previous`: what is done before this kernel is then done for the next one as well.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 inline bool has_early_launch() {
   static thread_local int known_device = -1;
   static thread_local bool known = false;

@@ -14,8 +14,6 @@ from tests.blend.reference import BlendReference
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import tiny_hf_model
-from vllm_blend.attention.context import NewKV
-from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan, Segment
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -54,7 +52,7 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
         key, value = torch.randn(2, 6, SIZE, HEADS, DIM)
         before = [key.clone(), value.clone()]
         k, v = torch.randn(2, 3 + len(positions), HEADS, DIM)
-        hook.on_kv(LayerStep(k, PagedKV(key, value), metadata, 1.0, None, layer), NewKV(k, k, v))
+        hook.on_unrotated_kv(layer, PagedKV(key, value), metadata, k, v)
         moved = {3: 0, 5: 0, 7: 0, 12: 1}  # position -> which chunk
         for position in range(17):
             where = (request.block_table[position // SIZE], position % SIZE)

@@ -54,6 +54,16 @@ class LayerHook:
         """
         return None
 
+    def wants_unrotated_kv(self) -> bool:
+        """Return whether `on_unrotated_kv` has anything to do. The layer then still rotates and writes in one pass."""
+        return type(self).on_unrotated_kv is not LayerHook.on_unrotated_kv
+
+    def on_unrotated_kv(
+        self, layer_idx: int, kv: PagedKV, metadata: AttentionMetadata, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Look at this step's K before RoPE and V, each [tokens, kv_heads, head_dim], before they are written to the
+        layer's cache `kv`, and after every `on_kv`. The hook may write the slots of other tokens."""
+
     def on_query(self, step: LayerStep) -> None:
         """Look at the rotated queries after K and V are in the cache."""
 

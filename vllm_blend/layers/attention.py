@@ -53,19 +53,25 @@ class Attention(nn.Module):
         rows = None
         at = metadata.positions if metadata.rope_positions is None else metadata.rope_positions
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
+        looking = [hook for hook in context.hooks if hook.wants_unrotated_kv()]
+        if norms is not None and (watching or looking):
+            q, k_unrotated = norms[0](q), norms[1](k_unrotated)
+            norms = None
         if not watching:
+            for hook in looking:
+                hook.on_unrotated_kv(self.layer_idx, kv, metadata, k_unrotated, v)
             cos, sin = self.rotary.at(at)
             by_head = None if norms is None else ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
             q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, kv, metadata.slot_mapping, by_head)
             step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
         else:
-            if norms is not None:
-                q, k_unrotated = norms[0](q), norms[1](k_unrotated)
             q, k = self.rotary(at, q, k_unrotated)
             step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
             new, kept = NewKV(k_unrotated, k, v), None
             for hook in watching:
                 kept = hook.on_kv(step, new) or kept
+            for hook in looking:
+                hook.on_unrotated_kv(self.layer_idx, kv, metadata, k_unrotated, v)
             ops.reshape_and_cache(k, v, kv, metadata.slot_mapping)
             if kept is not None:
                 rows = kept.rows

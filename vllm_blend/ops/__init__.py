@@ -17,6 +17,7 @@ from vllm_blend.ops.fp8 import (
 )
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
+from vllm_blend.ops.mean_shift import ShiftedSegment, ShiftSources, mean_shift, plan_mean_shift
 from vllm_blend.ops.penalties import penalize
 from vllm_blend.ops.rotary import rotary_embedding, rotary_qk
 from vllm_blend.ops.sampling import resample_tokens, sample_tokens
@@ -28,6 +29,8 @@ __all__ = [
     "HeadNorms",
     "HostKV",
     "HostPieces",
+    "ShiftSources",
+    "ShiftedSegment",
     "attention_mass",
     "attention_states",
     "copy_pieces",
@@ -37,10 +40,12 @@ __all__ = [
     "keep_allowed",
     "kv_deviation",
     "linear",
+    "mean_shift",
     "merge_states",
     "paged_attention",
     "penalize",
     "place_chunks",
+    "plan_mean_shift",
     "quantize_rows",
     "quantized_linear",
     "quantized_product",

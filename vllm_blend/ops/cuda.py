@@ -1,4 +1,5 @@
-"""The CUDA kernels that fill caches, and the small ones (csrc/cuda: cache, load_chunks, norm, select, fp8).
+"""The CUDA kernels that fill caches, and the small ones (csrc/cuda: cache, load_chunks, mean_shift, norm,
+select, fp8).
 
 The rules of `ops.cuda_library` hold.
 """
@@ -39,6 +40,19 @@ class CUDAFunctions(Protocol):
 
     def copy_pieces(
         self, pieces: Pieces, count: Int, layer: Int, pinned: Int, k: to.Key, v: to.Value, stream: Stream, /,
+    ) -> Int: ...
+
+    def mean_shift_plan(
+        self, segments: to.Segments, positions: to.Positions, block_tables: to.BlockTables, slots: to.Slots,
+        rows: to.Rows, table_stride: Int64, count: Int, block_size: Int, stream: Stream, /,
+    ) -> Int: ...
+
+    def mean_shift(
+        self, segments: to.Segments, tiles: to.Tiles, positions: to.Positions, rows: to.Rows, slots: to.Slots,
+        k: to.Key, v: to.Value, cos: to.Cos, sin: to.Sin, shift: to.Shift, key_cache: to.KeyCache,
+        value_cache: to.ValueCache, k_token_stride: Int64, v_token_stride: Int64, page_stride: Int64,
+        slot_stride: Int64, head_stride: Int64, layer: Int, count: Int, num_tiles: Int, kv_heads: Int, head_dim: Int,
+        rotary_half: Int, block_size: Int, dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
     def reshape_and_cache(

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm_blend import ops
-from vllm_blend.attention.context import LayerHook, NewKV
-from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
-from vllm_blend.blend.plan import Segment
+from vllm_blend.attention.context import LayerHook
+from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.ops.host_copy import to_device
+from vllm_blend.ops.mean_shift import MeanShiftPlan
+from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.worker.batch import Span
-
-
-@dataclass(frozen=True)
-class Reused:
-    """A segment of a request of the step whose KV is not known to be exact, and how strongly it is corrected."""
-
-    request: int
-    segment: Segment
-    stop: int  # within the context
-    strength: float
 
 
 def mean_shift_hook(spans: Sequence[Span], rotaries: Sequence[RotaryEmbedding]) -> MeanShiftHook | None:
@@ -36,25 +24,14 @@ def mean_shift_hook(spans: Sequence[Span], rotaries: Sequence[RotaryEmbedding]) 
         if plan is None or span.positions is None:
             continue
         strength = plan.selector.mean_shift()
-        if strength:
-            inexact = [segment for segment in plan.segments if not segment.exact]
-            reused += [Reused(index, each, min(each.stop, plan.suffix_start), strength) for each in inexact]
+        if not strength:
+            continue
+        for segment in plan.segments:
+            tokens = min(segment.stop, plan.suffix_start) - segment.start  # those within the context
+            if not segment.exact and tokens > 0:
+                k, v = segment.kv.k[:, :tokens], segment.kv.v[:, :tokens]
+                reused.append(ops.ShiftedSegment(index, segment.start, k, v, strength))
     return MeanShiftHook(reused, rotaries) if reused else None
-
-
-@dataclass(frozen=True)
-class _Moves:
-    """The tokens that a step moves: R rows and S segments with T stored tokens, one behind the other. All sizes are
-    known to the host: nothing waits for the device to say what was chosen."""
-
-    metadata: AttentionMetadata  # of which it holds
-    rows: torch.Tensor  # [R] int64, of the requests concerned
-    stored_at: torch.Tensor  # [R] int64, the stored token that a row computes again, or any where `mean` is 0
-    mean: torch.Tensor  # [S, R] float32, what the change of each row counts for each segment
-    segment_of: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: tuple[torch.Tensor, torch.Tensor]  # [T] int64 each, blocks and places in them
-    is_moved: torch.Tensor  # [T, 1, 1] bool
 
 
 class MeanShiftHook(LayerHook):
@@ -64,70 +41,19 @@ class MeanShiftHook(LayerHook):
     is recomputed, or all, is left alone.
     """
 
-    def __init__(self, reused: Sequence[Reused], rotaries: Sequence[RotaryEmbedding]) -> None:
+    def __init__(self, reused: Sequence[ops.ShiftedSegment], rotaries: Sequence[RotaryEmbedding]) -> None:
+        """reused: the segments of the step's requests whose KV is not known to be exact."""
         self._reused, self._rotaries = reused, rotaries
-        self._moves: _Moves | None = None
+        self._sources: ops.ShiftSources | None = None
+        self._plan: tuple[AttentionMetadata, MeanShiftPlan] | None = None  # and the rows that it holds for
 
-    def on_kv(self, step: LayerStep, new: NewKV) -> None:
-        if self._moves is None or self._moves.metadata is not step.metadata:  # at check layers, rows leave the step
-            self._moves = _moves(self._reused, step.metadata, step.kv.block_size)
-        moves = self._moves
-        kvs = [reused.segment.kv for reused in self._reused]
-        keys = self._correct(moves, new.k_unrotated, [kv.k[step.layer_idx] for kv in kvs])
-        keys = ops.rotary_embedding(keys, *self._rotaries[step.layer_idx].cos_sin(moves.positions))
-        values = self._correct(moves, new.v, [kv.v[step.layer_idx] for kv in kvs])
-        for pages, moved in ((step.kv.key, keys), (step.kv.value, values)):
-            pages[moves.slots] = torch.where(moves.is_moved, moved.to(pages.dtype), pages[moves.slots])
-
-    def _correct(self, moves: _Moves, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return `stored`, of each segment, after the change of what is computed: [T, kv_heads, head_dim] float32."""
-        parts = [
-            kv[: reused.stop - reused.segment.start].to(computed.device, non_blocking=True)
-            for kv, reused in zip(stored, self._reused, strict=True)
-        ]
-        old = torch.cat(parts).float()
-        change = computed[moves.rows].float() - old[moves.stored_at]
-        shift = (moves.mean @ change.flatten(1)).view(-1, *old.shape[1:])
-        return old + shift[moves.segment_of]
-
-
-def _moves(reused: Sequence[Reused], metadata: AttentionMetadata, block_size: int) -> _Moves:
-    device = metadata.positions.device
-    lengths = [each.stop - each.segment.start for each in reused]
-    starts = np.cumsum([0, *lengths])
-    positions = np.concatenate([np.arange(each.segment.start, each.stop) for each in reused])
-    rows, places, offsets, size = [], [], [], 0
-    for request in dict.fromkeys(each.request for each in reused):
-        own = metadata.rows(request)
-        place = np.full(metadata.seq_lens[request], starts[-1])  # of each position: T where nothing stored is moved
-        for index, each in enumerate(reused):
-            if each.request == request:
-                place[each.segment.start : each.stop] = np.arange(starts[index], starts[index + 1])
-        rows.append(np.arange(own.start, own.stop))
-        offsets.append(np.full(len(rows[-1]), size))
-        places.append(place)
-        size += len(place)
-
-    all_rows = to_device(np.concatenate(rows), device)
-    segment_of = to_device(np.repeat(np.arange(len(reused)), lengths), device)
-    offset = to_device(np.concatenate(offsets), device)
-    at = to_device(np.concatenate(places), device)[offset + metadata.positions[all_rows]]
-    stored_at = at.clamp_max(int(starts[-1]) - 1)
-    computes = (segment_of[stored_at] == torch.arange(len(reused), device=device)[:, None]) & (at < int(starts[-1]))
-    count = computes.sum(1)
-    strength = to_device(np.array([each.strength for each in reused], np.float32), device)
-    is_computed = torch.zeros(int(starts[-1]) + 1, dtype=torch.bool, device=device)
-    is_computed[at] = True
-    where = to_device(positions, device)
-    owned = zip(reused, where.split(lengths), strict=True)
-    blocks = torch.cat([metadata.block_tables[each.request][own // block_size].long() for each, own in owned])
-    return _Moves(
-        metadata=metadata,
-        rows=all_rows,
-        stored_at=stored_at,
-        mean=computes * (strength / count.clamp_min(1))[:, None],
-        segment_of=segment_of,
-        positions=where,
-        slots=(blocks, where % block_size),
-        is_moved=(~is_computed[:-1] & (count > 0)[segment_of])[:, None, None],
-    )
+    def on_unrotated_kv(
+        self, layer_idx: int, kv: PagedKV, metadata: AttentionMetadata, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        if self._sources is None:
+            self._sources = ops.ShiftSources(self._reused, kv)
+        if self._plan is None or self._plan[0] is not metadata:  # at check layers, rows leave the step
+            rows = (metadata.positions, metadata.query_start_loc, metadata.block_tables)
+            self._plan = metadata, ops.plan_mean_shift(self._sources, *rows, kv)
+        rotary = self._rotaries[layer_idx]
+        ops.mean_shift(self._plan[1], layer_idx, k, v, rotary.cos, rotary.sin, kv)
