@@ -5,7 +5,8 @@
 The model has random weights in the shape of a 7B model, unless --model names another. Passages of 512 tokens are cut
 out of generated worlds (synthetic text), and their KV is stored. A time is that of `LLM.generate` for one token, from
 the call to the output: ranking, placing and the forward pass are all in it. The rules take turns, so both see the same
-machine; `relevant_passages` runs with the words of the question, and with given scores. Prints the medians in ms and
+machine; `relevant_passages` runs with the words of the question, and with given scores, and `first_tokens` also with
+the lever `mean_shift`, whose cost that is. Prints the medians in ms and
 the median of the paired ratios with a bootstrap interval of 95%; --output keeps every sample.
 """
 
@@ -80,6 +81,7 @@ def ways(prompt: dict[str, Any], ratio: float, seed: int) -> dict[str, dict[str,
     scores = [rng.random() for _ in prompt["chunks"]]
     return {
         BASELINE: asked | {"blend_selector": BASELINE},
+        f"{BASELINE} + mean_shift": asked | {"blend_selector": f"{BASELINE}+mean_shift"},
         "relevant_passages, by words": asked | {"blend_selector": "relevant_passages"},
         "relevant_passages, scores given": asked | {"blend_selector": "relevant_passages", "relevance": scores},
     }

@@ -23,14 +23,16 @@ from tests.models.tiny import (
     save,
     tiny_hf_model,
 )
+from vllm_blend import ops
 from vllm_blend.attention.context import Kept, LayerHook, NewKV
-from vllm_blend.attention.metadata import LayerStep
+from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import load_model
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
+from vllm_blend.ops.paged_kv import PagedKV
 
 SPEC: dict[str, Any] = {
     "vocab_size": 10,
@@ -99,6 +101,34 @@ def test_hooks_see_keys_before_and_after_rope(architecture: str, tmp_path: Path)
     for before, after in hook.seen:
         torch.testing.assert_close(rotary(torch.arange(20, device=DEVICE), before, before)[1], after)
         assert not torch.allclose(before[1:], after[1:])
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES])
+def test_keys_before_rope_alone_leave_a_layer_its_one_pass(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the same, and so is what the step gives, with a hook that wants both and without."""
+
+    class KeepUnrotated(LayerHook):
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def on_unrotated_kv(
+            self, layer_idx: int, kv: PagedKV, metadata: AttentionMetadata, k: torch.Tensor, v: torch.Tensor
+        ) -> None:
+            assert layer_idx == len(self.seen) and len(metadata.positions) == len(v) == 20
+            self.seen.append(k.clone())
+
+    model = load_tiny(save(tiny_hf_model(architecture), tmp_path))
+    both, beside, alone = KeepKeys(), KeepUnrotated(), KeepUnrotated()
+    apart = PagedRunner(model).step([(0, prompt(20))], [both, beside])
+    monkeypatch.delattr(ops, "rotary_qk")  # what rotates apart from the write
+    together = PagedRunner(model).step([(0, prompt(20))], [alone])
+    tolerances.check("logits", together - apart)
+    assert len(both.seen) == 3
+    for (expected, _), first, second in zip(both.seen, beside.seen, alone.seen, strict=True):
+        assert torch.equal(first, expected)
+        torch.testing.assert_close(second, expected)
 
 
 def test_public_names_of_the_decoder_stack(tmp_path: Path) -> None:
