@@ -6,8 +6,8 @@ The model has random weights in the shape of a 7B model, unless --model names an
 out of generated worlds (synthetic text), and their KV is stored. A time is that of `LLM.generate` for one token, from
 the call to the output: ranking, placing and the forward pass are all in it. The rules take turns, so both see the same
 machine; `relevant_passages` runs with the words of the question, and with given scores, and `first_tokens` also with
-the lever `mean_shift`, whose cost that is. Prints the medians in ms and
-the median of the paired ratios with a bootstrap interval of 95%; --output keeps every sample.
+the lever `mean_shift`, whose cost that is. Prints the medians in ms and the median of the paired ratios with a
+bootstrap interval of 95%; --output keeps every sample.
 """
 
 from __future__ import annotations
