@@ -13,7 +13,7 @@ from tests import tolerances
 from tests.distributed.ranks import CPU, on_ranks
 from tests.models.tiny import ARCHITECTURES, CONTEXT, FAMILIES, PagedRunner, load_tiny, prompt, save, tiny_hf_model
 from vllm_blend.distributed.ranks import Ranks
-from vllm_blend.models import weights
+from vllm_blend.models import stored as stored_tensors
 from vllm_blend.models.loader import load_hf_config, load_model
 
 pytestmark = pytest.mark.cpu_only
@@ -61,34 +61,17 @@ def test_a_rank_reads_its_own_share(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Only norms are read whole."""
     directory = save(tiny_hf_model("llama"), tmp_path)
     stored, read = 0, [0, 0]
-    fill = weights._fill
 
-    class Counted:
-        """A safetensors slice, or file, that counts the numbers read from it."""
-
-        def __init__(self, inner: Any, rank: int) -> None:
-            self.inner, self.rank = inner, rank
-
-        def get_shape(self) -> list[int]:
-            shape: list[int] = self.inner.get_shape()
-            return shape
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            return self.count(self.inner.get_tensor(name))
-
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            return self.count(self.inner[index])
-
-        def count(self, tensor: torch.Tensor) -> torch.Tensor:
-            read[self.rank] += tensor.numel()
-            return tensor
+    part = stored_tensors.PlainTensor.__getitem__
 
     def counting(ranks: Ranks) -> None:
-        def fill_counted(name: str, destination: Any, slice_: Any, file: Any) -> list[str]:
-            return fill(name, destination, Counted(slice_, ranks.rank), Counted(file, ranks.rank))
+        def counted(self: stored_tensors.PlainTensor, index: Any) -> torch.Tensor:
+            tensor = part(self, index)
+            read[ranks.rank] += tensor.numel()
+            return tensor
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weights, "_fill", fill_counted)
+            patch.setattr(stored_tensors.PlainTensor, "__getitem__", counted)
             load(directory, ranks)
 
     model = load_tiny(directory)

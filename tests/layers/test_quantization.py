@@ -21,7 +21,7 @@ from vllm_blend.layers.quantization import QuantizedDestination, QuantizingRMSNo
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import construct_as, fill_dummy, load_hf_config, load_model
 from vllm_blend.models.registry import resolve_model_class
-from vllm_blend.models.weights import checkpoint_destinations, fill_from_safetensors
+from vllm_blend.models.weights import checkpoint_destinations, fill_from_files
 from vllm_blend.ops.fp8 import (
     QuantizedRows,
     UnscaledProduct,
@@ -52,7 +52,7 @@ def fp8_model(architecture: str, folder: Path, quantization: str | None = "fp8",
     config = load_hf_config(str(folder))
     with construct_as(torch.bfloat16, CPU):
         model = resolve_model_class(config)(config, CONTEXT, quantization)
-    fill_from_safetensors(model, [folder / "model.safetensors"])
+    fill_from_files(model, [folder / "model.safetensors"])
     return model
 
 

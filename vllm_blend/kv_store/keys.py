@@ -49,7 +49,8 @@ def weights_digest(directory: Path) -> str:
     config = directory / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern)]
+    for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

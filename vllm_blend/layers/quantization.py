@@ -58,7 +58,10 @@ class QuantizedDestination:
 
     def copy_(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` [rows, n] into place. Memory that this takes on the device is freed again."""
-        quantized = ops.quantize_rows(matrix.to(self.rows.values.device, self.dtype))
+        self.keep(ops.quantize_rows(matrix.to(self.rows.values.device, self.dtype)))
+
+    def keep(self, quantized: QuantizedRows) -> None:
+        """Copy a matrix that is quantised by rows already into place."""
         self.rows.values.copy_(quantized.values)
         self.rows.scales.copy_(quantized.scales)
 

@@ -1,8 +1,9 @@
-"""Loading a model from a directory or a Hub id: config.json, then safetensors streamed into the parameters."""
+"""Loading a model from a directory or a Hub id: config.json, then the weights streamed into the parameters."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,11 @@ from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.decoder import DecoderForCausalLM
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
-from vllm_blend.models.weights import fill_from_safetensors, find_weight_files, layouts_of
+from vllm_blend.models.weight_formats import weight_format
+from vllm_blend.models.weight_formats.base import WeightFormat
+from vllm_blend.models.weights import PICKLES, SAFETENSORS, fill_from_files, find_weight_files, layouts_of
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "dummy")
 HUB_PROBE_SECONDS = 5.0  # within which the Hub is asked whether a name that looks like a path is a model of its own
@@ -86,8 +91,10 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
-    if getattr(hf_config, "quantization_config", None):
-        raise ValueError(f"{model!r} is quantized (quantization_config in config.json): use an unquantized checkpoint")
+    try:
+        stored_as = weight_format(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{model!r} is quantized in a way that cannot be read: {error}") from error
     check_quantization(quantization, dtype, torch.device(device))
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
@@ -95,13 +102,30 @@ def load_model(
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
-        fill_from_safetensors(built, files)
+        if stored_as is not None and ranks.rank == 0:
+            _warn_of_dequantization(model, stored_as, dtype, quantization)
+        fill_from_files(built, files, stored_as)
     else:
         fill_dummy(built)
     if quantization is not None:
         torch.cuda.empty_cache()  # the full-precision matrices: what sizes the KV cache asks the device what is free
     built.requires_grad_(False).eval()
     return causal_lm
+
+
+def _warn_of_dequantization(model: str, stored_as: WeightFormat, dtype: torch.dtype, quantization: str | None) -> None:
+    if quantization is not None and stored_as.keeps_fp8:
+        return  # the linear layers are e4m3 again, and remain what they were if their scales are those of rows
+    hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it" if stored_as.keeps_fp8 else ""
+    logger.warning(
+        "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as no kernels here multiply them "
+        "as they are: they take the memory, and give the speed, of an unquantized model%s",
+        model,
+        stored_as.name,
+        stored_as.stores,
+        quantization or str(dtype).removeprefix("torch."),
+        hint,
+    )
 
 
 def _build(
@@ -156,18 +180,20 @@ def _check_mistyped_path(model: str, revision: str | None) -> None:
 
 
 def weights_directory(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a local model, or that of a Hub snapshot after downloading its safetensors files."""
+    """Return the directory of a local model, or that of a Hub snapshot after downloading its weights: safetensors
+    files, or PyTorch's pickles where it has no others."""
     if is_local(model):
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
-            model, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.index.json"]
-        )
+        for _, index, pattern in (SAFETENSORS, PICKLES):
+            found = Path(snapshot_download(model, revision=revision, allow_patterns=[pattern, index]))
+            if any(found.glob(pattern)):
+                break
     except Exception as error:  # network, authentication and naming errors share no base class
         raise FileNotFoundError(f"could not fetch the weights of {model!r} from the Hub: {error}") from error
-    return Path(found)
+    return found
 
 
 @torch.no_grad()

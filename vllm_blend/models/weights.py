@@ -1,14 +1,12 @@
-"""Copying safetensors into parameters: every tensor is accounted for, and none is held in memory twice."""
+"""Copying a checkpoint into parameters: every tensor is accounted for, and none is held in memory twice."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vllm_blend.distributed.sharding import Layout
@@ -16,37 +14,54 @@ from vllm_blend.layers.embedding import LMHead
 from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
+from vllm_blend.models.stored import BadTensor, StoredTensor, opened
+from vllm_blend.models.weight_formats.base import WeightFormat
 
-INDEX_NAME = "model.safetensors.index.json"
+# One file, the index of several, and the pattern of files without an index.
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "*.safetensors")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
 NAMES_SHOWN = 8  # of a list in an error message
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Find the safetensors files of a checkpoint as transformers does: one file, else those of the index, else all.
+    """Find the files of a checkpoint as transformers does: one safetensors file, else those of the index, else all,
+    else PyTorch's pickles in the same way.
 
     Raises FileNotFoundError if there are none or the index names a missing one, ValueError for a damaged index.
     """
-    single, index = directory / "model.safetensors", directory / INDEX_NAME
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        files = [directory / name for name in _indexed_names(index)]
-        missing = [path.name for path in files if not path.is_file()]
-        if missing:
-            raise FileNotFoundError(
-                f"{index} names files that do not exist: {_list_names(missing)}: fetch the checkpoint again"
-            )
-        return files
-    found = sorted(directory.glob("*.safetensors"))
-    if found:
-        return found
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
+    for single, index, pattern in (SAFETENSORS, PICKLES):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return _indexed_files(directory / index)
+        found = sorted(directory.glob(pattern))
+        if found:
+            return found
+    convert = "convert them to safetensors (AutoModelForCausalLM.from_pretrained(path{}).save_pretrained(new_path))"
+    gguf = sorted(directory.glob("*.gguf"))
+    if gguf:
         raise FileNotFoundError(
-            f"{directory} has PyTorch pickles only, which are not loaded because they run code: convert them to "
-            "safetensors (AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path))"
+            f"{directory} has GGUF weights only, which are not read: with the package gguf installed, "
+            + convert.format(f", gguf_file={gguf[0].name!r}")
+        )
+    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in directory.glob(pattern))
+    if others:
+        raise FileNotFoundError(
+            f"{directory} has no weights in Hugging Face's layout, *.safetensors or pytorch_model*.bin, but "
+            f"{_list_names(others)}: {convert.format('')}"
         )
     raise FileNotFoundError(f"{directory} has no weights, which are *.safetensors files: fetch them, or save them so")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    files = [index.parent / name for name in _indexed_names(index)]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index} names files that do not exist: {_list_names(missing)}: fetch the checkpoint again"
+        )
+    return files
 
 
 Destination = torch.Tensor | QuantizedDestination | Layout
@@ -85,63 +100,65 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
-def fill_from_safetensors(model: nn.Module, files: Iterable[Path]) -> None:
-    """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype.
+def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: WeightFormat | None = None) -> None:
+    """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype; matrices that are quantized
+    by `weight_format` are dequantized.
 
-    Raises ValueError for a file that safetensors cannot read, and for missing, unexpected or misshapen tensors, by
-    name.
+    Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, by name.
     """
     destinations = checkpoint_destinations(model)
     tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
-    loaded: dict[str, Path] = {}
-    unexpected: list[str] = []
-    problems: list[str] = []
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    if name.endswith(IGNORED_SUFFIXES) or name in tied:
-                        continue
-                    if name not in destinations:
-                        unexpected.append(name)
-                    elif name in loaded:
-                        problems.append(f"{name} is in {loaded[name].name} and again in {path.name}")
-                    else:
-                        loaded[name] = path
-                        problems += _fill(name, destinations[name], file.get_slice(name), file)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or not a safetensors file ({error}): fetch it again") from error
-    missing = sorted(destinations.keys() - loaded.keys())
+    with opened(files) as found:
+        stored = found if weight_format is None else weight_format.combine(found)
+        wanted = {name: tensor for name, tensor in stored.items() if not _is_ignored(name, tied)}
+        unexpected = sorted(wanted.keys() - destinations.keys())
+        missing = sorted(destinations.keys() - wanted.keys())
+        filled = [(name, tensor) for name, tensor in wanted.items() if name in destinations]
+        problems = [problem for name, tensor in filled for problem in _fill(name, destinations[name], tensor)]
     if missing:
         problems.append(f"missing: {_list_names(missing)}")
     if unexpected:
-        problems.append(f"unexpected: {_list_names(sorted(unexpected))}")
+        problems.append(f"unexpected: {_list_names(unexpected)}")
     if problems:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
 
 
-def _fill(name: str, destination: Destination, stored: Any, file: Any) -> list[str]:
-    """Copy one tensor, or the parts of it that are wanted, or return why it does not fit. `stored` is its safetensors
-    slice, without the data."""
-    shape = tuple(stored.get_shape())
-    if shape != tuple(destination.shape):
-        return [f"{name} has shape {shape}, the config asks for {tuple(destination.shape)}"]
-    parts = destination.parts if isinstance(destination, Layout) else (((), destination),)
-    for index, memory in parts:
-        tensor = stored[index] if index else file.get_tensor(name)
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            return [f"{name} is stored as {tensor.dtype}: quantized checkpoints are not supported"]
-        memory.copy_(tensor)
+def _is_ignored(name: str, tied: set[str]) -> bool:
+    return name.endswith(IGNORED_SUFFIXES) or name in tied
+
+
+def _fill(name: str, destination: Destination, stored: StoredTensor) -> list[str]:
+    """Copy one tensor, or the parts of it that are wanted, or return why it does not fit."""
+    if tuple(stored.shape) != tuple(destination.shape):
+        return [f"{name} has shape {tuple(stored.shape)}, the config asks for {tuple(destination.shape)}"]
+    try:
+        if isinstance(destination, QuantizedDestination):
+            rows = stored.quantized_rows(destination.rows.values.device)
+            if rows is not None:
+                destination.keep(rows)
+                return []
+        parts = destination.parts if isinstance(destination, Layout) else (((), destination),)
+        source = stored.source(_device(destination))
+        for index, memory in parts:
+            memory.copy_(source[index])
+    except BadTensor as error:
+        return [str(error)]
     return []
 
 
+def _device(destination: Destination) -> torch.device:
+    if isinstance(destination, Layout):
+        return destination.parts[0][1].device if destination.parts else torch.device("cpu")
+    return destination.rows.values.device if isinstance(destination, QuantizedDestination) else destination.device
+
+
 def _indexed_names(index: Path) -> list[str]:
-    """Return the file names in a safetensors index, each once, in order."""
+    """Return the file names in an index, each once, in order."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not a safetensors index with a 'weight_map': {error!r}") from error
+        raise ValueError(f"{index} is not an index of weights with a 'weight_map': {error!r}") from error
 
 
 def _parent_prefix(prefix: str) -> str:

@@ -1,0 +1,164 @@
+"""The tensors of a checkpoint's files, by name, before anything of them is read."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vllm_blend.ops.fp8 import QuantizedRows
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class BadTensor(ValueError):
+    """A tensor of a checkpoint that cannot be used, and why: the message names it."""
+
+
+class Sliceable(Protocol):
+    """What gives parts of a tensor: a tensor, or what reads only the part that is asked for."""
+
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
+        """Return the part at an index, `()` for all of it."""
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, which may be made of several of a file's."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape, without reading the values."""
+
+    def read(self) -> torch.Tensor:
+        """Return all of it, as it is stored, on the host."""
+
+    def source(self, device: torch.device) -> Sliceable:
+        """Return what floating-point parts for memory on `device` are copied from. Raises `BadTensor` if it
+        cannot be had."""
+
+    def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
+        """Return the matrix in e4m3 with a scale for each row, if that is what it is stored as."""
+
+
+class PlainTensor:
+    """One tensor of a file, as it is there: `parts` is a slice of a safetensors file, or a tensor in mapped memory."""
+
+    def __init__(self, name: str, path: Path, shape: tuple[int, ...], parts: Sliceable) -> None:
+        self.name, self.path, self.shape, self._parts = name, path, shape, parts
+
+    def read(self) -> torch.Tensor:
+        return self[()]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        try:
+            return self._parts[index if self.shape else ...]  # a scalar has no dimension to slice
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.path, error) from error
+
+    def source(self, device: torch.device) -> Sliceable:
+        return _Floats(self)
+
+    def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
+        return None
+
+
+class _Floats:
+    """Parts of a tensor that is stored in a floating-point type, which is checked as they are read."""
+
+    def __init__(self, tensor: PlainTensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self._tensor[index]
+        if part.dtype not in FLOAT_DTYPES:
+            raise BadTensor(
+                f"{self._tensor.name} is stored as {part.dtype}: it is quantized, but config.json has no "
+                "quantization_config that says how"
+            )
+        return part
+
+
+@contextmanager
+def opened(files: Iterable[Path]) -> Iterator[dict[str, StoredTensor]]:
+    """Open the files of a checkpoint, and yield their tensors by name.
+
+    Raises ValueError for a file that is damaged, and for a tensor that is in two of them.
+    """
+    found: dict[str, StoredTensor] = {}
+    where: dict[str, Path] = {}
+    with ExitStack() as stack:
+        for path in files:
+            for tensor in _tensors(path, stack):
+                if tensor.name in found:
+                    raise ValueError(f"{tensor.name} is in {where[tensor.name].name} and again in {path.name}")
+                found[tensor.name], where[tensor.name] = tensor, path
+        yield found
+
+
+def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor]:
+    if path.suffix == ".safetensors":
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                part = file.get_slice(name)
+                shape = tuple(part.get_shape())
+                yield PlainTensor(name, path, shape, part if shape else _Whole(file.get_tensor, name))
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, error) from error
+    else:
+        for name, tensor in _unpickled(path).items():
+            yield PlainTensor(name, path, tuple(tensor.shape), tensor)
+
+
+class _Whole:
+    """A tensor that can be read as a whole only."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor], name: str) -> None:
+        self._read, self._name = read, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._read(self._name)
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a PyTorch pickle, mapped into memory. Nothing in it is run: `weights_only` knows tensors
+    and plain containers, and refuses everything else."""
+    try:
+        content = _load_pickle(path)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} has more than tensors in it, which is not loaded as it could run code; convert it to safetensors "
+            f"where you trust it ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or not a PyTorch checkpoint ({error}): fetch it again") from error
+    if isinstance(content, Mapping) and set(content) == {"state_dict"}:
+        content = content["state_dict"]
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} must hold a dict of tensors, but holds a {type(content).__name__}")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{path} must hold a dict of tensors, but {name!r} is a {type(tensor).__name__}: give the weights alone"
+            )
+    return dict(content)
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        # files of before torch 1.6 are no archives, and cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """Return the error for a file that safetensors cannot read."""
+    return ValueError(f"{path} is damaged or not a safetensors file ({error}): fetch it again")

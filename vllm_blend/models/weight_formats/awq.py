@@ -1,0 +1,50 @@
+"""AWQ checkpoints (Lin et al., arXiv:2306.00978), as AutoAWQ writes them for its GEMM kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_blend.models.stored import StoredTensor
+from vllm_blend.models.weight_formats.base import Parts, WeightFormat, choice
+from vllm_blend.models.weight_formats.packing import WORD, unpack
+
+BITS = 4
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output i of a word is its nibble ORDER[i], the lowest one being 0
+
+
+class AWQ(WeightFormat):
+    """Integers of 4 bits, packed along a matrix's outputs in an order of their own; a scale and a zero point for each
+    group of inputs."""
+
+    name = "awq"
+    stores = "integers of 4 bits packed; a scale and a zero point for each group of inputs"
+    parts = ("qweight", "qzeros", "scales")
+    required = ("qweight", "qzeros", "scales")
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        bits = "bits" if "bits" in fields else "w_bit"
+        choice(fields, bits, BITS, (BITS,), "only this can be unpacked")
+        choice(fields, "version", "gemm", ("gemm", "GEMM"), "only this layout can be read")
+        choice(fields, "zero_point", True, (True,), "only weights with zero points can be read")
+
+    def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        inputs, words = parts["qweight"].shape
+        return words * (WORD // BITS), inputs
+
+    def dequantize(self, parts: Parts) -> torch.Tensor:
+        values, zeros, scales = _outputs(parts["qweight"]), _outputs(parts["qzeros"]), parts["scales"].float()
+        if len(scales) == 0 or len(values) % len(scales) or zeros.shape != scales.shape:
+            raise ValueError(f"{len(values)} inputs do not divide into {len(scales)} groups")
+        size = len(values) // len(scales)
+        by_group = values.float().unflatten(0, (len(scales), size)) - zeros.float()[:, None]
+        matrix: torch.Tensor = (by_group * scales[:, None]).flatten(0, 1).T
+        return matrix
+
+
+def _outputs(words: torch.Tensor) -> torch.Tensor:
+    """Return the integers of words [inputs, words] in the order of the outputs."""
+    nibbles: torch.Tensor = unpack(words, BITS, 1).unflatten(1, (-1, len(ORDER)))[..., list(ORDER)]
+    return nibbles.flatten(1)

@@ -1,0 +1,113 @@
+"""Checkpoints of the compressed-tensors library (https://github.com/vllm-project/compressed-tensors), as LLM Compressor
+writes them: FP8, INT8, and 4- or 8-bit integers packed into words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_blend.models.stored import StoredTensor
+from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat
+from vllm_blend.models.weight_formats.fp8 import read_block
+from vllm_blend.models.weight_formats.packing import unpack
+from vllm_blend.models.weight_formats.scales import e4m3_rows, spread
+from vllm_blend.ops.fp8 import QuantizedRows
+
+FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision")
+PACKED_BITS = (4, 8)  # the library has packed other numbers of bits in different ways over time
+
+
+class CompressedTensors(WeightFormat):
+    """Matrices in e4m3, int8 or packed integers; a scale for each matrix, row, group of columns or block."""
+
+    name = "compressed-tensors"
+    stores = "e4m3, int8, or integers of 4 or 8 bits packed; a scale for each block, group, row or matrix"
+    parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    required = ("weight_scale",)
+    ignored = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", *KV_SCALES)
+    keeps_fp8 = True
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        groups = fields.get("config_groups") or {}
+        schemes = [(f"{FIELD}.config_groups.{name}", dict(group)) for name, group in groups.items()]
+        formats = [(f"{FIELD}.format", fields.get("format") or "dense")]
+        formats += [(f"{where}.format", scheme["format"]) for where, scheme in schemes if scheme.get("format")]
+        for where, found in formats:
+            if found not in FORMATS:
+                raise ValueError(
+                    f"{where} in config.json is {found!r}: only {', '.join(FORMATS)} can be read; use an unquantized "
+                    "checkpoint"
+                )
+        for name in ("transform_config", "sparsity_config"):
+            settings = fields.get(name) or {}
+            if settings.get("config_groups") or settings.get("format", "dense") != "dense":
+                raise ValueError(f"{FIELD}.{name} in config.json is not supported: use an unquantized checkpoint")
+        weights = [(where, dict(scheme.get("weights") or {})) for where, scheme in schemes]
+        self.bits: int | None = _common("num_bits", [one.get("num_bits") for _, one in weights if _is_integer(one)])
+        self.block = read_block(
+            f"{FIELD}.config_groups.*.weights.block_structure",
+            _common("block_structure", [one.get("block_structure") for _, one in weights if _is_by_block(one)]),
+        )
+
+    def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        if "weight_packed" not in parts:
+            return _present(parts, "weight").shape
+        return tuple(_present(parts, "weight_shape").read().tolist())
+
+    def dequantize(self, parts: Parts) -> torch.Tensor:
+        packed = parts.get("weight_packed")
+        values = parts["weight"] if packed is None else self._unpacked(packed, 1, int(parts["weight_shape"][1]))
+        if values.dtype not in (torch.float8_e4m3fn, torch.int8):
+            raise ValueError(f"the weight is stored as {values.dtype}, not torch.float8_e4m3fn or torch.int8")
+        rows, columns = values.shape
+        by_entry = self._by_entry(parts, (rows, columns))
+        zeros = parts.get("weight_zero_point")
+        numbers = values.float()
+        if zeros is not None:
+            if packed is not None and zeros.dtype == torch.int32:
+                zeros = self._unpacked(zeros, 0, rows)
+            numbers -= by_entry(zeros)
+        return numbers * by_entry(parts["weight_scale"])
+
+    def _by_entry(self, parts: Parts, shape: tuple[int, int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that gives each entry of a matrix its scale, or zero point."""
+        groups = parts.get("weight_g_idx")
+        if groups is None or bool((groups < 0).all()):  # a layer that was never reordered has -1 everywhere
+            return lambda scales: spread(scales, shape, self.block if scales.ndim == 2 else None)
+        return lambda scales: scales.float()[:, groups.long()]
+
+    def _unpacked(self, words: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+        """Return the signed integers of words, of which the last ones along `dim` may be padding."""
+        if self.bits not in PACKED_BITS:
+            raise ValueError(f"config_groups.*.weights.num_bits is {self.bits}, but only 4 and 8 bits can be unpacked")
+        unsigned = unpack(words, self.bits, dim).narrow(dim, 0, count)
+        return torch.sub(unsigned.short(), 2 ** (self.bits - 1)).to(torch.int8)
+
+    def quantized_rows(self, parts: Parts) -> QuantizedRows | None:
+        return e4m3_rows(parts["weight"], parts["weight_scale"]) if "weight" in parts and self.block is None else None
+
+
+def _is_integer(weights: Mapping[str, Any]) -> bool:
+    return bool(weights.get("type", "int") == "int")
+
+
+def _is_by_block(weights: Mapping[str, Any]) -> bool:
+    return bool(weights.get("strategy") == "block")
+
+
+def _common(name: str, values: list[Any]) -> Any:
+    """Return what all groups of layers say. Raises ValueError if they differ."""
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"{FIELD}.config_groups in config.json have different weights.{name} ({', '.join(map(str, values))}): only "
+            "one for all layers is supported; use an unquantized checkpoint"
+        )
+    return values[0] if values else None
+
+
+def _present(parts: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    if name not in parts:
+        raise ValueError(f"the checkpoint lacks its {name}")
+    return parts[name]
