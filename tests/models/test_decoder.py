@@ -304,6 +304,6 @@ def test_the_attention_of_every_layer_must_be_ours() -> None:
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])
 def test_registry_lists_what_it_knows(architectures: list[str] | None) -> None:
-    known = "Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM, MistralForCausalLM,"
+    known = "Gemma3ForCausalLM, Gemma3ForConditionalGeneration, GraniteForCausalLM, "
     with pytest.raises(ValueError, match=f"unsupported model architecture: .*known: {known}"):
         resolve_model_class(SimpleNamespace(architectures=architectures))

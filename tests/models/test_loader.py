@@ -221,7 +221,7 @@ def test_damaged_config_json(tmp_path: Path, content: bytes, message: str) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; known: Gemma3ForCausalLM, Granite"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'; known: Gemma3ForCausalLM, Gemma3"),
         ({"rope_parameters": {"rope_type": "nonesuch", "rope_theta": 1e4}}, "unknown RoPE type 'nonesuch'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "is quantized in a way that cannot be read"),

@@ -133,6 +133,7 @@ WITHOUT_TRAIT: dict[str, list[dict[str, Any]]] = {
         {"residual_multiplier": 1.0},
         {"logits_scaling": 1.0},
     ],
+    "ministral3": [{"rope_parameters": {**ROPE["yarn"], "rope_theta": 1e4, "llama_4_scaling_beta": 0.0}}],
     "mixtral": [{"num_experts_per_tok": 1}],
     "olmo2": [],
     "phi3": [{"partial_rotary_factor": 1.0}],

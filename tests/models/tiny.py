@@ -15,6 +15,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -64,10 +66,20 @@ _GEMMA3 = {
 }
 _GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0}
 _QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.7,
+}
 # Families that differ from those above in one trait each, and the fields that make it visible.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
     "granite": (GraniteConfig, GraniteForCausalLM, _GRANITE),
+    "ministral3": (Ministral3Config, Ministral3ForCausalLM, {"rope_parameters": _MINISTRAL3_ROPE, "pad_token_id": 0}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"partial_rotary_factor": 0.75, "pad_token_id": 0}),

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from vllm_blend.finetune.masks import Reuse, additive, sees, visible
 from vllm_blend.finetune.rows import PREFIX
+from vllm_blend.models.text_parts import ARCHITECTURES as TEXT_PARTS
 
 NAME = "vllm_blend_reuse"  # among transformers' attention implementations
 FLEX = NAME + "_flex"
@@ -118,6 +119,9 @@ def _compiled_block_mask() -> Any:
 def check_supported(config: Any, where: str, length: int) -> None:
     """Raise ValueError that names the field of `config.json`, for a model whose attention differs from this one in rows
     of `length` tokens."""
+    parts = [name for name in config.architectures or () if name in TEXT_PARTS]
+    if parts:
+        raise ValueError(f"{where}: {parts[0]} is multimodal, of which only its text is served: it cannot be trained")
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"{where}: model_type is {config.model_type!r}; only {', '.join(MODEL_TYPES)} can be trained")
     window = getattr(config, "sliding_window", None)

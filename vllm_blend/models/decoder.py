@@ -24,6 +24,7 @@ from vllm_blend.layers.experts import ExpertsSpec, SparseMLP
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import GateUpLinear, QKVLinear, row_parallel
 from vllm_blend.layers.quantization import QuantizingRMSNorm
+from vllm_blend.layers.query_scale import QueryScale
 from vllm_blend.layers.rope_frequencies import NO_ROPE, RopeSpec, rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
@@ -55,6 +56,7 @@ class DecoderSpec:
     qk_norm: bool = False  # RMSNorm over each head of Q and K before RoPE
     rotates: tuple[bool, ...] | None = None  # for each layer whether it has RoPE; None: all have
     attention_scale: float | None = None  # multiplies Q K^T; None: head_dim ** -0.5
+    query_scale: QueryScale | None = None  # by position
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
@@ -86,6 +88,8 @@ class DecoderSpec:
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown:
             raise ValueError(f"unknown layer_types {unknown} in the model's config; known: {', '.join(LAYER_TYPES)}")
+        if self.query_scale is not None and self.qk_norm:
+            raise ValueError("queries that are scaled by position cannot be normalised after that (qk_norm)")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("the model's config has sliding_attention layers but no sliding_window")
         if self.rotates is not None and len(self.rotates) != self.num_layers:
@@ -154,6 +158,7 @@ class SelfAttention(nn.Module):
         self.o_proj = row_parallel(
             heads.times(head_dim), spec.hidden_size, spec.out_bias, spec.quantization, spec.ranks
         )
+        self.query_scale = spec.query_scale
         self.hack_kv: list[torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor | QuantizedRows) -> tuple[Product, torch.Tensor | None]:
@@ -163,6 +168,8 @@ class SelfAttention(nn.Module):
         """
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, -1)
         q, k, norms = self.normalize(q, k)
+        if self.query_scale is not None:
+            q = self.query_scale(q, current_context().of_layer(self.attn.layer_idx))
         out, rows = self.attn(q, k, v, norms)
         return self.o_proj.product(out), rows
 

@@ -1,9 +1,10 @@
-"""Llama (Touvron et al., 2023; Llama 3, 2024) and Mistral 7B (Jiang et al., 2023)."""
+"""Llama (Touvron et al., 2023; Llama 3, 2024), Mistral 7B (Jiang et al., 2023), and Ministral (2024; 2025)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm_blend.layers.query_scale import QueryScale
 from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention_biases, window_everywhere
 
 
@@ -17,10 +18,19 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Llama without biases; `sliding_window` applies to every layer, or to those that `layer_types` names."""
+    """Llama without biases; `sliding_window` applies to every layer, or to those that `layer_types` names. Ministral 3
+    scales its queries by position."""
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         windows = window_everywhere(hf_config, getattr(hf_config, "sliding_window", None))
         layer_types = getattr(hf_config, "layer_types", None)
-        return DecoderSpec.from_hf(hf_config, **windows | ({"layer_types": tuple(layer_types)} if layer_types else {}))
+        if layer_types:
+            windows["layer_types"] = tuple(layer_types)
+        return DecoderSpec.from_hf(hf_config, query_scale=_query_scale(hf_config), **windows)
+
+
+def _query_scale(hf_config: Any) -> QueryScale | None:
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    beta = rope.get("llama_4_scaling_beta")
+    return None if beta is None else QueryScale(float(beta), int(rope["original_max_position_embeddings"]))

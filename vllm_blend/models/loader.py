@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.decoder import DecoderForCausalLM
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
+from vllm_blend.models.text_parts import TextPart, text_config
 from vllm_blend.models.weight_formats import weight_format
 from vllm_blend.models.weight_formats.base import WeightFormat
-from vllm_blend.models.weights import PICKLES, SAFETENSORS, fill_from_files, find_weight_files, layouts_of
+from vllm_blend.models.weights import PICKLES, SAFETENSORS, fill_from_files, find_weight_files, has_own_head, layouts_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +42,13 @@ def load_hf_config(
     trust_remote_code: bool = False,
     hf_overrides: HfOverrides | None = None,
 ) -> Any:
-    """Return the transformers config of a local directory or a Hub id, changed by `hf_overrides`.
+    """Return the transformers config of a local directory or a Hub id, changed by `hf_overrides`. Of a multimodal
+    model, it is that of the text part.
 
     Raises FileNotFoundError if the directory or its config.json is missing or the Hub does not have it, ValueError if
     config.json is damaged, or if it or the overrides describe something that transformers does not know.
     """
-    config = _load_hf_config(model, revision, trust_remote_code)
+    config = text_config(_load_hf_config(model, revision, trust_remote_code))
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
 
 
@@ -98,6 +101,9 @@ def load_model(
     check_quantization(quantization, dtype, torch.device(device))
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
+    if files and issubclass(model_class, TextPart):
+        hf_config = copy.copy(hf_config)  # what the two configs say of it, or leave out, is not always true
+        hf_config.tie_word_embeddings = not has_own_head(files)
     with construct_as(dtype, torch.device(device)):
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)

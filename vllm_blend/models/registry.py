@@ -15,12 +15,15 @@ from vllm_blend.models.phi3 import Phi3ForCausalLM
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.qwen3 import Qwen3ForCausalLM
 from vllm_blend.models.smollm3 import SmolLM3ForCausalLM
+from vllm_blend.models.text_parts import ARCHITECTURES as TEXT_PARTS
 from vllm_blend.registry import Registry
 
 _MODELS: dict[str, type[nn.Module]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "Ministral3ForCausalLM": MistralForCausalLM,
+    "MinistralForCausalLM": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
@@ -29,6 +32,7 @@ _MODELS: dict[str, type[nn.Module]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    **TEXT_PARTS,
 }
 MODEL_REGISTRY: Registry[type[nn.Module]] = Registry("model architecture", "architectures", _MODELS)
 """Architecture name -> model class, called as cls(hf_config, max_position). Add an entry to serve a model of your own;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -15,12 +16,16 @@ from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
 from vllm_blend.models.stored import BadTensor, StoredTensor, opened
+from vllm_blend.models.text_parts import TextPart, text_tensors
 from vllm_blend.models.weight_formats.base import WeightFormat
+
+logger = logging.getLogger(__name__)
 
 # One file, the index of several, and the pattern of files without an index.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "*.safetensors")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
+HEAD = "lm_head"
 NAMES_SHOWN = 8  # of a list in an error message
 
 
@@ -109,6 +114,13 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: Weig
     destinations = checkpoint_destinations(model)
     tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
     with opened(files) as found:
+        if isinstance(model, TextPart):
+            found, everything = text_tensors(found), len(found)
+            logger.info(
+                "only the text of %s is served: %d tensors of its other parts are not read",
+                type(model).__name__,
+                everything - len(found),
+            )
         stored = found if weight_format is None else weight_format.combine(found)
         wanted = {name: tensor for name, tensor in stored.items() if not _is_ignored(name, tied)}
         unexpected = sorted(wanted.keys() - destinations.keys())
@@ -121,6 +133,12 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: Weig
         problems.append(f"unexpected: {_list_names(unexpected)}")
     if problems:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
+
+
+def has_own_head(files: Iterable[Path]) -> bool:
+    """Return whether the checkpoint of a multimodal model has a language-model head apart from the embedding."""
+    with opened(files) as found:
+        return any(name.startswith(f"{HEAD}.") for name in text_tensors(found))
 
 
 def _is_ignored(name: str, tied: set[str]) -> bool:
