@@ -75,13 +75,14 @@ VB_EXPORT int VB_FN(place_chunk)(const void* k, const void* v, const float* cos,
 
 // out [T, H, D] = attention of q [T, H, D] over the paged cache. Rows starts[r]:starts[r+1] are request r's queries at
 // `positions`; a key at position p is seen from position t iff p <= t and (window == 0 or p > t - window).
-// block_tables is [R, table_stride] int32; D is a multiple of 16, at most 256.
+// block_tables is [R, table_stride] int32; D is a multiple of 16, at most 256. sinks [H], or null: a score of each head
+// that takes part in its softmaxes and belongs to no key.
 VB_EXPORT int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
                                      const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
-                                     const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
-                                     int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
-                                     int64_t head_dim, int64_t q_stride, int64_t window, float scale, int32_t dtype,
-                                     int32_t threads);
+                                     const int64_t* seq_lens, const float* sinks, int64_t tokens, int64_t requests,
+                                     int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
+                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
+                                     int32_t dtype, int32_t threads);
 
 // paged_attention for T requests of one query each (starts is 0 .. T), with lse [T, H]: the natural logarithm of the sum
 // of exponentials of the scaled scores, to merge parts over disjoint keys.

@@ -155,12 +155,13 @@ static int attend(const Paged& a, int64_t tokens, int32_t dtype, int32_t threads
 
 int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
                            const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
-                           const int64_t* seq_lens, int64_t tokens, int64_t requests, int64_t table_stride,
-                           int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                           int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+                           const int64_t* seq_lens, const float* sinks, int64_t tokens, int64_t requests,
+                           int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
+                           int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
+                           int32_t dtype, int32_t threads) {
   const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
                    starts, seq_lens, requests,  table_stride, num_blocks, block_size,
-                   heads,  kv_heads, head_dim,  q_stride,     window,     scale,        nullptr};
+                   heads,  kv_heads, head_dim,  q_stride,     window,     scale,        nullptr, sinks};
   return attend(a, tokens, dtype, threads);
 }
 

@@ -22,7 +22,8 @@ struct Paged {
   const int64_t *starts, *seq_lens;
   int64_t requests, table_stride, num_blocks, block_size, heads, kv_heads, head_dim, q_stride, window;
   float scale;
-  float* lse;  // [tokens, heads], or null; for requests with one query
+  float* lse;          // [tokens, heads], or null; for requests with one query
+  const float* sinks;  // [heads], or null: a score of each head that belongs to no key
 
   int64_t group() const { return heads / kv_heads; }
   int64_t row() const { return kv_heads * head_dim; }

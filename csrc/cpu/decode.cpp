@@ -115,10 +115,13 @@ void merge_chunks(const Paged& a, int64_t request, const float* partials, int64_
   T* out = (T*)a.out + a.starts[request] * a.heads * head_dim;
   for (int64_t head = 0; head < a.heads; ++head) {
     const float* maxima = partials + a.heads * head_dim + head;
-    float top = -kInfinity;
+    const float sink = a.sinks ? a.sinks[head] * kLog2e : -kInfinity;
+    float top = sink;
     for (int64_t c = 0; c < chunks; ++c) top = maxima[c * size] > top ? maxima[c * size] : top;
     alignas(64) float row[MAX_HEAD_DIM] = {};
-    float total = 0.0f;
+    alignas(64) float own[VL];
+    store(own, exp2_(splat(sink - top)));
+    float total = a.sinks ? own[0] : 0.0f;
     for (int64_t c = 0; c < chunks; ++c) {
       alignas(64) float factor[VL];
       store(factor, exp2_(splat(maxima[c * size] - top)));

@@ -16,6 +16,11 @@ struct Softmax {
     for (int64_t r = 0; r < TILE_ROWS; ++r) maxima[r] = -kInfinity;
     for (int64_t r = 0; r < TILE_ROWS; ++r) sums[r] = 0.0f;
     for (int64_t r = 0; r < TILE_ROWS + VL; ++r) shrink[r] = 0.0f;
+    if (a.sinks)  // as if a key with this score and a value of zero had come first
+      for (int64_t r = 0; r < rows.vectors * VL; ++r) {
+        maxima[r] = a.sinks[rows.outputs[r] / a.head_dim % a.heads] * kLog2e;
+        sums[r] = 1.0f;
+      }
   }
 
   // Scores of `count` keys from `first` on, times `to_log2`, become weights; `done(v)` is called when those of vector v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,10 +30,11 @@ class Step:
     window: int | None
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    sinks: torch.Tensor | None = None
 
     @property
     def layer(self) -> LayerStep:
-        return LayerStep(self.q, self.cache, self.metadata, self.scale, self.window)
+        return LayerStep(self.q, self.cache, self.metadata, self.scale, self.window, 0, self.sinks)
 
 
 LAYOUT = HeadLayout(CPU, torch.float32, 8, 8, 64)
@@ -121,7 +122,9 @@ def dense(step: Step, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         first = 0 if step.window is None else max(0, last - step.window + 1)
         for head in range(heads):
             scores = k[first : last + 1, head // group] @ step.q[row, head].double() * step.scale
-            weights = scores.softmax(0)
+            if step.sinks is not None:
+                scores = torch.cat([scores, step.sinks[head : head + 1].double()])
+            weights = scores.softmax(0)[: last + 1 - first]
             probabilities[head, index, first : last + 1] = weights
             outputs[index, head] = weights @ v[first : last + 1, head // group]
     return probabilities, outputs
@@ -156,6 +159,22 @@ def test_torch_native_sees_exactly_what_came_before(step: Step) -> None:
 @given(step=steps())
 def test_compiled_kernels_see_exactly_what_came_before(step: Step) -> None:
     check(make_backend("cpu", CPU, torch.float32, 64), step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), high=st.sampled_from([-30.0, 0.0, 4.0, 30.0]))
+def test_sinks_take_their_part(step: Step, high: float) -> None:
+    sinks = torch.randn(step.q.shape[1], generator=torch.Generator().manual_seed(0)) + high
+    for name in ("torch_native", "cpu"):
+        check(make_backend(name, CPU, torch.float32, 64, sinks=True), replace(step, sinks=sinks))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_more_queries_than_a_tile_with_sinks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_native, "QUERY_TILE", 16)
+    step = make_step([150, 60], [list(range(0, 150, 2)), list(range(60))], 2, 3, 16, 16, window, seed=5)
+    sinks = torch.linspace(-2, 4, 6)
+    check(make_backend("torch_native", CPU, torch.float32, 64, sinks=True), replace(step, sinks=sinks))
 
 
 @pytest.mark.parametrize("window", [None, 40])

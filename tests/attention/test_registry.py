@@ -133,6 +133,12 @@ class TestForced:
         with pytest.raises(ValueError, match=f"attention_backend='{name}' cannot serve this: it does not run on cpu"):
             make_backend(name, CPU, torch.float32, 64)
 
+    @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.takes_sinks])
+    def test_a_backend_without_sinks(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(KINDS, name, replace(KINDS[name], unfit=lambda layout: None))
+        with pytest.raises(ValueError, match=f"'{name}' cannot serve this: it knows no attention sinks"):
+            make_backend(name, CPU, torch.float32, 64, sinks=True)
+
     def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fit_the_cpu(monkeypatch, "flashinfer")
         lack(monkeypatch, "flashinfer")

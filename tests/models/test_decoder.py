@@ -27,11 +27,12 @@ from vllm_blend import ops
 from vllm_blend.attention.context import Kept, LayerHook, NewKV
 from vllm_blend.attention.metadata import AttentionMetadata, LayerStep
 from vllm_blend.models.causal_lm import attention_layers
-from vllm_blend.models.decoder import DecoderSpec, rotaries_by_layer_type
+from vllm_blend.models.decoder import DecoderSpec
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.loader import load_model
 from vllm_blend.models.qwen2 import Qwen2ForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
+from vllm_blend.models.rotaries import rotaries_by_layer_type
 from vllm_blend.ops.paged_kv import PagedKV
 
 SPEC: dict[str, Any] = {
@@ -190,7 +191,7 @@ def test_layers_without_rope_turn_nothing(tmp_path: Path) -> None:
     assert rotaries[0].fingerprint() != rotaries[1].fingerprint()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "granite", "mixtral", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "granite", "mixtral", "olmo2", "qwen3_moe"])
 def test_families_that_cannot_be_quantized_say_so(family: str) -> None:
     config, model_class = tiny_hf_model(family).config, FAMILIES[family][1]
     config.architectures = [model_class.__name__]
@@ -304,6 +305,6 @@ def test_the_attention_of_every_layer_must_be_ours() -> None:
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])
 def test_registry_lists_what_it_knows(architectures: list[str] | None) -> None:
-    known = "Gemma3ForCausalLM, Gemma3ForConditionalGeneration, GraniteForCausalLM, "
+    known = "Gemma3ForCausalLM, Gemma3ForConditionalGeneration, GptOssForCausalLM, "
     with pytest.raises(ValueError, match=f"unsupported model architecture: .*known: {known}"):
         resolve_model_class(SimpleNamespace(architectures=architectures))

@@ -127,6 +127,12 @@ WITHOUT_TRAIT: dict[str, list[dict[str, Any]]] = {
         {"final_logit_softcapping": None},
         {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in LAYER_TYPES}},
     ],
+    "gpt_oss": [
+        {"layer_types": ["full_attention"] * 3},
+        {"swiglu_limit": 7.0},
+        {"swiglu_alpha": 1.0},
+        {"num_experts_per_tok": 1},
+    ],
     "granite": [
         {"attention_multiplier": HEAD_DIM**-0.5},
         {"embedding_multiplier": 1.0},

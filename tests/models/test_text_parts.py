@@ -15,7 +15,6 @@ from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PixtralVisionConfig,
-    PreTrainedModel,
     SiglipVisionConfig,
 )
 
@@ -27,7 +26,7 @@ from vllm_blend.finetune.attention import check_supported
 from vllm_blend.models.loader import load_hf_config
 
 LENGTH = 60
-VISION = {
+VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -38,11 +37,11 @@ VISION = {
 PARTS = ("mistral", "ministral3", "gemma3")
 
 
-def tiny_multimodal(text: str, tied: bool = True, **overrides: Any) -> PreTrainedModel:
+def tiny_multimodal(text: str, tied: bool = True, **overrides: Any) -> Any:
     """A model with a vision tower whose text part is that of `tiny_hf_model(text)`."""
     alone = tiny_hf_model(text, tie_word_embeddings=tied, **overrides)
-    common = {"text_config": alone.config, "tie_word_embeddings": tied}
-    model: PreTrainedModel
+    common: dict[str, Any] = {"text_config": alone.config, "tie_word_embeddings": tied}
+    model: Any
     if text == "gemma3":
         vision = SiglipVisionConfig(**VISION)
         model = Gemma3ForConditionalGeneration(Gemma3Config(vision_config=vision, mm_tokens_per_image=1, **common))

@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -64,6 +66,21 @@ _GEMMA3 = {
     },
     "pad_token_id": 0,
 }
+_GPT_OSS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.0,  # which these weights reach
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+        "truncate": False,
+    },
+    "pad_token_id": 0,
+}
 _GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0}
 _QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
 _MINISTRAL3_ROPE = {
@@ -78,6 +95,7 @@ _MINISTRAL3_ROPE = {
 # Families that differ from those above in one trait each, and the fields that make it visible.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, _GPT_OSS),
     "granite": (GraniteConfig, GraniteForCausalLM, _GRANITE),
     "ministral3": (Ministral3Config, Ministral3ForCausalLM, {"rope_parameters": _MINISTRAL3_ROPE, "pad_token_id": 0}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -151,7 +169,9 @@ class PagedRunner:
         attention = [layer.self_attn.attn for layer in self.model.model.layers]
         dtype = self.model.lm_head.weight.dtype
         heads = (attention[0].num_heads, attention[0].num_kv_heads)
-        self.backend = make_backend(BACKEND, DEVICE, dtype, attention[0].head_dim, *heads)
+        sinks = attention[0].sinks is not None
+        backend = "torch_native" if sinks else BACKEND
+        self.backend = make_backend(backend, DEVICE, dtype, attention[0].head_dim, *heads, sinks=sinks)
         self.block_size = 4 if BACKEND == "torch_native" else settings.current().block_size
         blocks_each = CONTEXT // self.block_size
         shape = (requests * blocks_each, self.block_size, attention[0].num_kv_heads, attention[0].head_dim)

@@ -69,6 +69,7 @@ class Problem:
     seq_lens: torch.Tensor
     scale: float
     window: int | None
+    sinks: torch.Tensor | None = None
 
     def kv(self, dtype: torch.dtype) -> PagedKV:
         return PagedKV(self.key_cache.to(dtype), self.value_cache.to(dtype))
@@ -84,6 +85,7 @@ class Problem:
             self.seq_lens,
             self.scale,
             self.window,
+            self.sinks,
         )
 
     def mass_arguments(self, dtype: torch.dtype, query_rows: list[slice]) -> tuple[Any, ...]:
@@ -97,6 +99,7 @@ class Problem:
             self.seq_lens.tolist(),
             self.scale,
             self.window,
+            self.sinks,
         )
 
     def rows(self) -> list[slice]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +49,30 @@ def test_long_requests(isa: str) -> None:
     """Many chunks to merge, many tiles to sum, and the whole causal triangle."""
     for dtype in DTYPES:
         check(build([1000, 700, 333], [1, 1, 333], 6, 2, 64, dtype, seed=3), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), high=st.sampled_from([-60.0, -2.0, 3.0, 60.0]))
+def test_sinks_match_float64(isa: str, data: st.DataObject, high: float) -> None:
+    for dtype in DTYPES:
+        problem = data.draw(problems(dtype))
+        sinks = torch.randn(problem.q.shape[1], generator=torch.Generator().manual_seed(0)) + high
+        check(replace(problem, sinks=sinks), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [None, 50])
+def test_sinks_in_long_requests(isa: str, window: int | None) -> None:
+    for dtype in DTYPES:
+        problem = build([1000, 700, 333], [1, 1, 333], 6, 2, 64, dtype, window=window, seed=3)
+        check(replace(problem, sinks=torch.linspace(-3, 6, 6)), isa)
+
+
+def test_sinks_of_another_shape() -> None:
+    problem = replace(build([20], [3], 4, 2, 64, torch.float32), sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"a score for each of the 4 heads, not shape \(3,\)"):
+        paged_attention(*problem.arguments(torch.float32))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -33,6 +33,7 @@ class CPUBackend(AttentionBackend):
             *metadata.host_tensors,
             step.scale,
             step.window,
+            step.sinks,
         )
 
     def attention_mass(self, step: LayerStep, query_rows: list[slice]) -> list[torch.Tensor]:
@@ -46,4 +47,5 @@ class CPUBackend(AttentionBackend):
             metadata.seq_lens,
             step.scale,
             step.window,
+            step.sinks,
         )

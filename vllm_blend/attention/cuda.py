@@ -87,7 +87,7 @@ class CUDABackend(AttentionBackend):
         query_rows: list[slice],
         ignored: torch.Tensor | None = None,
     ) -> None:
-        q, kv, metadata, scale, window, _ = step
+        q, kv, metadata, scale, window = step[:5]
         lse = torch.empty(q.shape[:2], device=q.device)
         # The output comes with the log-sum-exp that is wanted here; the layer asks for it next.
         self._attended = (q, self._attend(step, lse))

@@ -102,6 +102,7 @@ class LayerStep(NamedTuple):
         None  # a query at position t sees keys from position t - window + 1 on; None: from the first on
     )
     layer_idx: int = 0
+    sinks: torch.Tensor | None = None  # [heads]: a score of each head that takes part in its softmax and is no key's
 
     def part(self, rows: slice | torch.Tensor, metadata: AttentionMetadata) -> LayerStep:
         """Return the same layer's work for some rows, which are all that `metadata` describes."""
@@ -121,7 +122,8 @@ class AttentionBackend(ABC):
     def attend(self, step: LayerStep) -> torch.Tensor:
         """Return the attention of the step's queries over its paged cache, [tokens, heads, head_dim].
 
-        A key at position p is seen by a query at position t iff p <= t and, with a sliding window w, p > t - w.
+        A key at position p is seen by a query at position t iff p <= t and, with a sliding window w, p > t - w. Where
+        the step has `sinks`, what they take of the attention goes nowhere.
         """
 
     def attention_mass(self, step: LayerStep, query_rows: list[slice]) -> list[torch.Tensor]:
@@ -130,9 +132,9 @@ class AttentionBackend(ABC):
 
         Here in plain torch: few libraries have a kernel for it.
         """
-        q, kv, metadata, scale, window, _ = step
+        q, kv, metadata, scale, window = step[:5]
         where = (metadata.positions, metadata.block_tables, query_rows, metadata.seq_lens)
-        return attention_mass_reference(q, kv, *where, scale, window)
+        return attention_mass_reference(q, kv, *where, scale, window, step.sinks)
 
     def another(self) -> AttentionBackend:
         """Return a backend for `attend_with_lse` of a second step beside this one's, layer by layer in turns: one that
@@ -141,7 +143,7 @@ class AttentionBackend(ABC):
 
     def attend_with_lse(self, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `attend` of the few rows of decode steps with the log-sum-exp [tokens, heads] float32 of their scores,
-        to be merged with attention over other keys (`ops.merge_states`). The step's window is ignored."""
+        to be merged with attention over other keys (`ops.merge_states`). The step's window and sinks are ignored."""
         q, kv, metadata, scale = step[:4]
         starts = metadata.query_start_loc
         if metadata.device_query_start_loc is not None:

@@ -46,6 +46,7 @@ class Kind:
     unfit: Callable[[HeadLayout], str | None]
     fix: str
     package: str | None = None
+    takes_sinks: bool = False
 
 
 class Unusable(RuntimeError):
@@ -64,14 +65,16 @@ def make_backend(
     num_heads: int = 8,
     num_kv_heads: int = 8,
     decode_graphs: bool = False,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """Return the backend called `name`; 'auto' is the first of `AUTO` that works here.
 
-    With `decode_graphs` the engine wants to capture decode steps: a line of the log says where the backend cannot be.
-    Raises ValueError for an unknown name or one that does not fit device, dtype or head size, ImportError for one that
-    is not installed or not built, and RuntimeError for one that does not work: with the reason and what to do.
+    With `sinks` the model has attention sinks. With `decode_graphs` the engine wants to capture decode steps: a line of
+    the log says where the backend cannot be. Raises ValueError for an unknown name or one that does not fit device,
+    dtype, head size or sinks, ImportError for one that is not installed or not built, and RuntimeError for one that
+    does not work: with the reason and what to do.
     """
-    layout = HeadLayout(device, dtype, num_heads, num_kv_heads, head_dim)
+    layout = HeadLayout(device, dtype, num_heads, num_kv_heads, head_dim, sinks)
     backend = KINDS[first_usable(layout)].make(layout) if name == "auto" else _make_named(name, layout)
     if decode_graphs and not backend.capturable_decode:
         logger.info("decoding runs without CUDA graphs: the attention backend %s cannot be captured", backend.name)
@@ -98,7 +101,7 @@ def first_usable(layout: HeadLayout) -> str:
 def _why_not(name: str, layout: HeadLayout) -> str | None:
     """Return why a backend cannot be used, None if it can; log it where its package is missing or broken."""
     kind = KINDS[name]
-    unfit = kind.unfit(layout)
+    unfit = kind.unfit(layout) or _unfit_for_sinks(kind, layout)
     if unfit is not None:
         return unfit
     try:
@@ -136,7 +139,7 @@ def make_usable(name: str, layout: HeadLayout) -> AttentionBackend:
 
 def _make_named(name: str, layout: HeadLayout) -> AttentionBackend:
     kind = KINDS.find(name)
-    unfit = kind.unfit(layout)
+    unfit = kind.unfit(layout) or _unfit_for_sinks(kind, layout)
     if unfit is not None:
         raise ValueError(f"attention_backend={name!r} cannot serve this: {unfit}; use 'auto' or 'torch_native'")
     if kind.package is None:  # ours: what they raise says what to do
@@ -155,6 +158,10 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:400]}"
 
 
+def _unfit_for_sinks(kind: Kind, layout: HeadLayout) -> str | None:
+    return "it knows no attention sinks, which this model has" if layout.sinks and not kind.takes_sinks else None
+
+
 def _unfit_for_cpu(layout: HeadLayout) -> str | None:
     return None if layout.device.type == "cpu" else f"it does not run on {layout.device.type}"
 
@@ -171,7 +178,12 @@ def _unfit_for_half(kernels: str, layout: HeadLayout, head_dims: tuple[int, ...]
 
 
 _BUILT_IN = {
-    "cpu": Kind(lambda layout: CPUBackend(), _unfit_for_cpu, "build the CPU kernels with `pip install -e .`"),
+    "cpu": Kind(
+        lambda layout: CPUBackend(),
+        _unfit_for_cpu,
+        "build the CPU kernels with `pip install -e .`",
+        takes_sinks=True,
+    ),
     "cuda": Kind(
         lambda layout: CUDABackend(),
         lambda layout: _unfit_for_half("the CUDA kernels", layout, cuda_library.HEAD_DIMS),
@@ -189,7 +201,7 @@ _BUILT_IN = {
         "install an xformers that was built for this torch and CUDA",
         "xformers",
     ),
-    "torch_native": Kind(lambda layout: TorchNativeBackend(), lambda layout: None, "report this"),
+    "torch_native": Kind(lambda layout: TorchNativeBackend(), lambda layout: None, "report this", takes_sinks=True),
 }
 KINDS: Registry[Kind] = Registry(
     "attention backend", "attention_backend", _BUILT_IN, aliases={"auto": "the first of AUTO"}

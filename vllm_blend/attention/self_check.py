@@ -24,6 +24,7 @@ class HeadLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    sinks: bool = False  # whether steps have `LayerStep.sinks`
 
 
 @torch.inference_mode()

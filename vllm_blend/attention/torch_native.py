@@ -58,6 +58,19 @@ def _visible(positions: torch.Tensor, first_key: int, last_key: int, window: int
     return seen if window is None else seen & (keys[None] > positions[:, None] - window)
 
 
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the attention of q [n, kv_heads, rows, head_dim] where `mask` (bool) allows it. `sinks` [.., kv_heads,
+    rows] are the scores of one key more, whose value is zero."""
+    if sinks is not None:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        column = sinks.to(q.dtype)[..., None].expand(len(q), -1, -1, -1)
+        mask = torch.cat([added.expand(*q.shape[:3], -1), column], -1)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
 def _prefill(step: LayerStep, request: int) -> torch.Tensor:
     """Return the attention of one request's queries [m, heads, head_dim] at their positions."""
     metadata, scale, window = step.metadata, step.scale, step.window
@@ -65,7 +78,8 @@ def _prefill(step: LayerStep, request: int) -> torch.Tensor:
     q, (k, v) = step.q[rows], _gather(step.kv, metadata, request)
     m, kv_heads = q.shape[0], k.shape[1]
     group = q.shape[1] // kv_heads
-    if m == k.shape[0] and (window is None or m <= window):  # every position is a query: plainly causal
+    is_causal = m == k.shape[0] and (window is None or m <= window)  # every position is a query
+    if is_causal and step.sinks is None:
         by_head = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
         causal = F.scaled_dot_product_attention(
             by_head[0], by_head[1], by_head[2], is_causal=True, scale=scale, enable_gqa=group > 1
@@ -78,10 +92,11 @@ def _prefill(step: LayerStep, request: int) -> torch.Tensor:
         absolute = slice(rows.start + tile.start, rows.start + tile.stop)
         last = metadata.host_positions[absolute.stop - 1] + 1
         first = 0 if window is None else max(0, metadata.host_positions[absolute.start] - window + 1)
-        mask = _visible(metadata.positions[absolute], first, last, window).repeat(group, 1)
-        attended = F.scaled_dot_product_attention(
-            _group(q[tile], kv_heads).unsqueeze(0), keys[:, :, first:last], values[:, :, first:last], mask, scale=scale
-        )
+        mask = _visible(metadata.positions[absolute], first, last, window).repeat(group, 1)[None, None]
+        grouped, sinks = _group(q[tile], kv_heads).unsqueeze(0), step.sinks
+        if sinks is not None:  # of each row
+            sinks = sinks.view(1, kv_heads, group, 1).expand(-1, -1, -1, grouped.shape[2] // group).flatten(2)
+        attended = _masked(grouped, keys[:, :, first:last], values[:, :, first:last], mask, scale, sinks)
         out[tile] = attended[0].view(kv_heads, group, -1, q.shape[2]).permute(2, 0, 1, 3).reshape(-1, *q.shape[1:])
     return out
 
@@ -96,7 +111,7 @@ def _length_buckets(requests: list[int], metadata: AttentionMetadata) -> list[li
 
 def _decode(step: LayerStep, requests: list[int], out: torch.Tensor) -> None:
     """Attend with one query per request, for a bucket of requests at once; write the rows of `out`."""
-    q, kv, metadata, scale, window, _ = step
+    q, kv, metadata, scale, window = step[:5]
     heads, head_dim = q.shape[1:]
     rows = torch.tensor([metadata.query_start_loc[r] for r in requests], device=q.device)
     longest = max(metadata.seq_lens[r] for r in requests)
@@ -113,5 +128,6 @@ def _decode(step: LayerStep, requests: list[int], out: torch.Tensor) -> None:
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     mask = _visible(metadata.positions[rows], 0, longest, window)[:, None, None]
     grouped = q[rows].view(-1, kv.kv_heads, heads // kv.kv_heads, head_dim)
-    attended = F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
+    sinks = None if step.sinks is None else step.sinks.view(1, kv.kv_heads, -1)
+    attended = _masked(grouped, k, v, mask, scale, sinks)
     out[rows] = attended.reshape(-1, heads, head_dim)

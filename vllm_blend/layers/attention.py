@@ -8,6 +8,7 @@ from torch import nn
 from vllm_blend import ops
 from vllm_blend.attention.context import NewKV, current_context
 from vllm_blend.attention.metadata import LayerStep
+from vllm_blend.distributed.sharding import Layout, Share, row_layout
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.rotary import RotaryEmbedding
 
@@ -30,6 +31,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         scale: float | None = None,
         kv_copies: int = 1,
+        sink_heads: Share | None = None,
     ) -> None:
         super().__init__()
         self.kv_copies = kv_copies  # ranks that have each of the KV heads
@@ -38,6 +40,17 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.scale = head_dim**-0.5 if scale is None else scale  # of Q K^T
         self.sliding_window = sliding_window
+        self.sink_heads = sink_heads  # the query heads that are here, of a model with sinks
+        sinks = None if sink_heads is None else nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self.register_parameter("sinks", sinks)
+
+    sinks: nn.Parameter | None  # see `LayerStep.sinks`
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layout of the sinks, if these are one rank's share of them."""
+        if self.sinks is None or self.sink_heads is None or self.sink_heads.is_whole:
+            return {}
+        return {"sinks": row_layout([self.sink_heads], self.sinks.detach())}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None = None
@@ -63,10 +76,10 @@ class Attention(nn.Module):
             cos, sin = self.rotary.at(at)
             by_head = None if norms is None else ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
             q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, kv, metadata.slot_mapping, by_head)
-            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks)
         else:
             q, k = self.rotary(at, q, k_unrotated)
-            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks)
             new, kept = NewKV(k_unrotated, k, v), None
             for hook in watching:
                 kept = hook.on_kv(step, new) or kept

@@ -89,12 +89,15 @@ class SparseMLP(nn.Module):
         self.gate = Linear(hidden_size, spec.num_experts)
         self.experts = Experts(hidden_size, spec, ranks)
 
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights (float32) and the numbers of each token's experts, both [tokens, experts per token]."""
+        weights, chosen = self.gate(hidden).float().softmax(-1).topk(self.spec.experts_per_token, -1)
+        return weights / weights.sum(-1, keepdim=True) if self.spec.normalizes else weights, chosen
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run hidden [tokens, hidden_size]. What a token gets does not depend on the others of its batch."""
         count = self.spec.experts_per_token
-        weights, chosen = self.gate(hidden).float().softmax(-1).topk(count, -1)
-        if self.spec.normalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.route(hidden)
         order = chosen.flatten().argsort(stable=True)
         loads = torch.zeros(self.spec.num_experts, dtype=torch.int32, device=hidden.device)
         loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))

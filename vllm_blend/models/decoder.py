@@ -6,7 +6,7 @@ narrow the step between two layers: from there on fewer rows are computed, and f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,8 +25,8 @@ from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import GateUpLinear, QKVLinear, row_parallel
 from vllm_blend.layers.quantization import QuantizingRMSNorm
 from vllm_blend.layers.query_scale import QueryScale
-from vllm_blend.layers.rope_frequencies import NO_ROPE, RopeSpec, rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.models.rotaries import rotaries_by_layer
 from vllm_blend.ops.fp8 import QuantizedRows, UnscaledProduct
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -57,6 +57,7 @@ class DecoderSpec:
     rotates: tuple[bool, ...] | None = None  # for each layer whether it has RoPE; None: all have
     attention_scale: float | None = None  # multiplies Q K^T; None: head_dim ** -0.5
     query_scale: QueryScale | None = None  # by position
+    sinks: bool = False  # whether each head has a score that belongs to no key
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
@@ -154,7 +155,8 @@ class SelfAttention(nn.Module):
             window = None  # no sequence is longer: it never hides anything
         counts = (heads.count, kv_heads.count, head_dim)
         copies = kv_head_copies(spec.num_kv_heads, spec.ranks)
-        self.attn = Attention(*counts, layer_idx, rotary, window, scale, copies)
+        sink_heads = heads if spec.sinks else None
+        self.attn = Attention(*counts, layer_idx, rotary, window, scale, copies, sink_heads)
         self.o_proj = row_parallel(
             heads.times(head_dim), spec.hidden_size, spec.out_bias, spec.quantization, spec.ranks
         )
@@ -200,7 +202,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer_idx: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = SelfAttention(spec, layer_idx, rotary)
-        self.mlp = make_mlp(spec, layer_idx)
+        self.mlp = self.make_mlp(spec, layer_idx)
         self.residual_scale = spec.residual_scale
         norm: type[Any] = RMSNorm if spec.quantization is None else QuantizingRMSNorm
         self.input_layernorm = norm(spec.hidden_size, spec.rms_norm_eps)
@@ -221,6 +223,11 @@ class DecoderLayer(nn.Module):
             residual = residual[rows]
         normed, residual = self.post_attention_layernorm.add(self._scaled(hidden), residual)
         return self._scaled(self.mlp(normed)), residual
+
+    @staticmethod
+    def make_mlp(spec: DecoderSpec, layer_idx: int) -> nn.Module:
+        """Return the MLP of a layer."""
+        return make_mlp(spec, layer_idx)
 
     def _scaled(self, product: Product) -> Product:
         if self.residual_scale == 1.0:
@@ -278,28 +285,6 @@ class DecoderModel(nn.Module):
         return normed
 
 
-def rotaries_by_layer_type(hf_config: Any, max_position: int, layer_types: Iterable[str]) -> dict[str, RotaryEmbedding]:
-    """Return the rotary embedding of each layer type in use.
-
-    Types with the same parameters share one instance and its tables.
-    """
-    specs = {kind: rope_spec(hf_config, max_position, kind) for kind in dict.fromkeys(layer_types)}
-    built = {spec: RotaryEmbedding(spec, max_position) for spec in dict.fromkeys(specs.values())}
-    return {kind: built[spec] for kind, spec in specs.items()}
-
-
-def rotaries_by_layer(hf_config: Any, max_position: int, spec: DecoderSpec) -> list[RotaryEmbedding]:
-    """Return the rotary embedding of each layer; one that turns nothing for layers without RoPE."""
-    rotates = spec.rotates or (True,) * spec.num_layers
-    kinds = [kind for kind, turned in zip(spec.layer_types, rotates, strict=True) if turned]
-    built = rotaries_by_layer_type(hf_config, max_position, kinds)
-    if all(rotates):
-        return [built[kind] for kind in spec.layer_types]
-    rotary_dim = next((rotary.spec.rotary_dim for rotary in built.values()), spec.head_dim)
-    still = RotaryEmbedding(RopeSpec(NO_ROPE, rotary_dim, 1.0), max_position)
-    return [built[kind] if turned else still for kind, turned in zip(spec.layer_types, rotates, strict=True)]
-
-
 def attention_biases(hf_config: Any) -> dict[str, bool]:
     """Return `qkv_bias` and `out_bias` of a config whose `attention_bias` is of all four projections."""
     bias = bool(getattr(hf_config, "attention_bias", False))
@@ -331,7 +316,8 @@ class DecoderForCausalLM(nn.Module):
         spec = replace(self.spec(hf_config), quantization=quantization, ranks=ranks)
         self.config = hf_config
         family = type(self)
-        self.model = DecoderModel(spec, rotaries_by_layer(hf_config, max_position, spec), family.layer, family.norm)
+        rotaries = rotaries_by_layer(hf_config, max_position, spec.layer_types, spec.rotates, spec.head_dim)
+        self.model = DecoderModel(spec, rotaries, family.layer, family.norm)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied, ranks)
         self.logits_divisor = spec.logits_divisor

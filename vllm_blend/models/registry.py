@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from vllm_blend.models.gemma3 import Gemma3ForCausalLM
+from vllm_blend.models.gpt_oss import GptOssForCausalLM
 from vllm_blend.models.granite import GraniteForCausalLM
 from vllm_blend.models.llama import LlamaForCausalLM, MistralForCausalLM
 from vllm_blend.models.mixtures import MixtralForCausalLM, Qwen3MoeForCausalLM
@@ -20,6 +21,7 @@ from vllm_blend.registry import Registry
 
 _MODELS: dict[str, type[nn.Module]] = {
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Ministral3ForCausalLM": MistralForCausalLM,

@@ -19,31 +19,36 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of q [tokens, heads, head_dim] over a paged cache, like q.
 
     Rows query_start_loc[r]:query_start_loc[r + 1] ([requests + 1] int64) are request r's queries, at `positions`
     [tokens] int64, in any order and with any holes; the keys of request r are the first seq_lens[r] ([requests] int64)
     slots of the blocks block_tables[r] ([requests, max_blocks] int32). A key at position p is seen from position t iff
-    p <= t and, with a sliding window w, p > t - w. Raises IndexError for a block or position out of range, ValueError
-    for tensors that do not fit together.
+    p <= t and, with a sliding window w, p > t - w. `sinks` [heads] are scores that take part in each softmax and belong
+    to no key. Raises IndexError for a block or position out of range, ValueError for tensors that do not fit together.
     """
     _check(q, kv, positions, block_tables, sliding_window)
     expect(query_start_loc, "query_start_loc", torch.int64, (len(block_tables) + 1,))
     expect(seq_lens, "seq_lens", torch.int64, (len(block_tables),))
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must have a score for each of the {q.shape[1]} heads, not shape {tuple(sinks.shape)}")
     kernels = kernels_for(q)
     if kernels is None or not cpu.accepts_attention(q, kv):
         return paged_attention_reference(
-            q, kv, positions, block_tables, query_start_loc, seq_lens, scale, sliding_window
+            q, kv, positions, block_tables, query_start_loc, seq_lens, scale, sliding_window, sinks
         )
+    sinks = None if sinks is None else sinks.float().contiguous()
     q, q_stride = cpu.token_rows(q)
     tokens, heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=cpu.CONTIGUOUS)
     status = kernels.paged_attention(
         to.Out(out), to.Query(q), kv.key_address, kv.value_address, to.Positions(positions),
-        to.BlockTables(block_tables), to.QueryStarts(query_start_loc), to.SeqLens(seq_lens), tokens, seq_lens.shape[0],
-        block_tables.shape[1], kv.num_blocks, kv.block_size, heads, kv.kv_heads, head_dim, q_stride,
-        sliding_window or 0, scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+        to.BlockTables(block_tables), to.QueryStarts(query_start_loc), to.SeqLens(seq_lens),
+        None if sinks is None else to.Sinks(sinks), tokens, seq_lens.shape[0], block_tables.shape[1], kv.num_blocks,
+        kv.block_size, heads, kv.kv_heads, head_dim, q_stride, sliding_window or 0, scale, DTYPE_CODES[q.dtype],
+        torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "paged_attention")
@@ -59,10 +64,11 @@ def attention_mass(
     seq_lens: list[int],
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return the attention probability that each key position receives, per request: [seq_len] float32, summed over the
     rows query_rows[r] of q [tokens, heads, head_dim] and averaged over heads. An empty slice gives zeros. Tensors as in
-    `paged_attention`.
+    `paged_attention`; with sinks it runs in plain torch.
     """
     _check(q, kv, positions, block_tables, sliding_window)
     if not len(query_rows) == len(seq_lens) == len(block_tables):
@@ -74,8 +80,10 @@ def attention_mass(
         if not 0 <= rows.start <= rows.stop <= len(q) or rows.step not in (None, 1):
             raise ValueError(f"query_rows[{request}] is {rows}, but must be a plain slice of the {len(q)} rows of q")
     kernels = kernels_for(q)
-    if kernels is None or not cpu.accepts_attention(q, kv):
-        return attention_mass_reference(q, kv, positions, block_tables, query_rows, seq_lens, scale, sliding_window)
+    if kernels is None or sinks is not None or not cpu.accepts_attention(q, kv):
+        return attention_mass_reference(
+            q, kv, positions, block_tables, query_rows, seq_lens, scale, sliding_window, sinks
+        )
     q, q_stride = cpu.token_rows(q)
     _, heads, head_dim = q.shape
     lengths = torch.tensor(seq_lens, dtype=torch.int64)
@@ -103,10 +111,12 @@ def attention_probabilities(
     seq_len: int,
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention probabilities of one request, [heads, queries, seq_len] float32: for q [queries, heads,
-    head_dim] at `positions` [queries] int64. Plain torch on any device."""
-    return _probabilities(q, _keys(kv.key, block_table, seq_len), positions, scale, sliding_window)
+    head_dim] at `positions` [queries] int64, with `sinks` as in `attention_mass_reference`. Plain torch on any
+    device."""
+    return _probabilities(q, _keys(kv.key, block_table, seq_len), positions, scale, sliding_window, sinks)
 
 
 def paged_attention_reference(
@@ -118,6 +128,7 @@ def paged_attention_reference(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the plain torch twin of `paged_attention`: the whole matrix of probabilities, in float32 or, for float64 q,
     float64.
@@ -127,7 +138,7 @@ def paged_attention_reference(
     for request, n in enumerate(seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         probabilities = _probabilities(
-            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window
+            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window, sinks
         )
         v = _keys(kv.value, block_tables[request], n).to(probabilities.dtype)  # [n, kv_heads, head_dim]
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -144,12 +155,14 @@ def attention_mass_reference(
     seq_lens: list[int],
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Run the plain torch twin of `attention_mass`; float64 q gives float64 results."""
+    """Run the plain torch twin of `attention_mass`; float64 q gives float64 results. `sinks` [heads] are scores that
+    take part in each softmax and belong to no key."""
     masses = []
     for request, (rows, n) in enumerate(zip(query_rows, seq_lens, strict=True)):
         probabilities = _probabilities(
-            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window
+            q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window, sinks
         )
         masses.append(probabilities.sum(1).mean(0))
     return masses
@@ -161,7 +174,12 @@ def _keys(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return probabilities [heads, queries, keys] for q [queries, heads, head_dim] and k [keys, kv_heads, head_dim]."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -171,7 +189,11 @@ def _probabilities(
     hidden = keys[None] > positions[:, None]
     if window is not None:
         hidden |= keys[None] <= positions[:, None] - window
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 def expect(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

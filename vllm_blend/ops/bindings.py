@@ -80,9 +80,9 @@ class CPUKernels(Protocol):
 
     def paged_attention(
         self, out: to.Out, q: to.Query, key_cache: to.KeyCache, value_cache: to.ValueCache, positions: to.Positions,
-        block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens, tokens: Int64, requests: Int64,
-        table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64,
-        q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+        block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens, sinks: to.Sinks | None,
+        tokens: Int64, requests: Int64, table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64,
+        kv_heads: Int64, head_dim: Int64, q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 
     def attention_states(

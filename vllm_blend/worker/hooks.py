@@ -61,7 +61,7 @@ class QuestionMassHook(LayerHook):
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(self, step: LayerStep) -> None:
-        q, kv, metadata, scale, window, layer_idx = step
+        q, kv, metadata, scale, window, layer_idx, sinks = step
         if not self._masses:
             shapes = [(kv.kv_heads, n) for n in metadata.seq_lens]
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
@@ -77,7 +77,7 @@ class QuestionMassHook(LayerHook):
                 continue
             table, n = metadata.block_tables[request], metadata.seq_lens[request]
             where = metadata.positions[own]
-            mass = attention_probabilities(q[own], kv, where, table, n, scale, window)
+            mass = attention_probabilities(q[own], kv, where, table, n, scale, window, sinks)
             mass = mass.sum(1) if look.over_tokens == "mean" else mass.amax(1)
             is_mean = look.over_heads == "mean"
             mass = self.heads.mean(mass.mean(0)) if is_mean else self.heads.maximum(mass.amax(0))

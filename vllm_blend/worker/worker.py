@@ -73,6 +73,7 @@ class Worker:
             )
         attentions = attention_layers(model)
         self.shape = CacheShape(len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim, dtype)
+        self._has_sinks = any(attention.sinks is not None for attention in attentions)
         self._heads = SharedHeads(ranks, attentions[0].kv_copies)
         self.num_layers, self.num_heads = len(attentions), attentions[0].num_heads
         self.wants_graphs = device.type == "cuda" and not config.model.enforce_eager and ranks.size == 1
@@ -108,13 +109,13 @@ class Worker:
     def _make_backend(self) -> AttentionBackend:
         heads = (self.shape.head_dim, self.num_heads, self.shape.kv_heads)
         name, size = self.config.attention_backend, self.config.cache.block_size
-        backend = make_backend(name, self.device, self.dtype, *heads, self.wants_graphs)
+        backend = make_backend(name, self.device, self.dtype, *heads, self.wants_graphs, self._has_sinks)
         if size >= backend.smallest_block:
             return backend
         unfit = f"block_size={size}, but {backend.name!r} takes pages of {backend.smallest_block} tokens and more"
         require(name == "auto", f"attention_backend={name!r}: {unfit}; raise block_size, or use 'auto'")
         logger.warning("attention runs in plain torch: %s", unfit)
-        return make_backend("torch_native", self.device, self.dtype, *heads)
+        return make_backend("torch_native", self.device, self.dtype, *heads, sinks=self._has_sinks)
 
     @property
     def _block_bytes(self) -> int:

@@ -81,6 +81,11 @@ def test_options_of_a_request_need_an_engine_that_compresses() -> None:
         run(llm, PROMPT, greedy(4, max_cache_tokens=64))
 
 
+def test_attention_sinks_are_refused() -> None:
+    with pytest.raises(ValueError, match="enable_kvc: the model has attention sinks"):
+        new_llm(tiny_model("gpt_oss", sliding_window=96), enable_kvc=True)
+
+
 def test_sliding_windows_are_refused() -> None:
     with pytest.raises(ValueError, match="enable_kvc: the model has layers with a sliding window"):
         new_llm(tiny_model("mistral", sliding_window=20), enable_kvc=True)

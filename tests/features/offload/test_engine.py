@@ -291,6 +291,11 @@ def test_mistakes_are_named() -> None:
             new_llm(**arguments)
 
 
+def test_attention_sinks_and_offload_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="offload_mode='resident': the model has attention sinks"):
+        new_llm(tiny_model("gpt_oss", sliding_window=96), offload_mode="resident")
+
+
 def test_sliding_windows_and_offload_exclude_each_other() -> None:
     model = tiny_model("mistral", sliding_window=16)
     with pytest.raises(ValueError, match="offload_mode='resident': the model has layers with a sliding window"):

@@ -124,8 +124,8 @@ def _level(
 
 
 class CascadeBackend(AttentionBackend):
-    """Attends the shared blocks of one step once, and the rest by `inner`. Layers with a sliding window, and steps that
-    have been narrowed, are attended by `inner` as they are."""
+    """Attends the shared blocks of one step once, and the rest by `inner`. Layers with a sliding window or sinks, and
+    steps that have been narrowed, are attended by `inner` as they are."""
 
     name = "cascade"
 
@@ -135,7 +135,7 @@ class CascadeBackend(AttentionBackend):
 
     def attend(self, step: LayerStep) -> torch.Tensor:
         q, parts = step.q, self.step
-        if step.window is not None or step.metadata is not parts.metadata:
+        if step.window is not None or step.sinks is not None or step.metadata is not parts.metadata:
             return self.inner.attend(step)
         if parts.rest is None:
             return self._attend(step._replace(metadata=parts.own))

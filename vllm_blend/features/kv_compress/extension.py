@@ -176,4 +176,9 @@ def make_compression(config: KVCompressConfig, parts: EngineParts) -> Extension:
         "order of KVs no longer tells once some have been evicted; leave enable_kvc out, or set max_model_len to the "
         "shortest of them or less",
     )
+    require(
+        all(attention.sinks is None for attention in attentions),
+        "enable_kvc: the model has attention sinks, which the sums of attention that KVs are ranked by do not know; "
+        "leave enable_kvc out",
+    )
     return KVCompression(config, parts.worker, parts.scheduler)

@@ -39,7 +39,7 @@ class WindowHook(LayerHook):
         self.watched, self.metric, self.rotaries = watched, metric, rotaries
 
     def on_query(self, step: LayerStep) -> None:
-        q, kv, metadata, scale, _, layer_idx = step
+        q, kv, metadata, scale, layer_idx = step.q, step.kv, step.metadata, step.scale, step.layer_idx
         for request, watch in self.watched.items():
             rows = slice(metadata.rows(request).stop - watch.num_rows, metadata.rows(request).stop)
             pieces = watch.state.queries.setdefault(layer_idx, {})

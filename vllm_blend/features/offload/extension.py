@@ -191,6 +191,11 @@ def make_offload(config: OffloadConfig, parts: EngineParts) -> Extension:
         "positions that a table without some of its blocks no longer tells; leave offload_mode out, or set "
         "max_model_len to the shortest of them or less",
     )
+    require(
+        all(attention.sinks is None for attention in attentions),
+        f"offload_mode={config.mode!r}: the model has attention sinks, which attention that is merged from two places "
+        "does not know; leave offload_mode out",
+    )
     cache = runner.cache
     passes = parts.worker.extension(OffloadPasses)
     host = passes.host
