@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.engine.engines import BLOCK_SIZE, DEMO, demo_prompt, engine, greedy, run, tiny_model
-from vllm_blend.finetune.attention import FLEX, NAME, check_supported, register, reuse_arguments
+from vllm_blend.finetune.attention import FLEX, MODEL_TYPES, NAME, check_supported, register, reuse_arguments
 from vllm_blend.finetune.masks import FULL, ISOLATED, MIXED, PARTLY, make_reuse
 
 LIKELIEST = 5
-TINY = {name: tiny_model(name) for name in ("llama", "mistral", "qwen2", "qwen3")}
+TINY = {name: tiny_model(name) for name in MODEL_TYPES if name != "phi3"}
+TINY["phi3"] = tiny_model("phi3", partial_rotary_factor=1.0)
 
 pytestmark = pytest.mark.cpu_only
 
@@ -134,12 +135,19 @@ def test_a_full_row_is_the_model_as_it_is() -> None:
         ("qwen2", "model_type", "gemma", "model_type is 'gemma'"),
         ("qwen2", "use_sliding_window", True, "sliding_window is 20, and rows have up to 96"),
         ("mistral", "sliding_window", 95, "sliding_window is 95, and rows have up to 96"),
+        ("phi3", "sliding_window", 95, "sliding_window is 95, and rows have up to 96"),
+        (
+            "phi3",
+            "rope_parameters",
+            {"rope_type": "default", "partial_rotary_factor": 0.75},
+            "partial_rotary_factor is",
+        ),
         ("qwen2", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type 'dynamic'"),
     ],
 )
 def test_a_model_with_another_attention_is_refused(name: str, field: str, value: object, message: str) -> None:
     config = AutoConfig.from_pretrained(TINY[name])
-    config.sliding_window = 96 if name == "mistral" else 20
+    config.sliding_window = 20 if name == "qwen2" else 96
     check_supported(config, "here", 96)
     setattr(config, field, value)
     with pytest.raises(ValueError, match=f"here: .*{message}"):

@@ -31,7 +31,8 @@ from vllm_blend.models.text_parts import ARCHITECTURES as TEXT_PARTS
 NAME = "vllm_blend_reuse"  # among transformers' attention implementations
 FLEX = NAME + "_flex"
 IMPLEMENTATIONS = {"dense": NAME, "flex": FLEX}
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+WINDOWED_TYPES = ("mistral", "mixtral", "phi3")  # a `sliding_window` in their config is in use
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the same frequencies at every length
 
 
@@ -55,7 +56,10 @@ def reuse_attention(
     """Compute attention, as a function of transformers. Without the arguments of `reuse_arguments` it is ordinary
     attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    turned = None if reuse_turn is None else _rotate(query.float(), *reuse_turn).to(value.dtype)
+    turned = None
+    if reuse_turn is not None:  # a layer without RoPE hides places by itself
+        has_rope = getattr(module, "use_rope", True)
+        turned = (_rotate(query.float(), *reuse_turn) if has_rope else query).to(value.dtype)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotation leaves float32 where products are bfloat16
     if turned is not None and reuse_prefix is not None:
         query = torch.cat([query, turned], -1)
@@ -126,7 +130,7 @@ def check_supported(config: Any, where: str, length: int) -> None:
         raise ValueError(f"{where}: model_type is {config.model_type!r}; only {', '.join(MODEL_TYPES)} can be trained")
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ()
-    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    windowed = config.model_type in WINDOWED_TYPES or getattr(config, "use_sliding_window", False)
     if window is not None and window < length and (windowed or "sliding_attention" in layer_types):
         raise ValueError(
             f"{where}: sliding_window is {window}, and rows have up to {length} tokens: lower --max-length to "
@@ -134,5 +138,8 @@ def check_supported(config: Any, where: str, length: int) -> None:
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is {part}: only a model that rotates whole heads can be")
+    if kind not in ROPE_TYPES:
         raise ValueError(f"{where}: rope_type {kind!r} cannot be trained; use a model with {', '.join(ROPE_TYPES)}")

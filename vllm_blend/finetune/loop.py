@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_blend.finetune.attention import reuse_arguments
-from vllm_blend.finetune.losses import Outcome, Taught, accuracies, weighted_loss
+from vllm_blend.finetune.losses import Outcome, Taught, accuracies, head_input, weighted_loss
 from vllm_blend.finetune.masks import Reuse, draw_reuse
 from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.rows import RowBatch, RowPools, Rows
@@ -147,13 +147,13 @@ def compile_layers(model: Any) -> None:
 
 
 def hidden_states(model: Any, batch: RowBatch, reuse: Reuse | None) -> torch.Tensor:
-    """Return the last hidden states [rows, length, hidden size] of the rows' own tokens."""
+    """Return the last hidden states [rows, length, hidden size] of the rows' own tokens, for the head."""
     arguments: dict[str, Any] = {"input_ids": batch.ids}
     if reuse is not None:
         mask_dtype = torch.bfloat16 if batch.ids.device.type == "cuda" else torch.float32
         arguments = reuse_arguments(model, batch.ids, batch.chunks, reuse, mask_dtype)
     states: torch.Tensor = model.model(use_cache=False, **arguments).last_hidden_state
-    return states[:, : batch.ids.shape[1]]
+    return head_input(model, states[:, : batch.ids.shape[1]])
 
 
 def in_half(device: torch.device) -> torch.autocast:

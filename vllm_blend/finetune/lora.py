@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 MAX_RANK = 1024
 ADAPTER = "default"  # peft's name of the first adapter
 
@@ -27,7 +28,8 @@ def check_lora(rank: int, alpha: int) -> None:
 
 
 class Adapter:
-    """An adapter on all linear layers of a model's decoder, put into the model in place. Only it is trained.
+    """An adapter on all linear layers of a model's decoder, put into it in place. In mixtures of experts it is on
+    those of attention. Only it is trained.
 
     `alpha` / `rank` times the product of its two matrices is added to a weight. The adapter is float32, whatever the
     model's dtype.
@@ -36,7 +38,9 @@ class Adapter:
     def __init__(self, model: Any, rank: int, alpha: int) -> None:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(MODULES), task_type="CAUSAL_LM")
+        is_mixture = getattr(model.config, "num_experts_per_tok", None) is not None
+        modules = list(ATTENTION_MODULES if is_mixture else MODULES)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
         self.model, self._wrapped = model, get_peft_model(model, config)
 
     @contextmanager

@@ -38,6 +38,12 @@ class Taught:
     weight: float
 
 
+def head_input(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return what the head makes the model's logits of, from its last hidden states: Granite's are scaled."""
+    divisor = getattr(model.config, "logits_scaling", 1.0)
+    return states if divisor == 1.0 else states / divisor
+
+
 def weighted_loss(hidden: torch.Tensor, head: Any, batch: RowBatch, taught: Taught | None = None) -> Outcome:
     """Return the summed loss of the next token, by the tokens' weights. `hidden` is [rows, length, hidden size].
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_blend.finetune.lora import Adapter
+from vllm_blend.finetune.losses import head_input
 from vllm_blend.finetune.rows import RowBatch
 
 
@@ -34,7 +35,7 @@ class FrozenModel:
     @torch.no_grad()
     def hidden(self, batch: RowBatch) -> torch.Tensor:
         states: torch.Tensor = self.model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-        return states
+        return head_input(self.model, states)
 
 
 class WithoutAdapter:
@@ -48,7 +49,7 @@ class WithoutAdapter:
     def hidden(self, batch: RowBatch) -> torch.Tensor:
         with self.adapter.disabled():
             states: torch.Tensor = self.model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-        return states
+        return head_input(self.model, states)
 
 
 def check_vocabulary(student: Any, teacher: Any, where: str) -> None:

@@ -302,6 +302,9 @@ class DecoderForCausalLM(nn.Module):
 
     layer: Callable[..., nn.Module] = DecoderLayer  # called as layer(spec, layer_idx, rotary)
     norm: Callable[[int, float], nn.Module] = RMSNorm  # the last one, called as norm(size, eps)
+    serves: ClassVar[str] = ""  # which models, for the page of supported ones
+    windows: ClassVar[str] = ""  # which layers may see a sliding window, for that page; empty: none
+    has_sinks: ClassVar[bool] = False
     takes_quantization = True
     checkpoint_names: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name here -> in checkpoints
 

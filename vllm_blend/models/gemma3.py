@@ -74,6 +74,8 @@ class Gemma3Layer(nn.Module):
 class Gemma3ForCausalLM(DecoderForCausalLM):
     """A decoder whose layers mostly see a window, with RoPE of another base; GELU, four norms a layer."""
 
+    serves = "Gemma 3 of text alone (270M, 1B)"
+    windows = "most layers"
     layer = Gemma3Layer
     norm = GemmaRMSNorm
     takes_quantization = False

@@ -104,6 +104,9 @@ class GptOssLayer(DecoderLayer):
 class GptOssForCausalLM(DecoderForCausalLM):
     """A decoder with attention sinks, a window in every other layer, and mixtures of clamped experts."""
 
+    serves = "gpt-oss (20B, 120B)"
+    windows = "every other layer"
+    has_sinks = True
     layer = GptOssLayer
     takes_quantization = False
     checkpoint_names: ClassVar = {".attn.sinks": ".sinks", ".mlp.gate.": ".mlp.router."}

@@ -10,6 +10,7 @@ from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention
 class GraniteForCausalLM(DecoderForCausalLM):
     """Llama with scales of its own (muP: Yang et al., 2022) on embeddings, attention, residual stream and logits."""
 
+    serves = "Granite 3 and 4, dense"
     takes_quantization = False
 
     @classmethod

@@ -11,6 +11,8 @@ from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention
 class LlamaForCausalLM(DecoderForCausalLM):
     """Full attention in every layer; optional biases in attention and MLP."""
 
+    serves = "Llama 2 and 3, and models of their shape"
+
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         mlp_bias = bool(getattr(hf_config, "mlp_bias", False))
@@ -20,6 +22,9 @@ class LlamaForCausalLM(DecoderForCausalLM):
 class MistralForCausalLM(DecoderForCausalLM):
     """Llama without biases; `sliding_window` applies to every layer, or to those that `layer_types` names. Ministral 3
     scales its queries by position."""
+
+    serves = "Mistral 7B, Nemo, Small without vision; Ministral"
+    windows = "all layers, or those of layer_types, if config.json has one"
 
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:

@@ -11,6 +11,8 @@ from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, attention
 class MixtralForCausalLM(DecoderForCausalLM):
     """Mistral in which every MLP is a mixture."""
 
+    serves = "Mixtral"
+    windows = "all layers, if config.json has one"
     takes_quantization = False
     checkpoint_names: ClassVar = {
         ".mlp.": ".block_sparse_moe.",
@@ -38,6 +40,8 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     With `use_sliding_window` all layers see a window, unlike Qwen3's, as in transformers.
     """
 
+    serves = "Qwen3, mixtures of experts"
+    windows = "all layers, with use_sliding_window"
     takes_quantization = False
 
     @classmethod

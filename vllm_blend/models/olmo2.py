@@ -73,6 +73,7 @@ class Olmo2Layer(nn.Module):
 class Olmo2ForCausalLM(DecoderForCausalLM):
     """Llama with its norms after attention and MLP, and with Q and K normalised as wholes."""
 
+    serves = "OLMo 2"
     layer = Olmo2Layer
     takes_quantization = False
 

@@ -10,6 +10,9 @@ from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec, window_ev
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Llama whose checkpoints have fused matrices; RoPE may turn a part of each head only, and often is LongRoPE."""
 
+    serves = "Phi-3, Phi-3.5 and Phi-4, text models without experts"
+    windows = "all layers, if config.json has one"
+
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         windows = window_everywhere(hf_config, getattr(hf_config, "sliding_window", None))

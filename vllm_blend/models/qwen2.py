@@ -10,6 +10,9 @@ from vllm_blend.models.decoder import DecoderForCausalLM, DecoderSpec
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Llama with biases on Q, K and V only; with `use_sliding_window` the upper layers see a window."""
 
+    serves = "Qwen2 and Qwen2.5"
+    windows = "the upper layers, with use_sliding_window"
+
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         return DecoderSpec.from_hf(hf_config, qkv_bias=True, **qwen_windows(hf_config))

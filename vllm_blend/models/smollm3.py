@@ -11,6 +11,9 @@ from vllm_blend.models.qwen2 import qwen_windows
 class SmolLM3ForCausalLM(DecoderForCausalLM):
     """Llama in which every fourth layer, or those that `no_rope_layers` marks with 0, has no RoPE."""
 
+    serves = "SmolLM3"
+    windows = "the layers of layer_types, with use_sliding_window"
+
     @classmethod
     def spec(cls, hf_config: Any) -> DecoderSpec:
         return DecoderSpec.from_hf(

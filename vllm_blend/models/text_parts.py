@@ -23,9 +23,13 @@ class TextPart:
 class Gemma3ForConditionalGeneration(TextPart, Gemma3ForCausalLM):
     """The text part of Gemma 3 with vision (4B and larger)."""
 
+    serves = "the text of Gemma 3 with vision (4B and larger)"
+
 
 class Mistral3ForConditionalGeneration(TextPart, MistralForCausalLM):
     """The text part of Mistral Small 3.1 and later, and of Ministral 3."""
+
+    serves = "the text of Mistral Small 3.1 and later, and of Ministral 3"
 
 
 ARCHITECTURES = {one.__name__: one for one in (Gemma3ForConditionalGeneration, Mistral3ForConditionalGeneration)}

@@ -25,6 +25,7 @@ class WeightFormat(ABC):
     parts: ClassVar[tuple[str, ...]]  # last parts of the names of tensors that make up a matrix, beside "weight"
     required: ClassVar[tuple[str, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()  # last parts of the names of tensors that dequantized matrices do not need
+    only_experts: ClassVar[bool] = False  # whether it is of matrices that quantization="fp8" refuses
     keeps_fp8: ClassVar[bool] = False  # whether `quantized_rows` may give something
 
     @abstractmethod

@@ -26,6 +26,7 @@ class MXFP4(WeightFormat):
     stores = "e2m1 with a power of two for every 32 inputs, of experts"
     parts = SUFFIXES
     required = SUFFIXES
+    only_experts = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """There is nothing to read: the format has no options that change what is stored."""

@@ -1,0 +1,95 @@
+"""docs/models.md, made from the registries: python -m vllm_blend.models_page > docs/models.md"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from vllm_blend.finetune.attention import MODEL_TYPES
+from vllm_blend.models.decoder import DecoderForCausalLM
+from vllm_blend.models.registry import MODEL_REGISTRY
+from vllm_blend.models.text_parts import TextPart
+from vllm_blend.models.weight_formats import WEIGHT_FORMATS
+
+_INTRODUCTION = """# Supported models
+
+From Hugging Face directories, or by a Hub id. Every architecture is compared with `transformers` by small random
+models: their logits alone and on two and four ranks, and their greedy tokens and log-probabilities, also blended at a
+recompute ratio of 1.0 by every rule. Of multimodal models the text's logits are compared. A model of your own is a
+class in the registry ([architecture](architecture.md)).
+
+This page is made from the code by `python -m vllm_blend.models_page > docs/models.md`.
+
+## Architectures
+
+`architectures` in config.json has one of these names. All of them blend, cache prefixes, speculate and share their
+layers among ranks. A layer that sees a **window** shorter than `max_model_len` excludes KV-Compress (`enable_kvc`) and
+moving chunks while decoding (`offload_mode`), which say so at start. So do attention **sinks**, which the attention
+backends `cpu` and `torch_native` know and the others refuse by name (`auto` takes one that knows them). Cascade
+attention leaves layers with either to the backend. **FP8** is `quantization="fp8"`, on a GPU that has its products.
+
+| architecture | what it is | window | sinks | FP8 | `finetune` |
+|---|---|---|---|---|---|
+"""
+
+_FORMATS = """
+## Weights
+
+`*.safetensors`, in one file or several; else `pytorch_model*.bin`, of which tensors are read and nothing is run
+(`weights_only`). Quantized checkpoints are known by `quantization_config.quant_method` in config.json. No kernels here
+multiply matrices as these formats store them, so they are **dequantized at load**: they take the memory of an
+unquantized model, and a warning says so. Other methods and options are refused, naming the field.
+
+| `quant_method` | matrices are stored as | with `quantization="fp8"` |
+|---|---|---|
+"""
+
+_LATER = """
+GGUF is not read. With the package `gguf` installed, transformers converts it:
+`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)`, and the same for its tokenizer.
+
+## Not yet
+
+- **Multi-head latent attention (DeepSeek-V2, V3 and R1).** Its cache holds one compressed vector for all heads, and
+  beside it a small key that alone is rotated. Chunk KV here is K and V of each KV head, of one size: the stores'
+  format, placing, the selectors that compare K or V, and every attention kernel build on that. Expanding the vector to
+  K and V of V3's 128 heads (40,960 numbers a token and layer, instead of 576) would run, with a cache 71 times as large
+  as the model was made for. So it waits for a cache layout, and a rotation, of its own.
+- Images and audio: only the text of multimodal models is served.
+"""
+
+
+def models_page() -> str:
+    """Return the page: a table of architectures, and one of weight formats."""
+    return _INTRODUCTION + "".join(_architectures()) + _FORMATS + "".join(_formats()) + _LATER
+
+
+def _architectures() -> Iterator[str]:
+    model_types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str)}
+    for name in sorted(MODEL_REGISTRY):
+        model = MODEL_REGISTRY[name]
+        assert issubclass(model, DecoderForCausalLM)
+        is_trained = model_types.get(name) in MODEL_TYPES and not issubclass(model, TextPart)
+        cells = [f"`{name}`", model.serves, model.windows]
+        cells += ["yes" if model.has_sinks else "", _yes(model.takes_quantization), _yes(is_trained)]
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def _formats() -> Iterator[str]:
+    for name in sorted(WEIGHT_FORMATS):
+        kind = WEIGHT_FORMATS[name]
+        kept = (
+            "taken over where scales are of rows or matrices, else quantized anew"
+            if kind.keeps_fp8
+            else "quantized anew"
+        )
+        yield f"| `{name}` | {kind.stores} | {kept} |\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "refused"
+
+
+if __name__ == "__main__":
+    print(models_page(), end="")
