@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from tests import tolerances
 from tests.engine.engines import engine
 from tests.models.tiny import DTYPE, PagedRunner, edit_config, hf_logits, load_tiny, prompt, save, tiny_hf_model
 from vllm_blend import SamplingParams
+from vllm_blend.config import ModelConfig
+from vllm_blend.engine.setup import fingerprint
 from vllm_blend.finetune.attention import check_supported
-from vllm_blend.models.loader import load_hf_config
+from vllm_blend.models.loader import load_hf_config, load_model
 
 LENGTH = 60
 VISION: dict[str, Any] = {
@@ -97,6 +100,25 @@ def test_the_config_is_the_texts(tmp_path: Path) -> None:
     assert config.architectures == ["Mistral3ForConditionalGeneration"] and config.model_type == "ministral3"
     assert config.vocab_size == 97 and config.rms_norm_eps == 1e-3
     assert config.eos_token_id == [1, 7] and config.quantization_config["quant_method"] == "fp8"
+
+
+def test_chunk_kv_depends_on_how_queries_are_scaled(tmp_path: Path) -> None:
+    directory = save(tiny_multimodal("ministral3"), tmp_path)
+    digests = set()
+    for beta in (0.7, 0.3):
+        overrides = {"rope_parameters": {"llama_4_scaling_beta": beta}}
+        config = load_hf_config(directory, hf_overrides=overrides)
+        model = load_model(config, directory, DTYPE, "cpu", max_position=96)
+        worker: Any = SimpleNamespace(
+            model_runner=SimpleNamespace(model=model),
+            hf_config=config,
+            num_ranks=1,
+            dtype=DTYPE,
+            num_layers=3,
+            shape=SimpleNamespace(kv_heads=2, head_dim=16),
+        )
+        digests.add(fingerprint(ModelConfig(directory, hf_overrides=overrides), worker, None).digest)
+    assert len(digests) == 2
 
 
 def test_an_unknown_multimodal_model_is_refused(tmp_path: Path) -> None:

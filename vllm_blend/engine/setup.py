@@ -124,8 +124,10 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights += f"/rank {worker.rank} of {worker.num_ranks}"
     if config.hf_overrides:
         weights += _describe_overrides(config, worker.hf_config)
-    attentions = attention_layers(worker.model_runner.model)
-    ropes = list(dict.fromkeys(attention.rotary.fingerprint() for attention in attentions))
+    model = worker.model_runner.model
+    ropes = list(dict.fromkeys(attention.rotary.fingerprint() for attention in attention_layers(model)))
+    scales = dict.fromkeys(getattr(layer.self_attn, "query_scale", None) for layer in model.model.layers)
+    ropes += [str(scale) for scale in scales if scale is not None]  # it is one of rope_parameters, and shapes later KV
     return ModelFingerprint(
         # A local directory is known by its content: moving it changes nothing.
         model="" if directory.is_dir() else config.model,
