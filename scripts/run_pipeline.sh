@@ -9,5 +9,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-flags_from_env CONFIG DATASET MODEL_ID TOP_K MAX_SAMPLES RESULTS_DIR
+flags_from_env CONFIG DATASET DATASET_STYLE INSTRUCTION TEMPLATE MODEL_ID TOP_K MAX_SAMPLES RESULTS_DIR
 exec "$PYTHON" -m vllm_blend.pipeline.run_pipeline ${FLAGS[@]+"${FLAGS[@]}"} "$@"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, dataset_settings
 from vllm_blend.pipeline.files import write_json
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, reworded
 from vllm_blend.pipeline.retrieval import run_retrieval
-from vllm_blend.pipeline.stage_inputs import page_predecessors, read_stage_input, with_dataset
+from vllm_blend.pipeline.stage_inputs import page_predecessors, read_stage_input
 
 
 def sample(*texts: str, **extra: Any) -> dict[str, Any]:
@@ -129,6 +131,65 @@ def test_a_file_that_no_parser_takes_is_named(tmp_path: Path, text: str) -> None
         read_stage_input(config(tmp_path), str(tmp_path / "r.json"), 0)
 
 
-def test_a_data_set_brings_its_name() -> None:
-    values = with_dataset({"top_k": 3}, "inputs/wikimqa_s.json")
-    assert values == {"top_k": 3, "dataset_path": "inputs/wikimqa_s.json", "dataset_name": "wikimqa_s"}
+def test_a_data_set_brings_its_name_and_flags_its_wording() -> None:
+    parser = ArgumentParser()
+    add_dataset_flags(parser)
+    args = parser.parse_args(["--dataset", "inputs/wikimqa_s.json", "--instruction", "Read."])
+    assert dataset_settings({"top_k": 3, "template": "{question}"}, args) == {
+        "top_k": 3,
+        "template": "{question}",
+        "dataset_path": "inputs/wikimqa_s.json",
+        "dataset_name": "wikimqa_s",
+        "instruction": "Read.",
+    }
+    assert dataset_settings({"dataset_name": "x"}, parser.parse_args([])) == {"dataset_name": "x"}
+
+
+OWN = {"dataset_style": "musique", "instruction": "Read this.", "template": "\\nQ: {question} {x}\\nA:"}
+
+
+def test_a_data_set_of_any_name_is_asked_in_words_of_its_own(tmp_path: Path) -> None:
+    own = {"dataset_name": "mine", "dataset_path": str(write_json(tmp_path / "mine.json", [sample("a")]))}
+    with pytest.raises(ValueError, match=r"cannot tell how to ask data set 'mine'.*--dataset-style or DATASET_STYLE"):
+        read_stage_input(config(tmp_path, **own), "", 0)
+    style = read_stage_input(config(tmp_path, **own, **OWN), "", 0).style
+    assert style.instruction == "Read this.\n" and style.suffix(" Why? ") == "\nQ: Why? {x}\nA:"
+    assert style.metric == "f1" and style.max_tokens == 24
+    plain = read_stage_input(config(tmp_path, **own, dataset_style="samsum"), "", 0).style
+    assert plain == PROMPT_STYLES["samsum"]
+    lines = read_stage_input(config(tmp_path, **own, dataset_style="samsum", instruction="One.\\n\\n"), "", 0).style
+    assert lines.instruction == "One.\n\n"
+
+
+def test_later_stages_ask_as_the_first_was_told_unless_told_otherwise(tmp_path: Path) -> None:
+    own = {"dataset_name": "mine", "dataset_path": str(write_json(tmp_path / "mine.json", [sample("a")]))}
+    run_retrieval(config(tmp_path, **own, **OWN))
+    style = read_stage_input(config(tmp_path, **own), "", 0).style
+    assert style == reworded(PROMPT_STYLES["musique"], OWN["instruction"], OWN["template"])
+    other = read_stage_input(config(tmp_path, **own, dataset_style="wikimqa", instruction="Look."), "", 0).style
+    assert (other.name, other.instruction) == ("wikimqa", "Look.\n") and other.template == style.template
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"dataset_style": "squad"}, "dataset_style='squad' is unknown: use one of"),
+        ({"template": "Answer:"}, r"template='Answer:' must hold {question} once.*holds it 0 times"),
+        ({"template": "{question}{question}"}, "holds it 2 times"),
+        ({"instruction": 3}, "instruction=3 must be "),
+    ],
+)
+def test_a_wrong_wording_is_named_in_flags_and_in_the_retrievals_output(
+    tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **setting)
+    output = {"config": {"dataset_name": "musique_x", **setting}, "results": [sample("a")]}
+    path = write_json(tmp_path / "r.json", output)
+    with pytest.raises(ValueError, match=rf"r\.json: config\..*{message}.*run the retrieval stage again"):
+        read_stage_input(config(tmp_path), str(path), 0)
+
+
+def test_the_styles_that_flags_know_are_those_that_exist() -> None:
+    [option] = [option for option in RetrievalConfig.options() if option.name == "dataset_style"]
+    assert set(get_args(option.type)) == {"", *PROMPT_STYLES}

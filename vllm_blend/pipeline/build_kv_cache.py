@@ -30,12 +30,15 @@ from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.pipeline.config import (
     PrefillConfig,
     RetrievalConfig,
+    add_dataset_flags,
     add_section_flags,
+    dataset_settings,
     load_config,
+    make_section,
     section_from_flags,
 )
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input, with_dataset
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input
 
 BATCH = 32  # chunks encoded together: enough to fill a step, few enough to lose little when interrupted
 
@@ -185,13 +188,13 @@ def _describe_sample(sample: StageSample, entries: dict[str, _ChunkFolder], top_
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compute and store the KV cache of every passage of a data set.")
-    parser.add_argument("--dataset", help="data set file, as given to the retrieval stage")
+    add_dataset_flags(parser)
     parser.add_argument("--top-k", type=int, help="k of the retrieval stage, and chunks of a sample for the GPU")
     add_section_flags(parser, PrefillConfig)
     args = parser.parse_args(argv)
     config = section_from_flags(parser, args, "prefill")
     try:
-        retrieval = make_retrieval_config(getattr(args, "config", None), args.dataset, args.top_k)
+        retrieval = make_retrieval_config(args)
         if args.top_k is not None and not hasattr(args, "top_k_gpu"):
             config = replace(config, top_k_gpu=args.top_k)
         output = build_kv_cache(config, retrieval)
@@ -200,13 +203,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report(output, config))
 
 
-def make_retrieval_config(config_file: str | None, dataset: str | None, top_k: int | None) -> RetrievalConfig:
-    """Return the retrieval section, which says where that stage's output is: a configuration file's, with a stage's
-    flags over it."""
-    values = load_config(config_file)["retrieval"]
-    if dataset:
-        values = with_dataset(values, dataset)
-    return RetrievalConfig(**(values if top_k is None else {**values, "top_k": top_k}))
+def make_retrieval_config(args: argparse.Namespace) -> RetrievalConfig:
+    """Return the retrieval section, which says where that stage's output is and how questions are asked: a
+    configuration file's, with a stage's flags over it."""
+    values = dataset_settings(load_config(getattr(args, "config", None))["retrieval"], args)
+    return make_section(RetrievalConfig, "retrieval", values if args.top_k is None else values | {"top_k": args.top_k})
 
 
 def report(output: dict[str, Any], config: PrefillConfig) -> str:

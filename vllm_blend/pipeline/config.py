@@ -19,6 +19,7 @@ import yaml
 from vllm_blend.checks import at_least, check_ratio, closest, positive, require
 from vllm_blend.options import OptionGroup, check_options, option
 from vllm_blend.pipeline.files import check_file_name
+from vllm_blend.pipeline.prompts import check_template
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -51,6 +52,13 @@ class RetrievalConfig(Section):
     )
     dataset_name: str = option(
         "musique_s", "name of the data set, in output files and for its prompts", check=check_file_name
+    )
+    dataset_style: Literal["", "musique", "wikimqa", "samsum"] = option(
+        "", "how questions are asked and scored: musique, wikimqa or samsum; by default as the data set's name says"
+    )
+    instruction: str = option("", "what stands before the passages; by default the style's")
+    template: str = option(
+        "", "what stands after the passages, with {question} in it; by default the style's", check=check_template
     )
     r_text_index_key: str = option(
         "r_text_index", "sample key that receives the path of its index (colbert backend only)"
@@ -146,6 +154,10 @@ class DecodeConfig(Section):
     output: str = option("results/decoding/speculative_trace.json", "trace to write")
     timeline: bool = option(False, "draw the trace too, into a .png beside it (needs matplotlib)")
 
+    @property
+    def timeline_path(self) -> Path:
+        return Path(self.output).with_suffix(".png")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.enable_kvc and self.offload_mode != "none":
@@ -163,6 +175,7 @@ class DecodeConfig(Section):
             )
 
 
+WORDING = ("dataset_style", "instruction", "template")  # how questions are asked, in the retrieval section
 SECTIONS: dict[str, type[Section]] = {"retrieval": RetrievalConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 S = TypeVar("S", bound=Section)
 
@@ -226,6 +239,26 @@ def add_section_flags(parser: argparse.ArgumentParser, cls: type[Section]) -> No
             parser.add_argument(flag, nargs="?", const=True, type=_parse_bool, default=argparse.SUPPRESS, help=help)
         else:
             parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=help)
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags with which every stage is told of the data set. Those that are not given stay out of the
+    namespace."""
+    parser.add_argument(
+        "--dataset", help="data set file; its name becomes the data set's name unless that is given too"
+    )
+    for setting in RetrievalConfig.options():
+        if setting.name in WORDING:
+            parser.add_argument(f"--{setting.name.replace('_', '-')}", default=argparse.SUPPRESS, help=setting.help)
+
+
+def dataset_settings(values: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the retrieval section `values` with the flags of `add_dataset_flags` over it. A file that is given also
+    gives its name to the data set, in place of the section's."""
+    changed = dict(values)
+    if args.dataset:
+        changed |= {"dataset_path": args.dataset, "dataset_name": Path(args.dataset).stem}
+    return changed | {name: getattr(args, name) for name in WORDING if hasattr(args, name)}
 
 
 def section_from_flags(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> Any:

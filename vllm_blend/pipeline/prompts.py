@@ -7,7 +7,7 @@ The wording is exactly what the demo model was trained on. A prompt is {"prefix"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,9 @@ from vllm_blend.pipeline.datasets import Sample
 
 if TYPE_CHECKING:
     from vllm_blend.inputs import ChunkedPrompt
+
+
+QUESTION = "{question}"
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,13 @@ class PromptStyle:
     instruction: str
     max_tokens: int
     metric: str  # "f1" or "rouge_l": the score that papers report on this data set
+    template: str = ""  # what follows the passages, with QUESTION in it; empty: the style's own wording
 
     def suffix(self, question: str) -> str:
         """Return the question, open for the answer: "Question: ...\\nAnswer:", or the dialogue followed by
-        "Summary:"."""
+        "Summary:"; with a template, the template with the question in its place."""
+        if self.template:
+            return self.template.replace(QUESTION, question.strip())
         if self.name != "samsum":
             return f"Question: {question.strip()}\nAnswer:"
         dialogue = question.strip().removesuffix("Summary:").rstrip()
@@ -68,7 +74,7 @@ def prompt_for(dataset: str | Path) -> PromptStyle:
         raise ValueError(
             f"cannot tell how to ask data set {str(dataset)!r}: its name must contain one of "
             f"{', '.join(PROMPT_STYLES)}; rename the file, or name the style (--style of check-model and "
-            "finetune, --dataset-name of the pipeline's stages)"
+            "finetune, --dataset-style or DATASET_STYLE of the pipeline's stages)"
         )
     return found[0]
 
@@ -86,6 +92,33 @@ def find_style(name: str | None, dataset: str | Path) -> PromptStyle:
     if name not in PROMPT_STYLES:
         raise ValueError(f"--style {name!r} is unknown: use one of {', '.join(PROMPT_STYLES)}")
     return PROMPT_STYLES[name]
+
+
+def check_template(name: str, template: str) -> None:
+    """Raise ValueError, beginning with `name`, unless a template is empty or has the question in exactly one place."""
+    if template and template.count(QUESTION) != 1:
+        raise ValueError(
+            f"{name}={template!r} must hold {QUESTION} once, where the question goes, and holds it "
+            f"{template.count(QUESTION)} times: write for example 'Question: {QUESTION}\\nAnswer:'"
+        )
+
+
+def reworded(style: PromptStyle, instruction: str = "", template: str = "") -> PromptStyle:
+    """Return a style with an own instruction before the passages, an own template after them, or both; what is empty
+    stays as it is.
+
+    A backslash and an n stand for a new line, as a shell passes them on. An instruction ends with a new line, whether
+    or not it is given one, so that the first passage begins on a line of its own.
+    """
+    check_template("template", template)
+    if instruction:
+        text = _with_newlines(instruction)
+        style = replace(style, instruction=text if text.endswith("\n") else f"{text}\n")
+    return replace(style, template=_with_newlines(template)) if template else style
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\\n", "\n")
 
 
 def build_qa_prompt(sample: Sample, dataset: str | Path, passages: Sequence[int] | None = None) -> ChunkedPrompt:

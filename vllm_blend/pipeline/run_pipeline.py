@@ -20,10 +20,17 @@ import yaml
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.features.kv_compress.config import CompressionSettings, KVCompressConfig
 from vllm_blend.pipeline import build_kv_cache, speculative_decode
-from vllm_blend.pipeline.config import DecodeConfig, PrefillConfig, RetrievalConfig, load_config, make_section
-from vllm_blend.pipeline.prompts import prompt_for
+from vllm_blend.pipeline.config import (
+    DecodeConfig,
+    PrefillConfig,
+    RetrievalConfig,
+    add_dataset_flags,
+    dataset_settings,
+    load_config,
+    make_section,
+)
 from vllm_blend.pipeline.retrieval import run_retrieval
-from vllm_blend.pipeline.stage_inputs import with_dataset
+from vllm_blend.pipeline.stage_inputs import style_of
 from vllm_blend.pipeline.timeline import WITHOUT, load_pyplot
 
 Settings = dict[str, dict[str, Any]]
@@ -35,7 +42,7 @@ def run_pipeline(retrieval: RetrievalConfig, prefill: PrefillConfig, decode: Dec
     make_selector(decode.blend_selector)  # refuse early what the last stage would refuse
     kept = CompressionSettings(decode.target_compression_rate or None, decode.max_cache_tokens or None)
     KVCompressConfig(decode.enable_kvc, kept, kvc_metric=decode.kvc_metric)
-    prompt_for(retrieval.dataset_name)
+    style_of(retrieval, retrieval.dataset_name)
     if decode.timeline:
         load_pyplot(WITHOUT)
     if prefill.pages != decode.pages:
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run retrieval, KV caching and decoding in one process.")
     add = parser.add_argument
     add("--config", default="configs/musique.yaml", help="YAML file of all stages (default: %(default)s)")
-    add("--dataset", help="data set file; its name becomes the data set's name")
+    add_dataset_flags(parser)
     add("--model-id", help="model of the prefill and decode stages")
     add("--top-k", type=int, help="passages to retrieve, and chunks of a sample for the GPU")
     add("--max-samples", type=int, help="use only the first samples; 0 for all")
@@ -94,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _with_flags(settings: Settings, args: argparse.Namespace) -> Settings:
-    if args.dataset:
-        settings["retrieval"] = with_dataset(settings["retrieval"], args.dataset)
+    settings["retrieval"] = dataset_settings(settings["retrieval"], args)
     if args.model_id:
         settings["prefill"]["model_id"] = settings["decode"]["model_id"] = args.model_id
     if args.top_k is not None:

@@ -40,7 +40,13 @@ from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.outputs import BlendStats, RequestOutput
 from vllm_blend.pipeline.build_kv_cache import make_retrieval_config, page_arguments
 from vllm_blend.pipeline.chunk_cache import ChunkCache
-from vllm_blend.pipeline.config import DecodeConfig, RetrievalConfig, add_section_flags, section_from_flags
+from vllm_blend.pipeline.config import (
+    DecodeConfig,
+    RetrievalConfig,
+    add_dataset_flags,
+    add_section_flags,
+    section_from_flags,
+)
 from vllm_blend.pipeline.evaluate import evaluate, format_table, score_prediction
 from vllm_blend.pipeline.files import read_json, write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, page_predecessors, read_stage_input
@@ -117,7 +123,7 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
     }
     write_json(config.output, output)
     if config.timeline:
-        draw_timeline(output, timeline_path(config))
+        draw_timeline(output, config.timeline_path)
     return output
 
 
@@ -143,10 +149,6 @@ def _engine_args(config: DecodeConfig, placements: Placements) -> EngineArgs:
         max_cache_tokens=config.max_cache_tokens or None,
         kvc_metric=config.kvc_metric,
     )
-
-
-def timeline_path(config: DecodeConfig) -> Path:
-    return Path(config.output).with_suffix(".png")
 
 
 def chosen_chunks(sample: StageSample, passages: str) -> tuple[PassageChunk, ...]:
@@ -325,21 +327,19 @@ def report(output: dict[str, Any], config: DecodeConfig) -> str:
         lines.append(f"{s['kvs_evicted']} KVs of single heads evicted ({config.kvc_metric})")
     if config.draft_tokens:
         lines.append(f"{s['accepted_drafts']} draft tokens accepted")
-    written = [config.output, *([str(timeline_path(config))] if config.timeline else [])]
+    written = [config.output, *([str(config.timeline_path)] if config.timeline else [])]
     return "\n".join([*lines, *(f"  {path}" for path in written)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Answer questions over stored chunk KV; trace every engine step.")
-    parser.add_argument("--dataset", help="data set file, as given to the retrieval stage")
+    add_dataset_flags(parser)
     parser.add_argument("--top-k", type=int, help="k of the retrieval stage, to find its output")
     add_section_flags(parser, DecodeConfig)
     args = parser.parse_args(argv)
     config = section_from_flags(parser, args, "decode")
     try:
-        output = speculative_decode(
-            config, make_retrieval_config(getattr(args, "config", None), args.dataset, args.top_k)
-        )
+        output = speculative_decode(config, make_retrieval_config(args))
     except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(report(output, config))

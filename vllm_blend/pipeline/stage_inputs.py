@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_blend.checks import is_number
-from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.config import WORDING, RetrievalConfig, make_section
 from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
 from vllm_blend.pipeline.files import check_file_name, is_json_lines, read_json
-from vllm_blend.pipeline.prompts import PromptStyle, prompt_for, render_passage
+from vllm_blend.pipeline.prompts import PromptStyle, find_style, render_passage, reworded
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,6 @@ class StageInput:
         return f"{self.dataset_name}_prefix"
 
 
-def with_dataset(values: Mapping[str, Any], dataset: str) -> dict[str, Any]:
-    """Return the retrieval section for a data set file: its path and, from the file's name, its name."""
-    return {**values, "dataset_path": dataset, "dataset_name": Path(dataset).stem}
-
-
 def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_samples: int) -> StageInput:
     """Read stage 1's output, by default from where `retrieval` says that it is written.
 
@@ -89,7 +84,9 @@ def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_sample
         logger.warning("%s does not exist: no passages count as retrieved (run the retrieval stage first)", source)
         source = retrieval.input_path
     raw = load_dataset(source)
-    name = _dataset_name(source, retrieval)
+    written = _written_config(source)
+    name = _dataset_name(source, written, retrieval)
+    style = style_of(_worded(retrieval, written, source), name)
     views = [normalize_sample(sample, i, retrieval.page_id_key) for i, sample in enumerate(raw)]
     own = [_own_chunks(name, view, i) for i, view in enumerate(views)]
     by_text = {chunk.text: chunk for chunks in reversed(own) for chunk in reversed(chunks)}
@@ -99,13 +96,34 @@ def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_sample
         found = _retrieved(sample, i, mine, source)
         scores = None if found is None else _known_scores(list(found.values()), source, i)
         samples.append(StageSample(view, tuple(chunks), None if found is None else tuple(found), scores))
-    return StageInput(name, source, prompt_for(name), tuple(samples[: max_samples or None]))
+    return StageInput(name, source, style, tuple(samples[: max_samples or None]))
 
 
-def _dataset_name(source: Path, retrieval: RetrievalConfig) -> str:
+def style_of(retrieval: RetrievalConfig, dataset_name: str) -> PromptStyle:
+    """Return how a data set is asked: in the section's style and words, or else as its name says. Raises ValueError
+    that lists the styles if neither says it."""
+    style = find_style(retrieval.dataset_style or None, dataset_name)
+    return reworded(style, retrieval.instruction, retrieval.template)
+
+
+def _written_config(source: Path) -> dict[str, Any]:
+    """Return the settings in stage 1's output; none in a data set itself."""
     data = None if is_json_lines(source) else read_json(source, "retrieval output")
     config = data.get("config") if isinstance(data, dict) else None
-    named = config.get("dataset_name") if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _worded(retrieval: RetrievalConfig, written: Mapping[str, Any], source: Path) -> RetrievalConfig:
+    """Return the section with the wording that stage 1 was given, where this stage is given none."""
+    known = {name: getattr(retrieval, name) or written.get(name, "") for name in WORDING}
+    try:
+        return make_section(RetrievalConfig, "config", {**asdict(retrieval), **known})
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}; run the retrieval stage again") from error
+
+
+def _dataset_name(source: Path, written: Mapping[str, Any], retrieval: RetrievalConfig) -> str:
+    named = written.get("dataset_name")
     if not (isinstance(named, str) and named):
         return retrieval.dataset_name
     check_file_name(f"{source}: config.dataset_name", named)

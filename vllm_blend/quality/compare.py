@@ -27,11 +27,10 @@ from vllm_blend.engine_args import EngineArgs
 from vllm_blend.inputs import ChunkedPrompt, PromptType
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.pipeline.chunk_cache import ChunkCache
-from vllm_blend.pipeline.config import RetrievalConfig
+from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, dataset_settings, make_section
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.prompts import prompt_for
-from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, read_stage_input, with_dataset
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, read_stage_input
 from vllm_blend.quality.questions import joined_ids
 from vllm_blend.quality.report import NAMES
 from vllm_blend.sampling_params import SamplingParams
@@ -221,7 +220,7 @@ def render_table(rows: Sequence[dict[str, Any]], metric: str) -> str:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both comparisons; write and return the results."""
-    retrieval = RetrievalConfig(**with_dataset({}, args.dataset))
+    retrieval = make_section(RetrievalConfig, "retrieval", dataset_settings({}, args))
     stage = read_stage_input(retrieval, args.dataset, args.max_samples)
     bench = Bench(stage, args.model_id, args.dtype, args.device, Path(args.load_cache_dir))
     answers, long = make_methods(args.blend_recompute_ratio), make_methods(args.blend_recompute_ratio)
@@ -230,6 +229,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         compare_long(bench, long, args.long_prompts, args.long_tokens)
     output = {
         "dataset_name": stage.dataset_name,
+        "metric": stage.style.metric,
         "model": asdict(bench.plain.fingerprint),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -267,7 +267,8 @@ def report(output: dict[str, Any], metric: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare full prefill, plain reuse and blending on a data set.")
     add = parser.add_argument
-    add("--dataset", default="inputs/musique_s.json", help="data set file (default: %(default)s)")
+    add_dataset_flags(parser)
+    parser.set_defaults(dataset="inputs/musique_s.json")
     add("--model-id", default="inputs/demo-model", help="model directory or hub id (default: %(default)s)")
     add("--dtype", default="auto", help="data type of weights and KV (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
@@ -282,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         output = compare(args)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-    print(report(output, prompt_for(output["dataset_name"]).metric))
+    print(report(output, output["metric"]))
     print(f"  {args.output or Path('results/comparison') / (output['dataset_name'] + '.json')}")
 
 
