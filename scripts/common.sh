@@ -9,6 +9,8 @@ if [[ -z "${PYTHON:-}" ]]; then
   PYTHON=python3
   if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; fi
 fi
+if [[ -z "${VARIABLES_CHECKED:-}" ]]; then "$PYTHON" scripts/check_variables.py; fi
+export VARIABLES_CHECKED=1 # a script that starts others says it once
 
 # flags_from_env NAME...: fill FLAGS with "--name value" for each variable that is set and not empty (TOP_K=8: --top-k 8).
 # The defaults stay where the flags are defined, in Python.

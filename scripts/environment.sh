@@ -54,3 +54,11 @@ install_into() {
   "$folder/bin/python" -m pip install --quiet --editable ".${extras:+[$extras]}"
   echo "$stamp" >"$folder/.installed"
 }
+
+# check_variables: name misspelt variables before anything is installed. A Python that is missing or too old for this is
+# reported by base_python.
+check_variables() {
+  if [[ -n "${VARIABLES_CHECKED:-}" ]] || ! is_new_enough "${PYTHON:-python3}"; then return; fi
+  "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/check_variables.py"
+  export VARIABLES_CHECKED=1
+}

@@ -14,6 +14,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
+check_variables
 VENV=${VENV:-.venv}
 export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/demo-model-reuse} MAX_SAMPLES=${MAX_SAMPLES:-0}
 RESULTS_DIR=${RESULTS_DIR:-results}
