@@ -30,6 +30,27 @@ def test_paths_and_links_exist(page: Path) -> None:
         ast.parse(block)
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))], ids=lambda page: page.name)
+def test_links_and_their_anchors_hold(page: Path) -> None:
+    dead = []
+    for link, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            dead.append(f"{link}#{anchor}")
+    assert dead == []
+
+
+def test_anchors_are_made_as_on_the_site() -> None:
+    assert {"two-commands", "what-it-costs-what-it-gains"} <= anchors(README)
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     text = README.read_text(encoding="utf-8")
     assert text.count("\n") <= MAX_LINES

@@ -1,0 +1,112 @@
+"""Tables of README and docs in sections that link results: each figure with decimals stands in a linked file, and
+in a sweep's file (columns and rows, as `benchmarks.quality` writes) in the row of the same rule and ratio."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Its tables of longer prompts have differences between runs, which stand in no single file.
+WITH_DIFFERENCES = {"selection.md"}
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in WITH_DIFFERENCES)]
+LINK = re.compile(r"\]\((?:\.\./)?benchmarks/results/([\w.]+)\.(?:md|json)\)")
+INTERVAL = re.compile(r"(\d+(?:\.\d+)?) \((-?\d+(?:\.\d+)?) to (-?\d+(?:\.\d+)?)\)")
+DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+(?![\w.])")
+Table = tuple[str, list[str], list[str]]  # page, names of linked results, rows below the head
+
+
+def tables(page: str, text: str) -> list[Table]:
+    """Return the tables of a page's sections that link results."""
+    found = []
+    for section in re.split(r"(?m)^#+ ", text):
+        linked = list(dict.fromkeys(LINK.findall(section)))
+        for table in re.findall(r"(?m)(?:^\|.*\n)+", section + "\n"):
+            if linked:
+                found.append((page, linked, table.splitlines()[2:]))
+    return found
+
+
+def sweep_rows(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a sweep over all questions, by column; none if the results are of another kind."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(data, dict) or "token_layers" not in data.get("columns", ()):
+        return []
+    columns = data["columns"]
+    if "kind" in columns:  # those of one kind are shorter
+        data["rows"] = [row for row in data["rows"] if row[columns.index("kind")] == "all"]
+    return [dict(zip(columns, row, strict=True)) for row in data["rows"]]
+
+
+def rule_of(label: str) -> tuple[str, float | None]:
+    """Return the rule and the ratio that the first cell of a row is about, as sweeps name them."""
+    plain = re.sub(r"[*`]|\([^)]*\)", "", label).strip().removeprefix("blend, ")
+    share = re.search(r",? *(\d+(?:\.\d+)?)%$", plain)
+    name = (plain[: share.start()] if share else plain).strip(" ,")
+    if name not in ("full prefill", "plain reuse"):
+        name = name.replace(" and ", "+").replace(" ", "_")
+    return name, None if share is None else round(float(share[1]) / 100, 6)
+
+
+def unsupported(linked: list[str], row: str) -> list[str]:
+    """Return the figures of a row that the linked results do not have where they should."""
+    label = row.strip("|").split("|")[0]
+    name, ratio = rule_of(label)
+    sweeps = [each for result in linked for each in sweep_rows(result)]
+    own = [r for r in sweeps if r["setting"] == name and ratio in (None, r["ratio"])]
+    figures = {f"{100 * value:.1f}" for r in own for value in r.values() if isinstance(value, float)}
+    triples = {
+        tuple(f"{100 * r[key]:.1f}" for key in ("score", "score_low", "score_high")) for r in own if r.get("score_low")
+    }
+    if not own:  # results of another kind, or a row that is no rule's: anywhere in what is linked
+        results = [ROOT / "benchmarks" / "results" / f"{each}.md" for each in linked]
+        text = "".join(path.read_text(encoding="utf-8") for path in results if path.is_file())
+        figures = {number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+        triples = {tuple(f"{float(n):.1f}" for n in found) for found in INTERVAL.findall(text)}
+    rest = row[len(label) + 1 :]
+    missing = [
+        " ".join(found)
+        for found in INTERVAL.findall(rest)
+        if tuple(f"{float(number):.1f}" for number in found) not in triples
+    ]
+    plain = (number.replace(",", "") for number in DECIMAL.findall(INTERVAL.sub("", rest)))
+    return missing + [number for number in plain if not stands(number, figures)]
+
+
+def stands(number: str, figures: set[str]) -> bool:
+    digits = len(number.partition(".")[2])
+    return any(f"{float(each):.{digits}f}" == number for each in figures if len(each.partition(".")[2]) >= digits)
+
+
+ALL = [table for page in PAGES for table in tables(page.name, page.read_text(encoding="utf-8"))]
+
+
+def test_the_tables_of_quality_are_found() -> None:
+    assert {"README.md", "quickstart.md", "finetune.md"} <= {page for page, _, _ in ALL}
+    [readme] = [rows for page, linked, rows in ALL if page == "README.md" and "quality" in linked]
+    assert len(readme) >= 4 and all(INTERVAL.search(row) for row in readme)
+
+
+@pytest.mark.parametrize(("page", "linked", "rows"), ALL)
+def test_every_figure_stands_in_the_linked_results(page: str, linked: list[str], rows: list[str]) -> None:
+    assert [(row, found) for row in rows if (found := unsupported(linked, row))] == [], page
+
+
+@pytest.mark.parametrize(
+    ("row", "missing"),
+    [
+        ("| full prefill | 95.0 (88.3 to 100) | 93.3 (86.7 to 98.3) | 100 |", []),
+        ("| full prefill | 95.0 (88.3 to 99) |", ["95.0 88.3 99"]),
+        ("| plain reuse | 53.4 (40.0 to 66.7) | 3.8 |", ["53.4 40.0 66.7"]),
+        ("| blend, question attention (the default), 15% | 20.8 |", []),
+        ("| blend, question attention (the default), 15% | 14.1 |", ["14.1"]),  # that of 8%
+        ("| plain reuse | 20.8 |", ["20.8"]),  # that of another rule
+    ],
+)
+def test_a_wrong_figure_is_found(row: str, missing: list[str]) -> None:
+    assert unsupported(["quality", "quality_reuse_model"], row) == missing
