@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 from html import unescape
 
 from tests.chunks.llms import chunked_llm
 from tests.engine.engines import DEMO, engine, greedy, tiny_model
-from vllm_blend import ChunkedPrompt, CompletionOutput, RequestOutput
+from vllm_blend import LLM, ChunkedPrompt, CompletionOutput, RequestOutput
 from vllm_blend.detokenizer import token_texts
+from vllm_blend.engine_args import OPTIONS
 from vllm_blend.prompt_html import KINDS, MAX_SHOWN_TOKENS, prompt_html
 
 TINY = tiny_model("llama")
@@ -90,3 +92,12 @@ def test_reprs_are_short() -> None:
             f"{preview.num_computed_tokens} to compute)"
         )
         assert repr(llm) == f"ChunkedLLM(2 chunks, {llm.llm!r})"
+
+
+def test_the_signature_of_llm_has_every_option_with_its_type_and_default() -> None:
+    shown = inspect.signature(LLM).parameters
+    assert list(shown)[:2] == ["model", "tokenizer"] and set(shown) == set(OPTIONS)
+    assert shown["model"].default is inspect.Parameter.empty
+    assert all(shown[name].default == option.default for name, option in OPTIONS.items() if not option.is_required)
+    assert shown["blend_recompute_ratio"].annotation == OPTIONS["blend_recompute_ratio"].type
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in list(shown.values())[2:])

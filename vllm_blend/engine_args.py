@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_blend.checks import check_field_types
 from vllm_blend.command_line import add_flags, given
@@ -18,6 +20,22 @@ from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
 _ROOTS: tuple[type[OptionGroup], ...] = (EngineConfig, *FEATURES)
 OPTION_GROUPS = tuple(group for root in _ROOTS for group in root.groups())
 OPTIONS: dict[str, Option] = {option.name: option for group in OPTION_GROUPS for option in group.options()}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def show_options(function: F) -> F:
+    """Decorate a function whose `**engine_args` are options: `inspect.signature`, and with it notebooks and editors,
+    shows each option with its type and default."""
+    own = inspect.signature(function)
+    shown = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+        for name, option in OPTIONS.items()
+        if name not in own.parameters
+    ]
+    function.__dict__["__signature__"] = own.replace(parameters=shown)
+    return function
 
 
 def _complete(args: Any) -> None:

@@ -23,7 +23,7 @@ from vllm_blend.engine.driver import Inbox
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.lock import current
 from vllm_blend.engine.metrics import Metric
-from vllm_blend.engine_args import EngineArgs
+from vllm_blend.engine_args import EngineArgs, show_options
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -49,6 +49,7 @@ class LLM:
     end.
     """
 
+    @show_options
     def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, tokenizer=tokenizer, **engine_args))
         self._ids = itertools.count()
