@@ -48,6 +48,8 @@ BENCHMARKS = {  # device -> name -> what `python -m` runs
         "cascade": "benchmarks.cascade_gpu",
     },
 }
+# Other people's engines and tools -> the benchmarks, by device, that time them in the same run.
+PEERS: dict[str, dict[str, tuple[str, ...]]] = {"transformers": {"cpu": ("engine",)}, "vllm": {}, "kvpress": {}}
 PACKAGES = ("vllm-blend", "torch", "transformers", "numpy", "flashinfer-python", "xformers")
 
 
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("torch sees no GPU: run `cpu`, or look at nvidia-smi and at torch's build")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     about, runs = describe(args.device), []
+    about["peers"] = peers(args.device, names)
     for name in names:
         print(f"== {name}", flush=True)
         runs.append(run(name, known[name]))
@@ -121,6 +124,20 @@ def describe(device: str) -> dict[str, Any]:
     return about
 
 
+def peers(device: str, names: Sequence[str]) -> dict[str, str]:
+    """Return what this run says of each peer: where it is timed, or that it is absent or not compared."""
+    said = {}
+    for peer, timed_by in PEERS.items():
+        timing = [name for name in timed_by.get(device, ()) if name in names]
+        if (found := installed(peer)) is None:
+            said[peer] = "absent: not installed here, so nothing is compared with it"
+        elif timing:
+            said[peer] = f"{found}, timed in {', '.join(timing)}"
+        else:
+            said[peer] = f"{found} is installed, but no benchmark of this run times it"
+    return said
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -147,9 +164,10 @@ def git(*arguments: str) -> str:
 def render(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     about = report["about"]
-    facts = [f"| {name} | {value} |" for name, value in about.items() if name != "versions"]
+    facts = [f"| {name} | {value} |" for name, value in about.items() if name not in ("versions", "peers")]
     facts += [f"| {name} | {value} |" for name, value in about["versions"].items()]
     lines = [f"# Benchmarks on {about.get('gpu', about['processor'])}", "", "| | |", "|---|---|", *facts]
+    lines += ["", "## Peers", "", *(f"- {name}: {said}" for name, said in about.get("peers", {}).items())]
     for each in report["runs"]:
         failed = f" **It failed with status {each['status']}.**" if each["status"] else ""
         lines += ["", f"## {each['name']}", "", f"`{each['command']}`, {each['seconds']} s.{failed}", ""]

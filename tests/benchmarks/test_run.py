@@ -26,6 +26,18 @@ def test_the_report_has_outputs_failures_and_facts(tmp_path: Path, monkeypatch: 
     assert "## works" in page and "It failed with status 1" in page and f"| commit | {about['commit']} |" in page
 
 
+def test_an_absent_peer_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"transformers": "5.0", "kvpress": "0.4"}
+    monkeypatch.setattr(run, "installed", found.get)
+    monkeypatch.setitem(run.BENCHMARKS, "cpu", {"engine": WORKS, "other": WORKS})
+    assert run.main(["cpu", "--only", "other", "--output", str(tmp_path / "report")]) == 0
+    peers = json.loads((tmp_path / "report.json").read_text())["about"]["peers"]
+    assert peers["vllm"].startswith("absent: not installed here")
+    assert peers["transformers"] == "5.0 is installed, but no benchmark of this run times it"
+    assert f"- vllm: {peers['vllm']}" in (tmp_path / "report.md").read_text()
+    assert run.peers("cpu", ["engine"])["transformers"] == "5.0, timed in engine"
+
+
 def test_tables_stay_tables() -> None:
     rows = ["| a | b |", "|---|---|", "| 1 | 2 |"]
     each = {"name": "x", "command": "python -m x", "status": 0, "seconds": 1.0, "output": rows, "samples": []}
