@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,3 +111,28 @@ def test_an_installation_compiles_where_a_driver_sees_a_gpu(
         for variables in ({"FAKE_FAILS": ".cu "}, {"CUDACXX": "true"}, {"CUDACXX": str(useless)}):
             done = setup(checkout, nvcc, "build_ext", LD_LIBRARY_PATH=str(tmp_path), **variables)
             assert done.returncode == 0 and "the CUDA kernels were not built. Reason:" in done.stderr, done.stderr
+
+
+def test_a_wheel_made_without_a_compiler_runs_the_example_of_the_readme(checkout: Path, tmp_path: Path) -> None:
+    shutil.rmtree(checkout / "build", ignore_errors=True)
+    bare = {"HOME": str(tmp_path), "PATH": str(tmp_path / "nothing"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=checkout, env=bare, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*pip, str(wheel)], env=bare, check=True, timeout=300)
+    assert not list(site.rglob("libvllm_blend*.so"))
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [(code, printed)] = re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", text, re.DOTALL)
+    code = f"import sys; sys.path.insert(0, {str(site)!r})\nimport vllm_blend; print(vllm_blend.__file__)\n{code}"
+    (tmp_path / "inputs").symlink_to(ROOT / "inputs")
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=bare, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    home, *lines = run.stdout.splitlines()
+    assert home == str(site / "vllm_blend" / "__init__.py") and "plain torch runs" in run.stderr
+    assert [line.strip() for line in lines] == [line.strip() for line in printed.splitlines()]
