@@ -31,6 +31,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.quality.splits import DEVELOPMENT
 
 BASELINE = "first_tokens"
+WHOLE_BUDGET = "relevant_passages(spend=budget)"  # as many tokens as the baseline computes, whatever is asked
 WARM_UP = 3  # turns that are not counted: they store the chunks and capture graphs
 PREFIX_TOKENS = 32
 
@@ -82,8 +83,8 @@ def ways(prompt: dict[str, Any], ratio: float, seed: int) -> dict[str, dict[str,
     return {
         BASELINE: asked | {"blend_selector": BASELINE},
         f"{BASELINE} + mean_shift": asked | {"blend_selector": f"{BASELINE}+mean_shift"},
-        "relevant_passages, by words": asked | {"blend_selector": "relevant_passages"},
-        "relevant_passages, scores given": asked | {"blend_selector": "relevant_passages", "relevance": scores},
+        "relevant_passages, by words": asked | {"blend_selector": WHOLE_BUDGET},
+        "relevant_passages, scores given": asked | {"blend_selector": WHOLE_BUDGET, "relevance": scores},
     }
 
 

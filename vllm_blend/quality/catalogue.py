@@ -14,6 +14,7 @@ from typing import Any
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
 from vllm_blend.blend.selectors import AUTO, BEST, SELECTORS
 from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
+from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
 from vllm_blend.quality.arrangements import nearest_passage, relevant_first, with_pages
 from vllm_blend.quality.oracles import (
     gold_relevance,
@@ -152,6 +153,12 @@ ORACLES = [
         paper="the same, and the other tokens of their chunks move as AgentKVShift says",
         rank=rank_gold_passages,
         levers="+mean_shift",
+    ),
+    Setting(
+        "oracle: gold passages, others damped",
+        paper="the same, and the keys of passages of which nothing is computed are damped as by the rule",
+        rank=rank_gold_passages,
+        damping=RelevantPassages().damping,
     ),
     Setting(
         "oracle: gold passages, then true attention",

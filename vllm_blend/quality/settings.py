@@ -19,7 +19,7 @@ from vllm_blend.quality.session import Session
 Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
 # Returns positions of the prompt as the arrangement left it ([n] int64), those first that are to be computed first.
 Rank = Callable[[Session, Sample, ChunkedPrompt], torch.Tensor]
-RunKey = tuple[str, str, Arrange | None, Rank | None, str]
+RunKey = tuple[str, str, Arrange | None, Rank | None, str, float]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Setting:
     setting is run at those of the sweep's ratios that are in `ratios` (None: all).
 
     An oracle has a `rank`, which knows the answer and names the very tokens that are computed, as far as the ratio's
-    budget goes, and perhaps `levers` on that choice ("+mean_shift")."""
+    budget goes, and perhaps `levers` on that choice ("+mean_shift"), and a `damping` of passages of which it computes
+    nothing."""
 
     name: str
     prompt: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Setting:
     ratios: tuple[float, ...] | None = None
     rank: Rank | None = None
     levers: str = ""
+    damping: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Run:
     @property
     def key(self) -> RunKey:
         """Return a key that is equal for runs that compute the same: they are measured once."""
-        return self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange, self.rank, self.levers
+        asked = self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange
+        return *asked, self.rank, self.levers, self.damping
 
     @property
     def rank(self) -> Rank | None:
@@ -82,6 +85,11 @@ class Run:
     def levers(self) -> str:
         """Return the levers on what `rank` names."""
         return self.setting.levers if self.rank is not None else ""
+
+    @property
+    def damping(self) -> float:
+        """Return the damping of passages of which `rank` names nothing."""
+        return self.setting.damping if self.rank is not None else 1.0
 
 
 PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))

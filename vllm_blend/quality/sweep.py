@@ -104,7 +104,7 @@ def blended_answers(session: Session, questions: Questions, samples: Sequence[Sa
     if run.rank is None:
         return session.answer(prompts, questions.style.max_tokens)
     rankings = [run.rank(session, sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)]
-    with given_tokens(rankings, run.levers) as selectors:
+    with given_tokens(rankings, run.levers, run.damping) as selectors:
         ranked = [p | {"blend_selector": selector} for p, selector in zip(prompts, selectors, strict=True)]
         return session.answer(ranked, questions.style.max_tokens)
 
