@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_blend.ray.routing import choose_replica
+from vllm_blend.ray.routing import ScoreTable, choose_replica, load_bound
 
 NAMES = st.text("abcdef0123", min_size=1, max_size=6)
 CHUNKS = st.dictionaries(NAMES, st.integers(1, 2000), min_size=1, max_size=6)
@@ -71,3 +72,45 @@ def test_what_is_out_of_range_is_refused() -> None:
         choose_replica({"a": 1}, {"r": 0}, -1)
     with pytest.raises(ValueError, match="has 0 tokens"):
         choose_replica({"a": 0}, {"r": 0})
+
+
+@given(CHUNKS, REPLICAS, st.lists(st.integers(0, 50), min_size=9, max_size=9), st.floats(0, 4))
+def test_the_table_chooses_the_same(
+    chunks: dict[str, int], replicas: list[str], numbers: list[int], epsilon: float
+) -> None:
+    """It also orders all others: those below the bound first, whatever is remembered from before."""
+    loads = dict(zip(replicas, numbers, strict=False))
+    table = ScoreTable(replicas)
+    array = np.array([loads[name] for name in table.replicas])
+    for asked in (chunks, dict(list(chunks.items())[:1]), chunks):
+        chosen = choose_replica(asked, loads, epsilon)
+        order = [table.replicas[number] for number in table.choose(asked, array, epsilon)]
+        assert order[0] == table.replicas[table.first(asked, array, epsilon)] == chosen
+        assert sorted(order) == sorted(replicas)
+        bound = load_bound(loads, epsilon)
+        are_free = [loads[name] < bound for name in order]
+        assert are_free == sorted(are_free, reverse=True)
+
+
+def test_the_table_sends_a_request_without_chunks_to_the_least_loaded() -> None:
+    table = ScoreTable(["b", "a", "c"])
+    loads = np.array([2, 1, 1])
+    assert table.first({}, loads) == 1
+    assert table.choose({}, loads) == (1, 2, 0)
+
+
+def test_the_table_forgets_what_it_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_blend.ray.routing.TABLE_BYTES", 0)
+    table = ScoreTable(["a", "b", "c"])
+    chosen = [table.first({str(number): 1}, np.zeros(3, int)) for number in range(200)]
+    assert len(table._logs) == 64
+    assert chosen == [table.first({str(number): 1}, np.zeros(3, int)) for number in range(200)]
+
+
+def test_the_table_refuses_what_is_out_of_range() -> None:
+    with pytest.raises(ValueError, match="no replica"):
+        ScoreTable([])
+    with pytest.raises(ValueError, match="epsilon=-1"):
+        ScoreTable(["a"]).choose({"c": 1}, np.zeros(1, int), -1)
+    with pytest.raises(ValueError, match="has 0 tokens"):
+        ScoreTable(["a"]).first({"c": 0}, np.zeros(1, int))

@@ -7,15 +7,22 @@ comes or goes changes no other replica's score: only requests that go to it, or 
 
 A replica is passed over if the request would lift its load above (1 + epsilon) times the mean (consistent hashing with
 bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018).
+
+`choose_replica` says what is chosen; `ScoreTable` chooses the same and remembers scores, which many requests need.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
 
 DEFAULT_EPSILON = 0.25
+TABLE_BYTES = 64 << 20  # of the scores that a table remembers
 
 
 def choose_replica(chunk_tokens: Mapping[str, int], loads: Mapping[str, int], epsilon: float = DEFAULT_EPSILON) -> str:
@@ -28,11 +35,69 @@ def choose_replica(chunk_tokens: Mapping[str, int], loads: Mapping[str, int], ep
     bound = load_bound(loads, epsilon)
     if not chunk_tokens:
         return min(loads, key=lambda replica: (loads[replica], replica))
-    for chunk, tokens in chunk_tokens.items():
-        if tokens < 1:
-            raise ValueError(f"chunk {chunk!r} has {tokens} tokens: it must have at least 1")
+    _check_tokens(chunk_tokens)
     free = (replica for replica, load in loads.items() if load < bound)
     return max(free, key=lambda replica: (_score(chunk_tokens, replica), replica))
+
+
+class ScoreTable:
+    """The scores of a fixed set of replicas for the chunks that were asked for lately.
+
+    A thousand replicas take a thousand hashes for a chunk that is new, and one pass over an array for one that is
+    remembered.
+    """
+
+    def __init__(self, replicas: Sequence[str]) -> None:
+        """Raises ValueError if there is no replica."""
+        if not replicas:
+            raise ValueError("there is no replica to choose from: start one, or wait until one is ready")
+        self.replicas = tuple(sorted(replicas))
+        self._max_chunks = max(64, TABLE_BYTES // (8 * len(replicas)))
+        self._logs: OrderedDict[str, np.ndarray] = OrderedDict()  # by chunk, of the numbers of `_uniform`
+
+    def choose(
+        self, chunk_tokens: Mapping[str, int], loads: np.ndarray, epsilon: float = DEFAULT_EPSILON
+    ) -> tuple[int, ...]:
+        """Return the numbers of the replicas in the order in which they should be asked to take a request: first that
+        of `choose_replica`, then the others below the load's bound by their scores, then all others by their loads.
+
+        `loads` are in the order of `replicas`. Raises the errors of `choose_replica`.
+        """
+        order = np.argsort(loads, kind="stable")
+        bound = load_bound_of(int(loads.sum()), len(loads), epsilon)
+        if chunk_tokens:
+            scores = self.scores(chunk_tokens)
+            scores[loads >= bound] = -1.0
+            by_score = np.argsort(scores, kind="stable")[::-1]  # of equal ones, the last name first
+            free = by_score[: int((scores >= 0).sum())]
+            order = np.concatenate([free, order[loads[order] >= bound]])
+        return tuple(map(int, order))
+
+    def first(self, chunk_tokens: Mapping[str, int], loads: np.ndarray, epsilon: float = DEFAULT_EPSILON) -> int:
+        """Return the first of `choose`, without putting the others in order."""
+        if not chunk_tokens:
+            return int(np.argmin(loads))
+        scores = self.scores(chunk_tokens)
+        scores[loads >= load_bound_of(int(loads.sum()), len(loads), epsilon)] = -1.0
+        return len(scores) - 1 - int(np.argmax(scores[::-1]))
+
+    def scores(self, chunk_tokens: Mapping[str, int]) -> np.ndarray:
+        """Return the score of each replica for a request with chunks, in an array of its own."""
+        _check_tokens(chunk_tokens)
+        logs = np.stack([self._logs_of(chunk) for chunk in chunk_tokens])
+        scores: np.ndarray = (np.array([*chunk_tokens.values()], dtype=np.float64)[:, None] / -logs).max(0)
+        return scores
+
+    def _logs_of(self, chunk: str) -> np.ndarray:
+        logs = self._logs.get(chunk)
+        if logs is None:
+            logs = np.array([math.log(_uniform(chunk, replica)) for replica in self.replicas])
+            self._logs[chunk] = logs
+            if len(self._logs) > self._max_chunks:
+                self._logs.popitem(last=False)
+        else:
+            self._logs.move_to_end(chunk)
+        return logs
 
 
 def load_bound(loads: Mapping[str, int], epsilon: float = DEFAULT_EPSILON) -> int:
@@ -40,9 +105,20 @@ def load_bound(loads: Mapping[str, int], epsilon: float = DEFAULT_EPSILON) -> in
     replica is below it. Raises ValueError if there is no replica, or for an epsilon below 0."""
     if not loads:
         raise ValueError("there is no replica to choose from: start one, or wait until one is ready")
+    return load_bound_of(sum(loads.values()), len(loads), epsilon)
+
+
+def load_bound_of(total: int, num_replicas: int, epsilon: float) -> int:
+    """Return the bound of `load_bound` for replicas that run or queue `total` requests together."""
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon={epsilon} must be a finite number of at least 0")
-    return math.ceil((1 + epsilon) * (sum(loads.values()) + 1) / len(loads))
+    return math.ceil((1 + epsilon) * (total + 1) / num_replicas)
+
+
+def _check_tokens(chunk_tokens: Mapping[str, int]) -> None:
+    for chunk, tokens in chunk_tokens.items():
+        if tokens < 1:
+            raise ValueError(f"chunk {chunk!r} has {tokens} tokens: it must have at least 1")
 
 
 def _score(chunk_tokens: Mapping[str, int], replica: str) -> float:
@@ -51,6 +127,10 @@ def _score(chunk_tokens: Mapping[str, int], replica: str) -> float:
 
 def _uniform(chunk: str, replica: str) -> float:
     """Return a number between 0 and 1, both excluded, that follows from the two names."""
-    key = hashlib.blake2b(replica.encode(), digest_size=32).digest()
-    digest = hashlib.blake2b(chunk.encode(), digest_size=8, key=key).digest()
+    digest = hashlib.blake2b(chunk.encode(), digest_size=8, key=_key(replica)).digest()
     return ((int.from_bytes(digest) >> 12) + 0.5) / 2**52
+
+
+@lru_cache(maxsize=16384)
+def _key(replica: str) -> bytes:
+    return hashlib.blake2b(replica.encode(), digest_size=32).digest()
