@@ -40,7 +40,7 @@ _OF_RAY = {
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "a proxy in front of Ray Serve"),
     "root_path": "route_prefix in the YAML, or serve.run(route_prefix=...)",
 }
-_FILES = ("tokenizer", "api_keys", "chunk_store_path", "chat_template")  # options that may name a file
+_FILES = ("tokenizer", "api_keys", "chat_template")  # options that may name a file, or hold something else
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
     for name in _FILES:
         if isinstance(values.get(name), str) and _is_path(values[name]):
             values[name] = str(Path(values[name]).absolute())
+    if isinstance(values.get("chunk_store_path"), str):
+        values["chunk_store_path"] = str(Path(values["chunk_store_path"]).absolute())
     engine = EngineArgs(**DEFAULTS | {name: value for name, value in values.items() if name in OPTIONS})
     server = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
     ray = RayOptions(**{name: value for name, value in values.items() if name in RAY_OPTIONS})

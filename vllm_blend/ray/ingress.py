@@ -157,8 +157,8 @@ def _last_event(path: str) -> str:
 def make_ingress_app(
     get_handle: Callable[[], DeploymentHandle], max_body_size: int, retries: int, is_only: bool
 ) -> ASGIApp:
-    """Return the ingress's application. Its limit on bodies, its request ids and its errors are the server's own: what a
-    `Forwarder` raises before an answer has begun becomes an answer. Keys are the replicas' affair."""
+    """Return the ingress's application. Its limit on bodies, its request ids and its errors are those of the server:
+    what a `Forwarder` raises before an answer has begun becomes an answer. Keys are the replicas' affair."""
     return RequestContext(
         Forwarder(get_handle, retries, is_only),
         tenants=Tenants(),

@@ -1,0 +1,79 @@
+"""The options of an application on Ray: read as `vllm-blend serve` reads them, and refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.checkout import ROOT
+from vllm_blend.ray.app import read_options
+
+MODEL = str(ROOT / "inputs" / "demo-model-reuse")
+
+
+def test_options_go_to_their_groups() -> None:
+    config = read_options({"model": MODEL, "max-num-seqs": 4, "api_key": ["k"], "replicas": 2, "epsilon": 0.5})
+    assert config.engine.max_num_seqs == 4 and config.engine.enable_blending
+    assert config.server.api_key == ["k"]
+    assert (config.ray.replicas, config.ray.epsilon, config.ray.most_replicas) == (2, 0.5, 2)
+    assert config.server.served_model_name == [MODEL]
+
+
+def test_text_is_read_by_the_options_types() -> None:
+    given = {"model": MODEL, "replicas": "2", "enable_blending": "false", "num_gpus": "0.5", "routing": "least_loaded"}
+    config = read_options(given | {"resources": "{slot: 1}", "max_replicas": "null"})
+    assert (config.ray.replicas, config.ray.num_gpus, config.ray.resources) == (2, 0.5, {"slot": 1})
+    assert config.ray.routing == "least_loaded" and config.ray.max_replicas is None
+    assert not config.engine.enable_blending
+
+
+def test_files_are_found_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("tenant key\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(MODEL)
+    config = read_options({"model": "model", "api_keys": "keys.txt", "chat_template": "{{ messages }}"})
+    assert config.engine.model == MODEL
+    assert config.server.served_model_name == ["model"]  # as clients know it
+    assert config.server.api_keys == str(tmp_path / "keys.txt")
+    assert config.server.chat_template == "{{ messages }}"
+
+
+def test_a_store_that_is_not_there_yet_has_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_options({"model": MODEL, "chunk_store_path": "store"}).engine.chunk_store_path == str(
+        tmp_path / "store"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "there is no model"),
+        ({"model": MODEL, "port": 8000}, "port is an option of `vllm-blend serve` alone; with Ray Serve: http_options"),
+        ({"model": MODEL, "replica": 2}, "unknown option replica: did you mean replicas?"),
+        ({"model": MODEL, "max_model_length": 9}, "unknown option max_model_length"),
+        ({"model": MODEL, "replicas": 0}, "replicas=0"),
+        ({"model": MODEL, "replicas": "two"}, "replicas"),
+        ({"model": MODEL, "replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than replicas=3"),
+        ({"model": MODEL, "target_requests": 4.0}, "target_requests is for autoscaling: give max_replicas"),
+        ({"model": MODEL, "routing": "random"}, "routing"),
+        ({"model": MODEL, "epsilon": -0.1}, "epsilon=-0.1"),
+        ({"model": MODEL, "max-num-seqs": 4, "max_num_seqs": 5}, "max_num_seqs is given twice"),
+        ({"model": MODEL, "resources": "{a"}, "resources='{a' cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        read_options(options)
+    assert message in str(raised.value)
+
+
+def test_the_example_is_read() -> None:
+    example = yaml.safe_load((ROOT / "configs" / "ray_serve.yaml").read_text())
+    [application] = example["applications"]
+    assert application["import_path"] == "vllm_blend.ray.app:build_app"
+    config = read_options(application["args"] | {"model": MODEL})
+    assert config.ray.replicas == 2 and config.engine.chunk_store_path
