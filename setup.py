@@ -317,6 +317,7 @@ setup(
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
         "finetune": ["peft"],
+        "ray": [*SERVER, "ray[serve,data]>=2.56,<2.61"],
         "otel": OTEL,
         "structured": ["llguidance>=1.9"],
         "dev": [

@@ -12,7 +12,8 @@ came from the store. The costs are assumptions, not measurements: they are flags
 with a store on a fast network by default.
 
 The policies: `affinity` is what the Ray router does (vllm_blend/ray/routing.py, the same code), with the requests that
-wait for their first token as loads; `affinity, all` counts those that are being answered as well. `two choices` takes
+wait for their first token as loads; `affinity, all` counts those that are being answered as well, and `rendezvous` goes
+by scores alone, without a memory of what was sent where. `two choices` takes
 the replica with fewer requests of two random ones, as Ray Serve does by itself, `least loaded` the one where the fewest
 wait, `round robin` the next. All see the same requests, and the true loads. The same seed gives the same numbers.
 """
@@ -32,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.run import describe
-from vllm_blend.ray.routing import DEFAULT_EPSILON, ScoreTable
+from vllm_blend.ray.routing import DEFAULT_EPSILON, Homes, ScoreTable
 
 WORKLOADS = ("independent", "topics")
 
@@ -53,8 +54,8 @@ class Settings:
     recomputed: float = 0.15  # the share of a reused passage that is computed
     loading: float = 25e-6  # of a token, from the store that all share
     answer: float = 2.0  # on average
-    requests_per_replica: int = 200
-    min_requests: int = 20_000
+    requests_per_replica: int = 100
+    min_requests: int = 10_000
     seed: int = 0
 
     @property
@@ -91,12 +92,30 @@ class Affinity:
     def __init__(
         self, num_replicas: int, tokens: int, epsilon: float = DEFAULT_EPSILON, counts_all: bool = False
     ) -> None:
-        self._table = ScoreTable([f"replica-{number:05d}" for number in range(num_replicas)])
+        self._homes = Homes()
+        self._names = self._homes.table(_names(num_replicas)).replicas
         self._tokens, self._epsilon, self._counts_all = tokens, epsilon, counts_all
 
     def __call__(self, passages: Sequence[int], loads: Loads) -> int:
         counted = loads.all if self._counts_all else loads.waiting
-        return self._table.first({f"passage-{each}": self._tokens for each in passages}, counted, self._epsilon)
+        chunks = {f"passage-{each}": self._tokens for each in passages}
+        chosen = self._homes.first(chunks, counted, self._epsilon)
+        self._homes.note(chunks, self._names[chosen])
+        return chosen
+
+
+def _names(num_replicas: int) -> list[str]:
+    return [f"replica-{number:05d}" for number in range(num_replicas)]
+
+
+class Rendezvous:
+    """As `Affinity`, but by the scores alone, without a memory of what was sent where."""
+
+    def __init__(self, num_replicas: int, tokens: int) -> None:
+        self._table, self._tokens = ScoreTable(_names(num_replicas)), tokens
+
+    def __call__(self, passages: Sequence[int], loads: Loads) -> int:
+        return self._table.first({f"passage-{each}": self._tokens for each in passages}, loads.waiting)
 
 
 class RoundRobin:
@@ -131,6 +150,7 @@ def policies(settings: Settings, num_replicas: int) -> dict[str, Policy]:
     return {
         "affinity": Affinity(num_replicas, settings.passage_tokens),
         "affinity, all": Affinity(num_replicas, settings.passage_tokens, counts_all=True),
+        "rendezvous": Rendezvous(num_replicas, settings.passage_tokens),
         "two choices": TwoChoices(settings.seed),
         "least loaded": LeastLoaded(settings.seed),
         "round robin": RoundRobin(),
@@ -280,7 +300,7 @@ def render(report: dict[str, Any], command: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 32, 128, 512, 1000])
+    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 1000])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
         "--epsilon", nargs="*", type=float, default=[0.1, 0.25, 0.5, 1.0, 4.0], help="bounds to compare"

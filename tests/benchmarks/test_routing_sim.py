@@ -14,6 +14,7 @@ from benchmarks.routing_sim import (
     Affinity,
     LeastLoaded,
     Loads,
+    Rendezvous,
     Replica,
     RoundRobin,
     Row,
@@ -90,6 +91,16 @@ def test_policies_choose_by_load() -> None:
     assert Affinity(4, 10, counts_all=True)([7], others) != home
 
 
+def test_affinity_remembers_where_passages_went() -> None:
+    """The second of two passages follows the first one, though its own home is another."""
+    affinity, rendezvous = Affinity(4, 10), Rendezvous(4, 10)
+    homes = {number: rendezvous([number], Loads.none(4)) for number in range(20)}
+    first, second = next((a, b) for a in homes for b in homes if homes[a] != homes[b])
+    together = affinity([first, second], Loads.none(4))
+    assert together == rendezvous([first, second], Loads.none(4))
+    assert affinity([first], Loads.none(4)) == affinity([second], Loads.none(4)) == together
+
+
 def test_two_choices_takes_the_less_loaded_of_two() -> None:
     """The most loaded of three is chosen only if both draws are it: in one of nine cases."""
     two, loads = TwoChoices(0), loads_of(0, 1, 2)
@@ -126,4 +137,4 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
     assert report["epsilons"][0]["policy"] == "affinity, epsilon 0.5"
     text = output.with_suffix(".md").read_text()
-    assert text.count("| topics | 2 |") == 6 and capsys.readouterr().out.count("| topics | 2 |") == 6
+    assert text.count("| topics | 2 |") == 7 and capsys.readouterr().out.count("| topics | 2 |") == 7

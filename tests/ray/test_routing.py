@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_blend.ray.routing import ScoreTable, choose_replica, load_bound
+from vllm_blend.ray.routing import Homes, ScoreTable, choose_replica, load_bound
 
 NAMES = st.text("abcdef0123", min_size=1, max_size=6)
 CHUNKS = st.dictionaries(NAMES, st.integers(1, 2000), min_size=1, max_size=6)
@@ -114,3 +114,52 @@ def test_the_table_refuses_what_is_out_of_range() -> None:
         ScoreTable(["a"]).choose({"c": 1}, np.zeros(1, int), -1)
     with pytest.raises(ValueError, match="has 0 tokens"):
         ScoreTable(["a"]).first({"c": 0}, np.zeros(1, int))
+
+
+@given(CHUNKS, REPLICAS, st.lists(st.integers(0, 50), min_size=9, max_size=9), st.floats(0, 4), st.data())
+def test_requests_go_below_the_bound_where_most_of_their_tokens_went(
+    chunks: dict[str, int], replicas: list[str], numbers: list[int], epsilon: float, data: st.DataObject
+) -> None:
+    loads = dict(zip(replicas, numbers, strict=False))
+    homes, held = Homes(), dict.fromkeys(replicas, 0)
+    for chunk, tokens in chunks.items():
+        if data.draw(st.booleans()):
+            home = data.draw(st.sampled_from(replicas))
+            homes.note({chunk: tokens}, home)
+            held[home] += tokens
+    order = homes.choose(chunks, loads, epsilon)
+    bound = load_bound(loads, epsilon)
+    free = [name for name in replicas if loads[name] < bound]
+    assert sorted(order) == sorted(replicas) and set(order[: len(free)]) == set(free)
+    assert held[order[0]] == max(held[name] for name in free)
+    table = homes.table(replicas)
+    assert order[0] == table.replicas[homes.first(chunks, np.array([loads[name] for name in table.replicas]), epsilon)]
+
+
+@given(CHUNKS, REPLICAS, st.lists(st.integers(0, 50), min_size=9, max_size=9))
+def test_what_is_not_remembered_goes_by_its_scores(
+    chunks: dict[str, int], replicas: list[str], numbers: list[int]
+) -> None:
+    loads = dict(zip(replicas, numbers, strict=False))
+    homes = Homes()
+    homes.note({"another chunk": 7}, replicas[0])
+    assert homes.choose(chunks, loads)[0] == choose_replica(chunks, loads)
+
+
+def test_what_went_to_a_replica_that_is_gone_is_sent_elsewhere() -> None:
+    homes, loads = Homes(), dict.fromkeys("abc", 0)
+    homes.note({"chunk": 5}, "b")
+    assert homes.choose({"chunk": 5}, loads)[0] == "b"
+    del loads["b"]
+    assert homes.choose({"chunk": 5}, loads)[0] == choose_replica({"chunk": 5}, loads)
+
+
+def test_homes_forget_what_was_named_longest_ago() -> None:
+    homes, loads = Homes(max_chunks=2), dict.fromkeys("abc", 0)
+    names = [f"chunk {number}" for number in range(50)]
+    kept = next(each for each in names if choose_replica({each: 1}, loads) != "a")
+    homes.note({kept: 1}, "a")
+    homes.note({"x": 1}, "a")
+    assert homes.choose({kept: 1}, loads)[0] == "a"
+    homes.note({"y": 1, "z": 1}, "a")
+    assert homes.choose({kept: 1}, loads)[0] != "a"

@@ -23,9 +23,11 @@ import yaml
 
 from vllm_blend.checks import closest, require
 from vllm_blend.devices import resolve_device
+from vllm_blend.engine.setup import resolve_max_model_len
 from vllm_blend.engine_args import OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.serve import DEFAULTS, SERVER_OPTIONS, explain_unknown
+from vllm_blend.models.loader import load_hf_config
 from vllm_blend.options import Option
 from vllm_blend.ray.options import RayOptions
 
@@ -98,6 +100,10 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
         given_options["replicas"] = replicas
     config = read_options(given_options)
     engine_config = config.engine.create_engine_config()  # what is wrong with it is said here, not by a worker
+    model = engine_config.model
+    if Path(model.model).is_dir():
+        hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
+        resolve_max_model_len(model, hf_config)
     try:
         from vllm_blend.ray.deployments import make_application
     except ModuleNotFoundError as error:

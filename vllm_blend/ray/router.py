@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
-import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from vllm_blend.ray.forwarding import RoutingKey
-from vllm_blend.ray.routing import DEFAULT_EPSILON, ScoreTable
+from vllm_blend.ray.routing import DEFAULT_EPSILON, Homes
 
 Policy = Literal["affinity", "least_loaded", "round_robin"]
 
 
 class PassageRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotations for mypy
-    """Chooses replicas by `ScoreTable`. A replica's load is the number of requests that this router has sent there and
+    """Chooses replicas by `Homes`. A replica's load is the number of requests that this router has sent there and
     that wait for the beginning of their answers: those that have begun hold up others by little.
 
     Each process that sends requests has a router of its own, so that the bound on loads holds for the requests of each.
@@ -25,7 +25,7 @@ class PassageRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotati
     def initialize_state(self, policy: Policy = "affinity", epsilon: float = DEFAULT_EPSILON) -> None:
         """Take the arguments that Ray Serve passes on from the deployment."""
         self._policy, self._epsilon = policy, epsilon
-        self._table: ScoreTable | None = None
+        self._homes = Homes()
         self._turns = itertools.count()
         self._sent: Counter[str] = Counter()  # to a replica that has not taken them yet
         self._taken: dict[str, tuple[str, RoutingKey]] = {}  # by the id of the request: the replica, and its key
@@ -39,16 +39,12 @@ class PassageRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotati
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # all replicas are in the list: wait before the next
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if self._table is None or set(self._table.replicas) != by_name.keys():
-            self._table = ScoreTable(list(by_name))
-        names = self._table.replicas
-        passages = _key_of(pending_request).passages if self._policy == "affinity" else {}
         if self._policy == "round_robin":
-            turn = next(self._turns)
-            order = [(turn + number) % len(names) for number in range(len(names))]
+            names, turn = sorted(by_name), next(self._turns)
+            order = [names[(turn + number) % len(names)] for number in range(len(names))]
         else:
-            order = [*self._table.choose(passages, self._loads(names), self._epsilon)]
-        return [[by_name[names[number]]] for number in order]
+            order = self._homes.choose(self._passages(pending_request), self._loads(by_name), self._epsilon)
+        return [[by_name[name]] for name in order]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Count a request that a replica has not taken yet."""
@@ -58,6 +54,7 @@ class PassageRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotati
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Count a request that a replica has taken."""
         self._forget_sent(replica_id.unique_id)
+        self._homes.note(self._passages(pending_request), replica_id.unique_id)
         self._taken[pending_request.metadata.internal_request_id] = (replica_id.unique_id, _key_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -77,9 +74,12 @@ class PassageRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotati
         if self._sent[name] <= 0:
             del self._sent[name]
 
-    def _loads(self, names: tuple[str, ...]) -> np.ndarray:
+    def _passages(self, request: PendingRequest | None) -> dict[str, int]:
+        return _key_of(request).passages if self._policy == "affinity" else {}
+
+    def _loads(self, names: Iterable[str]) -> dict[str, int]:
         loads = self._sent + Counter(name for name, key in self._taken.values() if not key.has_begun)
-        return np.array([loads[name] for name in names], dtype=np.int64)
+        return {name: loads[name] for name in names}
 
 
 def _key_of(request: PendingRequest | None) -> RoutingKey:

@@ -9,6 +9,11 @@ A replica is passed over if the request would lift its load above (1 + epsilon) 
 bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018).
 
 `choose_replica` says what is chosen; `ScoreTable` chooses the same and remembers scores, which many requests need.
+
+Passages of one topic have different homes, so by their scores alone requests for a topic are spread over several
+replicas. `Homes` therefore remembers where each chunk was sent last, and prefers the replica that should have most of a
+request's tokens in its memory; scores decide about what is not remembered. Routers that have seen different requests
+agree on the latter.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -98,6 +103,68 @@ class ScoreTable:
         else:
             self._logs.move_to_end(chunk)
         return logs
+
+
+class Homes:
+    """Where chunks were sent last, for the `max_chunks` that were named lately, above a `ScoreTable`. The replicas may
+    change; what was sent to one that is gone is sent elsewhere."""
+
+    def __init__(self, max_chunks: int = 1 << 18) -> None:
+        self._max_chunks = max_chunks
+        self._table: ScoreTable | None = None
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def table(self, replicas: Collection[str]) -> ScoreTable:
+        """Return the scores of these replicas. Raises ValueError if there is none."""
+        if self._table is None or set(self._table.replicas) != set(replicas):
+            self._table = ScoreTable([*replicas])
+            self._numbers = {name: number for number, name in enumerate(self._table.replicas)}
+        return self._table
+
+    def choose(
+        self,
+        chunk_tokens: Mapping[str, int],
+        loads: Mapping[str, int],
+        epsilon: float = DEFAULT_EPSILON,
+    ) -> list[str]:
+        """Return the replicas in the order in which they should be asked to take a request, as `ScoreTable.choose`
+        does: but first those below the bound that should have most of its tokens. Raises the errors of
+        `choose_replica`."""
+        table = self.table(loads)
+        array = np.array([loads[name] for name in table.replicas], dtype=np.int64)
+        order = np.array(table.choose(chunk_tokens, array, epsilon))
+        held = self.held(chunk_tokens)
+        held[array >= load_bound_of(int(array.sum()), len(array), epsilon)] = -1.0
+        if chunk_tokens:
+            order = order[np.argsort(-held[order], kind="stable")]
+        return [table.replicas[number] for number in order]
+
+    def first(self, chunk_tokens: Mapping[str, int], loads: np.ndarray, epsilon: float = DEFAULT_EPSILON) -> int:
+        """Return the number of the first of `choose`; `loads` are in the order of the table's replicas."""
+        assert self._table is not None
+        if not chunk_tokens:
+            return self._table.first(chunk_tokens, loads, epsilon)
+        held, scores = self.held(chunk_tokens), self._table.scores(chunk_tokens)
+        free = loads < load_bound_of(int(loads.sum()), len(loads), epsilon)
+        best = np.flatnonzero(free & (held == held[free].max()))
+        return int(best[len(best) - 1 - np.argmax(scores[best][::-1])])
+
+    def held(self, chunk_tokens: Mapping[str, int]) -> np.ndarray:
+        """Return for each replica of the table how many tokens of a request were sent there last."""
+        held = np.zeros(len(self._numbers))
+        for chunk, tokens in chunk_tokens.items():
+            number = self._numbers.get(self._homes.get(chunk, ""))
+            if number is not None:
+                held[number] += tokens
+        return held
+
+    def note(self, chunk_tokens: Mapping[str, int], replica: str) -> None:
+        """Remember that a replica takes a request."""
+        for chunk in chunk_tokens:
+            self._homes[chunk] = replica
+            self._homes.move_to_end(chunk)
+        while len(self._homes) > self._max_chunks:
+            self._homes.popitem(last=False)
 
 
 def load_bound(loads: Mapping[str, int], epsilon: float = DEFAULT_EPSILON) -> int:
