@@ -42,6 +42,7 @@ from vllm_blend.quality.splits import DEVELOPMENT
 REPLICA = "x-vllm-blend-replica"
 PROCESS = "ray::ServeReplica:default:vllm-blend-engine"
 KV_BYTES_PER_TOKEN = 12288  # of the demo model in float32
+READ_SECONDS = 600.0  # without a byte of an answer, until a request counts as failed
 NEW_ANSWERS = 20  # by the new replica, when a run with a kill may end
 KILL_TIMES = 6  # times --requests, when it ends in any case
 CLEAN = ("engine_unavailable", "shutting_down")  # codes of errors that say what happened
@@ -150,7 +151,7 @@ async def run_requests(
     """Send requests, `--clients` at a time, until there are enough answers; return these in the order in which they
     ended. `on_third` is called when a third of `--requests` have been sent."""
     rng, answers, left = Random(seed), list[Answer](), iter(enumerate(drawn))
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_SECONDS)
 
     async with aiohttp.ClientSession(f"http://127.0.0.1:{args.port}", timeout=timeout) as client:
 
@@ -203,7 +204,7 @@ def summary(workload: str, routing: str, answers: Sequence[Answer], args: argpar
         "workload": workload,
         "routing": routing,
         "requests": len(counted),
-        "errors": sum(answer.error is not None for answer in answers),
+        "errors": [answer.error for answer in answers if answer.error is not None],
         "tiers": {name: round(count / named, 4) for name, count in sorted(tiers.items()) if count},
         "first_token_ms": {
             "p50": round(float(np.percentile(times, 50)), 1),
@@ -391,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     args.output.with_suffix(".md").write_text(render(report), encoding="utf-8")
     print(HEAD, *(line(row) for row in report["rows"]), sep="\n")
-    bad = kill["outcome"].get("other error", 0) + sum(row["errors"] for row in rows)
+    bad = kill["outcome"].get("other error", 0) + sum(len(row["errors"]) for row in rows)
     return int(bad > 0 or store["found"] < store["passages"] or kill["seconds_to_new_replica"] is None)
 
 

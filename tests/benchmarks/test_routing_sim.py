@@ -131,6 +131,7 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["policy"] for row in report["rows"]] == [
         "affinity",
         "affinity, all",
+        "rendezvous",
         "two choices",
         "least loaded",
         "round robin",
