@@ -117,7 +117,9 @@ async def ask(
         "stream_options": {"include_usage": True},
     }
     begun, sent = time.perf_counter(), time.monotonic()
-    first, usage, replica, tokens = None, {}, "", 0
+    first: float | None = None
+    usage: dict[str, Any] = {}
+    replica = ""
     error = code = None
     try:
         async with client.post("/v1/completions", json=body) as response:
@@ -272,7 +274,8 @@ def look_into_store(args: argparse.Namespace, workload: Workload, store: str, pa
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     found = 0
     for number in sorted(passages):
-        [output] = llm.generate([workload.prompt([number], Random(0))], params, use_tqdm=False)  # type: ignore[list-item]
+        prompt: Any = workload.prompt([number], Random(0))
+        [output] = llm.generate([prompt], params, use_tqdm=False)
         encoded = 0 if output.blend is None else output.blend.num_encoded_tokens
         found += encoded == 0
     return {"passages": len(passages), "found": found}
@@ -379,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve.shutdown()
         ray.shutdown()
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "port")}
-    report = {
+    report: dict[str, Any] = {
         "command": "python -m benchmarks.ray_routing",
         "about": about,
         "settings": settings,

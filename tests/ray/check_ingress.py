@@ -66,7 +66,7 @@ def body(text: str, more: bool = False) -> Message:
 
 
 def client_of(handle: Handle, is_only: bool = False, max_body_size: int = 1000) -> TestClient:
-    return TestClient(make_ingress_app(lambda: handle, max_body_size, retries=1, is_only=is_only))  # type: ignore[arg-type]
+    return TestClient(make_ingress_app(lambda: handle, max_body_size, retries=1, is_only=is_only))
 
 
 CHUNKED = {"prompt": {"chunks": ["A passage of some length."], "suffix": "?"}}
@@ -149,7 +149,7 @@ def test_health_is_503_while_no_replica_is_there(monkeypatch: pytest.MonkeyPatch
 
 def test_a_client_that_leaves_cancels_the_stream() -> None:
     handle = Handle([start(EVENTS), 5.0])
-    app: Callable[..., Any] = make_ingress_app(lambda: handle, 1000, 1, False)  # type: ignore[arg-type, return-value]
+    app: Callable[..., Any] = make_ingress_app(lambda: handle, 1000, 1, False)
     request = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
     async def run() -> None:

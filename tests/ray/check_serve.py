@@ -170,9 +170,9 @@ def answers(pid: int) -> bool:
     engine = next(
         int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()
     )
-    used = [_ticks(engine), time.sleep(0.5), _ticks(engine)]
-    assert isinstance(used[0], int) and isinstance(used[2], int)
-    return used[2] - used[0] > 5
+    before = _ticks(engine)
+    time.sleep(0.5)
+    return _ticks(engine) - before > 5
 
 
 def _ticks(pid: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from tests.checkout import ROOT
 from vllm_blend.ray.app import read_options
+from vllm_blend.ray.options import RayOptions
 
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
 
@@ -77,3 +79,14 @@ def test_the_example_is_read() -> None:
     assert application["import_path"] == "vllm_blend.ray.app:build_app"
     config = read_options(application["args"] | {"model": MODEL})
     assert config.ray.replicas == 2 and config.engine.chunk_store_path
+
+
+def test_the_page_has_every_option() -> None:
+    text = (ROOT / "docs" / "ray.md").read_text()
+    table = {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert {option.name for option in RayOptions.options()} == table

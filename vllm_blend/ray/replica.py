@@ -58,5 +58,5 @@ class Replica:
         if hasattr(self, "_app"):
             self._app.state.server.close()
             self._engine.shutdown()
-        if getattr(self, "_tracing", None) is not None:
-            self._tracing.close()
+            if self._tracing is not None:
+                self._tracing.close()
