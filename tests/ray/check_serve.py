@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -145,10 +146,12 @@ def test_a_killed_replica_costs_its_streams_only(client: httpx.Client) -> None:
     while len(set(replicas()) - {*before}) < 1 and time.monotonic() < deadline:
         time.sleep(1)
     names: set[str] = set()
+    fresh = itertools.count()  # passages that no replica has seen, half of which belong to the new one
     while len(names) < 2 and time.monotonic() < deadline:
         found = [client.post("/v1/completions", json=chunked(passage)) for passage in PASSAGES]
         assert all(each.status_code == 200 for each in found)
         assert all(each.json()["usage"]["prompt_tokens_details"]["stored_tokens"] == 0 for each in found)
+        found += [client.post("/v1/completions", json=chunked(f"Fresh passage {next(fresh)}. " * 4)) for _ in range(4)]
         names = {each.headers["x-vllm-blend-replica"] for each in found}
     assert len(names) == 2
 

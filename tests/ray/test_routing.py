@@ -122,6 +122,7 @@ def test_requests_go_below_the_bound_where_most_of_their_tokens_went(
 ) -> None:
     loads = dict(zip(replicas, numbers, strict=False))
     homes, held = Homes(), dict.fromkeys(replicas, 0)
+    homes.table(replicas)
     for chunk, tokens in chunks.items():
         if data.draw(st.booleans()):
             home = data.draw(st.sampled_from(replicas))
@@ -148,14 +149,32 @@ def test_what_is_not_remembered_goes_by_its_scores(
 
 def test_what_went_to_a_replica_that_is_gone_is_sent_elsewhere() -> None:
     homes, loads = Homes(), dict.fromkeys("abc", 0)
+    homes.table(loads)
     homes.note({"chunk": 5}, "b")
     assert homes.choose({"chunk": 5}, loads)[0] == "b"
     del loads["b"]
     assert homes.choose({"chunk": 5}, loads)[0] == choose_replica({"chunk": 5}, loads)
 
 
+def test_a_replica_that_comes_gets_its_share_of_what_is_remembered() -> None:
+    """Once it has been sent there, it stays; what belongs to others has not moved."""
+    homes, loads = Homes(), dict.fromkeys("abc", 0)
+    names = [f"chunk {number}" for number in range(60)]
+    homes.table(loads)
+    for name in names:
+        homes.note({name: 1}, "a")
+    loads["d"] = 0
+    own = {name for name in names if choose_replica({name: 1}, loads) == "d"}
+    went = {name: homes.choose({name: 1}, loads)[0] for name in names}
+    assert own and went == {name: "d" if name in own else "a" for name in names}
+    for name in names:
+        homes.note({name: 1}, "b")
+    assert {homes.choose({name: 1}, loads)[0] for name in names} == {"b"}
+
+
 def test_homes_forget_what_was_named_longest_ago() -> None:
     homes, loads = Homes(max_chunks=2), dict.fromkeys("abc", 0)
+    homes.table(loads)
     names = [f"chunk {number}" for number in range(50)]
     kept = next(each for each in names if choose_replica({each: 1}, loads) != "a")
     homes.note({kept: 1}, "a")

@@ -106,18 +106,25 @@ class ScoreTable:
 
 
 class Homes:
-    """Where chunks were sent last, for the `max_chunks` that were named lately, above a `ScoreTable`. The replicas may
-    change; what was sent to one that is gone is sent elsewhere."""
+    """Where chunks were sent last, for the `max_chunks` that were named lately, above a `ScoreTable`.
+
+    The replicas may change: what was sent to one that is gone is sent elsewhere, and one that comes gets its share, the
+    chunks whose best score is its own.
+    """
 
     def __init__(self, max_chunks: int = 1 << 18) -> None:
         self._max_chunks = max_chunks
         self._table: ScoreTable | None = None
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._homes: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the replica, and `_changes` at that time
+        self._changes = 0  # of the replicas
+        self._came: dict[str, int] = {}  # by replica, the change with which it came
 
     def table(self, replicas: Collection[str]) -> ScoreTable:
         """Return the scores of these replicas. Raises ValueError if there is none."""
         if self._table is None or set(self._table.replicas) != set(replicas):
             self._table = ScoreTable([*replicas])
+            self._changes += 1
+            self._came = {name: self._came.get(name, self._changes) for name in self._table.replicas}
             self._numbers = {name: number for number, name in enumerate(self._table.replicas)}
         return self._table
 
@@ -153,15 +160,21 @@ class Homes:
         """Return for each replica of the table how many tokens of a request were sent there last."""
         held = np.zeros(len(self._numbers))
         for chunk, tokens in chunk_tokens.items():
-            number = self._numbers.get(self._homes.get(chunk, ""))
-            if number is not None:
-                held[number] += tokens
+            home, change = self._homes.get(chunk, ("", 0))
+            if home in self._numbers and (change == self._changes or not self._belongs_to_newer(chunk, change)):
+                held[self._numbers[home]] += tokens
         return held
+
+    def _belongs_to_newer(self, chunk: str, change: int) -> bool:
+        """Return whether a chunk's best score is that of a replica that has come after a change."""
+        assert self._table is not None
+        best = self._table.replicas[int(self._table.scores({chunk: 1}).argmax())]
+        return self._came[best] > change
 
     def note(self, chunk_tokens: Mapping[str, int], replica: str) -> None:
         """Remember that a replica takes a request."""
         for chunk in chunk_tokens:
-            self._homes[chunk] = replica
+            self._homes[chunk] = (replica, self._changes)
             self._homes.move_to_end(chunk)
         while len(self._homes) > self._max_chunks:
             self._homes.popitem(last=False)
