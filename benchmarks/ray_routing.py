@@ -19,7 +19,9 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -383,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray.shutdown()
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "port")}
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.ray_routing",
+        "command": shlex.join(["python", "-m", "benchmarks.ray_routing", *(sys.argv[1:] if argv is None else argv)]),
         "about": about,
         "settings": settings,
         "rows": sorted(rows, key=lambda row: row["workload"]),
@@ -400,6 +402,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
     sys.exit(main())

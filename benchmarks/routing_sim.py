@@ -42,7 +42,7 @@ WORKLOADS = ("independent", "topics")
 class Settings:
     """What is simulated. Times are seconds, memory is counted in passages."""
 
-    corpus: int = 20_000
+    corpus: int = 8_000
     topic_passages: int = 32
     zipf: float = 1.0
     per_prompt: int = 8  # on average
@@ -54,8 +54,8 @@ class Settings:
     recomputed: float = 0.15  # the share of a reused passage that is computed
     loading: float = 25e-6  # of a token, from the store that all share
     answer: float = 2.0  # on average
-    requests_per_replica: int = 100
-    min_requests: int = 10_000
+    requests_per_replica: int = 20
+    min_requests: int = 8_000
     seed: int = 0
 
     @property
@@ -302,9 +302,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 1000])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument(
-        "--epsilon", nargs="*", type=float, default=[0.1, 0.25, 0.5, 1.0, 4.0], help="bounds to compare"
-    )
+    parser.add_argument("--epsilon", nargs="*", type=float, default=[0.25, 1.0, 4.0], help="bounds to compare")
     parser.add_argument("--epsilon-replicas", type=int, default=32, help="with so many replicas (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("results/routing_sim"), help="files without their suffix")
     for name, value in asdict(Settings()).items():

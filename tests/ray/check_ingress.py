@@ -76,7 +76,7 @@ def test_a_request_is_forwarded_with_its_passages() -> None:
     handle = Handle([start(), body("{}")])
     response = client_of(handle).post("/v1/completions?a=b", json=CHUNKED, headers={"X-Request-Id": "mine"})
     [(request, key)] = handle.seen
-    assert response.json() == {} and response.headers["x-request-id"] == "mine"
+    assert response.json() == {} and "x-request-id" not in response.headers  # Ray Serve adds it
     assert request.scope["query_string"] == b"a=b" and json.loads(request.body) == CHUNKED
     assert (b"x-request-id", b"mine") in request.scope["headers"]
     assert len(key.passages) == 1 and key.has_begun

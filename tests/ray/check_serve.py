@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_engine(client: httpx.Client) -> None:
     whole = client.post("/v1/completions", json=body)
     stream = client.post("/v1/completions", json=body | {"stream": True})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    [output] = LLM(MODEL, num_gpu_blocks_override=64).generate([prompt], params, use_tqdm=False)
+    [output] = LLM(MODEL, num_gpu_blocks_override=128).generate([prompt], params, use_tqdm=False)
     expected = output.outputs[0].text
     assert whole.json()["choices"][0]["text"] == expected
     assert stream.headers["content-type"].startswith("text/event-stream")

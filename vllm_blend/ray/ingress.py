@@ -159,13 +159,24 @@ def make_ingress_app(
 ) -> ASGIApp:
     """Return the ingress's application. Its limit on bodies, its request ids and its errors are those of the server:
     what a `Forwarder` raises before an answer has begun becomes an answer. Keys are the replicas' affair."""
-    return RequestContext(
+    app = RequestContext(
         Forwarder(get_handle, retries, is_only),
         tenants=Tenants(),
         max_body_size=max_body_size,
         logs_access=False,
         on_refused=lambda _: None,
     )
+
+    async def without_request_id(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without(message: Message) -> None:
+            if message["type"] == "http.response.start":  # Ray Serve's proxy adds the same one
+                kept = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
+                message = {**message, "headers": kept}
+            await send(message)
+
+        await app(scope, receive, send_without)
+
+    return without_request_id
 
 
 async def _read(receive: Receive) -> bytes:
