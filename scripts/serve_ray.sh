@@ -18,6 +18,6 @@ if ! "$PYTHON" -c 'import ray.serve' 2>/dev/null; then
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"  # Ray's workers import the package, too
 if (($#)); then
-  exec "$PYTHON" -m ray.serve.scripts run vllm_blend.ray.app:build_app "$@"
+  exec "$PYTHON" -m ray.serve.scripts run vllm_blend.ray.app:build "$@"
 fi
 exec "$PYTHON" -m ray.serve.scripts run "${CONFIG:-configs/ray_serve.yaml}"

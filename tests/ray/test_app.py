@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from tests.checkout import ROOT
-from vllm_blend.ray.app import read_options
+from vllm_blend.ray.app import build, read_options
 from vllm_blend.ray.options import RayOptions
 
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
@@ -76,7 +77,8 @@ def test_what_is_wrong_is_named(options: dict[str, Any], message: str) -> None:
 def test_the_example_is_read() -> None:
     example = yaml.safe_load((ROOT / "configs" / "ray_serve.yaml").read_text())
     [application] = example["applications"]
-    assert application["import_path"] == "vllm_blend.ray.app:build_app"
+    assert application["import_path"] == "vllm_blend.ray.app:build"
+    assert len(inspect.signature(build).parameters) == 1  # as Ray Serve demands
     config = read_options(application["args"] | {"model": MODEL})
     assert config.ray.replicas == 2 and config.engine.chunk_store_path
 

@@ -1,7 +1,7 @@
 """An application for Ray Serve: an ingress in front of replicas of the engine.
 
     serve run configs/ray_serve.yaml
-    serve run vllm_blend.ray.app:build_app model=inputs/demo-model-reuse replicas=2
+    serve run vllm_blend.ray.app:build model=inputs/demo-model-reuse replicas=2
 
     from ray import serve
     from vllm_blend.ray import build_app
@@ -89,7 +89,7 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
 
 
 def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
-    """Return the application, for `serve.run`, `serve run` and the `import_path` of a YAML file. `options` are those of
+    """Return the application, for `serve.run`; `build` is for YAML files and `serve run`. `options` are those of
     `read_options`; `replicas` may be among them.
 
     Raises ValueError or TypeError that names the option, and ImportError that says what to install.
@@ -118,6 +118,11 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
         on_gpus = resolve_device(config.engine.device).type == "cuda"
         gpus = float(engine_config.tensor_parallel_size if on_gpus else 0)
     return make_application(config.engine, config.server, replace(config.ray, num_gpus=gpus))
+
+
+def build(options: dict[str, Any]) -> Any:
+    """Return `build_app(options)`: a builder of Ray Serve has one parameter."""
+    return build_app(options)
 
 
 def _from_text(value: str, option: Option) -> Any:
