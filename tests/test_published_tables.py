@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Its tables of longer prompts have differences between runs, which stand in no single file.
-WITH_DIFFERENCES = {"selection.md"}
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in WITH_DIFFERENCES)]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?:\.\./)?benchmarks/results/([\w.]+)\.(?:md|json)\)")
 INTERVAL = re.compile(r"(\d+(?:\.\d+)?) \((-?\d+(?:\.\d+)?) to (-?\d+(?:\.\d+)?)\)")
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+(?![\w.])")
@@ -43,6 +41,15 @@ def sweep_rows(name: str) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in data["rows"]]
 
 
+def held_out_rows(name: str, rule: str, ratio: float | None) -> str:
+    """Return the rows of a rule at a ratio in the tables that `vllm_blend.quality.held_out` prints."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.md"
+    text = path.read_text(encoding="utf-8") if name.startswith("held_out") and path.is_file() else ""
+    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"(?m)^\|.*$", text)]
+    share = "" if ratio is None else f"{100 * ratio:g}%"
+    return "\n".join(" ".join(row) for row in rows if row[1] == rule and (ratio is None or row[2] == share))
+
+
 def rule_of(label: str) -> tuple[str, float | None]:
     """Return the rule and the ratio that the first cell of a row is about, as sweeps name them."""
     plain = re.sub(r"[*`]|\([^)]*\)", "", label).strip().removeprefix("blend, ")
@@ -63,7 +70,12 @@ def unsupported(linked: list[str], row: str) -> list[str]:
     triples = {
         tuple(f"{100 * r[key]:.1f}" for key in ("score", "score_low", "score_high")) for r in own if r.get("score_low")
     }
-    if not own:  # results of another kind, or a row that is no rule's: anywhere in what is linked
+    held_out = "\n".join(held_out_rows(each, name, ratio) for each in linked)
+    triples |= {tuple(f"{float(n):.1f}" for n in found) for found in INTERVAL.findall(held_out)}
+    figures |= set(re.findall(r"\d+(?:\.\d+)?", held_out))
+    if (
+        not own and not held_out.strip()
+    ):  # results of another kind, or a row that is no rule's: anywhere in what is linked
         results = [ROOT / "benchmarks" / "results" / f"{each}.md" for each in linked]
         text = "".join(path.read_text(encoding="utf-8") for path in results if path.is_file())
         figures = {number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
@@ -88,7 +100,7 @@ ALL = [table for page in PAGES for table in tables(page.name, page.read_text(enc
 
 def test_the_tables_of_quality_are_found() -> None:
     assert {"README.md", "quickstart.md", "finetune.md"} <= {page for page, _, _ in ALL}
-    [readme] = [rows for page, linked, rows in ALL if page == "README.md" and "quality" in linked]
+    [readme] = [rows for page, linked, rows in ALL if page == "README.md" and "held_out_test" in linked]
     assert len(readme) >= 4 and all(INTERVAL.search(row) for row in readme)
 
 
@@ -110,3 +122,16 @@ def test_every_figure_stands_in_the_linked_results(page: str, linked: list[str],
 )
 def test_a_wrong_figure_is_found(row: str, missing: list[str]) -> None:
     assert unsupported(["quality", "quality_reuse_model"], row) == missing
+
+
+@pytest.mark.parametrize(
+    ("row", "missing"),
+    [
+        ("| `relevant_passages`, 7% | 88.0 (85.4 to 90.6) [7] |", []),
+        ("| `relevant_passages`, 15.5% | 88.0 (85.4 to 90.6) [7] |", ["88.0 85.4 90.6"]),  # that of 7%
+        ("| plain reuse | 88.0 (85.4 to 90.6) |", ["88.0 85.4 90.6"]),  # that of another rule
+        ("| full prefill | 98.4 (97.2 to 99.4) |", []),
+    ],
+)
+def test_a_wrong_figure_of_held_out_questions_is_found(row: str, missing: list[str]) -> None:
+    assert unsupported(["held_out_test", "quality_reuse_model"], row) == missing
