@@ -101,6 +101,9 @@ class GptOssLayer(DecoderLayer):
         return GptOssMLP(spec.hidden_size, spec.experts, spec.ranks)
 
 
+SWIGLU_ALPHA = 1.702  # older versions of transformers, and published config.json files, do not name it
+
+
 class GptOssForCausalLM(DecoderForCausalLM):
     """A decoder with attention sinks, a window in every other layer, and mixtures of clamped experts."""
 
@@ -125,7 +128,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
                 hf_config.intermediate_size,
                 normalizes=True,
                 layers=layers,
-                alpha=float(hf_config.swiglu_alpha),
+                alpha=float(getattr(hf_config, "swiglu_alpha", SWIGLU_ALPHA)),
                 limit=float(hf_config.swiglu_limit),
             ),
             **attention_biases(hf_config),
