@@ -118,8 +118,8 @@ class BlendPlan:
         """Return this plan with what its selector, which `chooses_passages`, chooses by them alone. An error of the
         selector costs its own request only, when that is computed.
 
-        Passages of which nothing is chosen get the selector's `passed_over_scale`, unless the blended context
-        `serves_others`: prompts whose questions are about other passages.
+        All that is reused of passages of which nothing is chosen gets the selector's `passed_over_scale`, unless the
+        blended context `serves_others`: prompts whose questions are about other passages.
         """
         budget = self.final_budget
         if not 0 < budget < len(self.candidates):
@@ -133,27 +133,23 @@ class BlendPlan:
             for span in spans:
                 start, stop = self._check_span(span)
                 is_chosen[start:stop] = True
+            scale = 1.0 if serves_others else _check_scale(self.selector.passed_over_scale())
         except Exception as error:  # a user's selector, and what it returns, may raise anything
             return replace(self, error=f"the selector {self.selector.name!r} failed: {error!r}")
         chosen = np.flatnonzero(is_chosen & (self._kinds == 1))[:budget]
-        plan = replace(self, chosen=torch.from_numpy(chosen))
-        return plan if serves_others else plan._quieten(passages.bounds)
+        segments = self.segments if scale == 1 else self._damp(passages.bounds, chosen, scale)
+        return replace(self, segments=segments, chosen=torch.from_numpy(chosen))
 
-    def _quieten(self, passages: Sequence[Span]) -> BlendPlan:
-        """Return this plan with `passed_over_scale` on all that is reused of passages of which nothing is chosen."""
-        scale = self.selector.passed_over_scale()
-        if scale == 1 or self.chosen is None:
-            return self
-        chosen = self.chosen.numpy()
-        passed_over = [span for span in passages if not np.subtract(*np.searchsorted(chosen, span[::-1]))]
-        is_quiet = np.zeros(self.num_prompt_tokens, bool)
-        for start, stop in passed_over:
-            is_quiet[start:stop] = True
-        segments = tuple(
-            replace(each, key_scale=scale) if not each.exact and is_quiet[each.start : each.stop].all() else each
+    def _damp(self, passages: Sequence[Span], chosen: np.ndarray, scale: float) -> tuple[Segment, ...]:
+        """Return the segments, with `scale` on those that lie in passages of which nothing is chosen."""
+        is_passed_over = np.zeros(self.num_prompt_tokens, bool)
+        for start, stop in passages:
+            first, last = np.searchsorted(chosen, (start, stop))
+            is_passed_over[start:stop] = first == last
+        return tuple(
+            replace(each, key_scale=scale) if not each.exact and is_passed_over[each.start : each.stop].all() else each
             for each in self.segments
         )
-        return replace(self, segments=segments)
 
     def _check_span(self, span: Span) -> Span:
         try:
@@ -181,6 +177,13 @@ class BlendPlan:
         suffix = self.num_prompt_tokens - self.suffix_start
         chosen = len(self.candidates) if self.looks_at.checks else self.final_budget
         return chosen + len(self.holes) + suffix
+
+
+def _check_scale(scale: float) -> float:
+    """Return what a selector multiplies keys by. It may be a user's own, and return anything."""
+    if not 0 < scale <= 1:
+        raise ValueError(f"passed_over_scale() returned {scale!r}: return a number above 0, and at most 1")
+    return float(scale)
 
 
 def make_plan(

@@ -125,7 +125,7 @@ class Selector(ABC):
 
     def passed_over_scale(self) -> float:
         """Return what the keys of passages are multiplied by of which nothing is computed, in (0, 1], if `choose_spans`
-        has chosen: below 1, later tokens look at them less."""
+        has chosen: below 1, later tokens look at them less. Another number is an error of its own request."""
         return 1.0
 
     def count(self, scores: torch.Tensor, evidence: Evidence, budget: int) -> int:
