@@ -64,12 +64,14 @@ class BlendPlanner:
         order = [next(chosen) if index in numbers else index for index in range(len(parsed.chunk_bounds))]
         return replace(reorder_chunks(parsed, order), is_ranked=True)
 
-    def plan_stored(self, parsed: ParsedPrompt, segments: Sequence[Segment], keys: Mapping[int, str]) -> BlendPlan:
+    def plan_stored(
+        self, parsed: ParsedPrompt, segments: Sequence[Segment], keys: Mapping[int, str], is_retained: bool = False
+    ) -> BlendPlan:
         """Return the plan of a prompt whose stored pieces are `segments`. `keys` has the keys of its pieces by where
-        they begin."""
+        they begin. `is_retained`: the pages of its context are kept for other questions."""
         plan = self._with_controlled_ratio(self.plan(parsed, segments), parsed)
         if plan.selector.chooses_passages:
-            plan = plan.choose_passages(self._passages(parsed, keys), serves_others=bool(parsed.retain))
+            plan = plan.choose_passages(self._passages(parsed, keys), serves_others=is_retained)
         if self.rounds and plan.ratio >= 1:  # a prefix that stands where it was encoded is exact but for its bits
             plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         return plan

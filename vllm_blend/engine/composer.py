@@ -293,7 +293,8 @@ class ChunkComposer:
         plan = None  # nothing is reused but perhaps the prefix, which the prefix cache takes care of
         if pending.chunks:
             keys = {piece.start: piece.id.key for piece in pending.pieces}
-            plan = self.planner.plan_stored(pending.parsed, segments, keys)
+            is_retained = any(request.retention is not None for request in pending.requests)
+            plan = self.planner.plan_stored(pending.parsed, segments, keys, is_retained)
         for request in pending.requests:
             request.blend, request.blocked = plan, False
             if pending.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request
