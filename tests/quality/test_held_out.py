@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.engine.engines import tiny_model
-from vllm_blend.quality import held_out
+from vllm_blend.quality import held_out, held_out_worlds, parallel
 from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
 from vllm_blend.quality.held_out_report import render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
+from vllm_blend.quality.parallel import sweep_lists
 from vllm_blend.quality.questions import Questions
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.splits import DEVELOPMENT
-from vllm_blend.quality.sweep import sweep
 
 ABOUT = {"command": "python -m x", "model": "m", "weights": "w", "dtype": "float32", "split": "test"}
 
@@ -156,10 +156,56 @@ def interrupted(*args: Any, **options: Any) -> Any:
     """Sweep until all is checked, and no further."""
 
     def then_fail(session: Session, data: list[Questions]) -> None:
-        options["check"](session, data)
+        args[-1](session, data)
         raise RuntimeError("the power failed")
 
-    return sweep(*args, **(options | {"check": then_fail}))
+    crew, model, questions, runs, batch, progress, _ = args
+    return sweep_lists(crew, model, questions, runs, batch, progress, then_fail, **options)
+
+
+@pytest.mark.cpu_only
+def test_two_workers_measure_what_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them some of the lists of worlds. Scores of a few questions are shown by neither, as with one worker."""
+    monkeypatch.setattr(held_out_worlds, "PART_WORLDS", 1)
+    model = tiny_model("llama", max_position_embeddings=1536)
+    flags = ["--split", "test", "--families", "1", "--samples", "5", "--per-world", "2", "--dtype", "float32"]
+    flags += ["--settings", "relevant_passages@0.2", "--batch", "2", "--device", "cpu", "--again"]
+    found = []
+    for workers in (1, 2):
+        output = tmp_path / f"{workers}.json"
+        held_out.main([model, *flags, "--output", str(output), "--workers", str(workers)])
+        found.append(read_held_out(output))
+        said = capsys.readouterr().err
+        assert "at 20%" not in said and ("done by 2 workers" in said) is (workers == 2)
+    one, two = ({**each.about, "command": "", "date": "", "threads": 0, "workers": 0} for each in found)
+    assert one == two
+    assert [each.about["workers"] for each in found] == [1, 2]
+    [mine], [theirs] = (each.cells for each in found)
+    assert len(set(theirs.questions)) == 5 and theirs.questions == mine.questions
+    assert (theirs.digest, theirs.kinds, theirs.left_out) == (mine.digest, mine.kinds, mine.left_out)
+    for run, other in zip(theirs.runs, mine.runs, strict=True):
+        assert (run.setting, run.ratio, run.wrong) == (other.setting, other.ratio, other.wrong)
+        assert run.token_layers == pytest.approx(other.token_layers) and (run.correct == other.correct).all()
+
+
+@pytest.mark.cpu_only
+def test_workers_begin_after_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read before is refused, and nothing is computed, however many workers there would be."""
+    monkeypatch.setattr(held_out_worlds, "PART_WORLDS", 1)
+    model = tiny_model("llama", max_position_embeddings=1536)
+    flags = ["--split", "test", "--families", "1", "--samples", "2", "--per-world", "1", "--dtype", "float32"]
+    flags += ["--settings", "first_tokens@0.1", "--device", "cpu", "--workers", "2"]
+    monkeypatch.setattr(held_out, "sweep_lists", interrupted)
+    monkeypatch.setattr(parallel, "_by_workers", lambda *arguments: pytest.fail("a worker began"))
+    for name, message in (("a", "the power failed"), ("b", "a.json (1 family, plain): first_tokens at 10%")):
+        with pytest.raises(SystemExit):
+            held_out.main([model, *flags, "--output", str(tmp_path / f"{name}.json")])
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "a.json").exists() and not (tmp_path / "b.json").exists()
 
 
 def test_the_command_measures_the_test_split_once(
@@ -168,7 +214,7 @@ def test_the_command_measures_the_test_split_once(
     model = tiny_model("llama", max_position_embeddings=1536)
     flags = ["--split", "test", "--families", "1", "--samples", "2", "--per-world", "1", "--dtype", "float32"]
     flags += ["--settings", "first_tokens@0.1", "oracle: gold passages", "--ratios", "0.5", "--batch", "2"]
-    monkeypatch.setattr(held_out, "sweep", interrupted)
+    monkeypatch.setattr(held_out, "sweep_lists", interrupted)
     with pytest.raises(SystemExit):
         held_out.main([model, *flags, "--output", str(tmp_path / "begun.json")])
     assert "the power failed" in capsys.readouterr().err
@@ -223,6 +269,7 @@ def test_the_command_measures_the_test_split_once(
         (["--settings", "random", "random@0.1"], "'random' is given twice"),
         (["--settings", "random@0.1", "--over", "random@0.2"], "--over 'random@0.2' is not measured: use one of full"),
         (["--first-world", "-1"], "the first world is -1: use 0 or more"),
+        (["--workers", "0"], "the number of workers is 0: use 1 or more"),
         (["--report", "a.json"], "give a MODEL and --output FILE to measure, or --report FILE... alone"),
     ],
 )

@@ -67,7 +67,7 @@ def test_two_workers_measure_what_one_does(tmp_path: Path) -> None:
     assert [s.sample_id for s in one[0].questions.samples] == [samples[i]["id"] for i in (0, 2, 3)]
     assert one[0].questions.left_out == (samples[1]["id"],)
     assert "engine 2 of 2 is done by 2 workers" in said
-    assert any(text.startswith("the first of 2 workers: value_deviation at 20%") for text in said)
+    assert any(text.startswith("  the first of 2 workers: value_deviation at 20%") for text in said)
 
 
 def test_an_error_of_one_worker_ends_the_sweep(tmp_path: Path) -> None:
@@ -104,6 +104,7 @@ def test_a_crew_shares_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert make_crew(None, "cpu", data) == Crew(3, 4)  # not more than questions
+    assert make_crew(None, "cpu", [*data, *data], by_list=True) == Crew(2, 5)  # not more than lists
     assert make_crew(2, "cpu", data) == Crew(2, 5) and make_crew(1, "cpu", data) == Crew(1, 5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert make_crew(None, "cuda", data) == Crew(1, 5)

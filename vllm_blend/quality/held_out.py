@@ -50,7 +50,7 @@ from vllm_blend.quality.held_out_file import (
 from vllm_blend.quality.held_out_report import check_baseline, render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions
 from vllm_blend.quality.intervals import check_seed
-from vllm_blend.quality.parallel import join_outcomes, make_crew, sweep_lists
+from vllm_blend.quality.parallel import Crew, join_outcomes, make_crew, sweep_lists
 from vllm_blend.quality.questions import Questions, nothing_fits
 from vllm_blend.quality.rows import FULL
 from vllm_blend.quality.session import Session
@@ -75,10 +75,12 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
     if args.output.exists() and args.split == TEST.name:
         raise ValueError(f"--output {args.output} exists, and records what was read: give another file beside it")
     engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
+    data = [questions for cell in parts for questions in cell]
+    crew = make_crew(args.workers, args.device, data, by_list=True)
     started: list[HeldOut] = []
 
     def begin(session: Session, data: list[Questions]) -> None:
-        about = _describe(args, command, runs, session)
+        about = _describe(args, command, runs, crew, session)
         started.append(HeldOut(about, tuple(_cells(parts, [Measured(questions, Outcome(), {}) for questions in data]))))
         if args.split == TEST.name:
             if not args.again and (found := find_read(args.output.parent, started[0])):
@@ -93,9 +95,7 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
         if not text.startswith(" "):  # scores of a few questions
             print(text, file=sys.stderr, flush=True)
 
-    data = [questions for cell in parts for questions in cell]
     held_out: HeldOut | None = None
-    crew = make_crew(args.workers, args.device, data)
     for measured in sweep_lists(crew, args.model, data, runs, args.batch, say, begin, **engine_args):
         held_out = replace(started[0], cells=tuple(_cells(parts, measured, runs)))
         write_held_out(args.output, held_out)
@@ -159,7 +159,9 @@ def _answered(name: str, ratio: float | None, outcome: Outcome, full: Outcome) -
     return Answered(name, ratio, outcome.token_layers / full.token_layers, np.asarray(correct, bool), wrong)
 
 
-def _describe(args: argparse.Namespace, command: str, runs: Sequence[Run], session: Session) -> dict[str, Any]:
+def _describe(
+    args: argparse.Namespace, command: str, runs: Sequence[Run], crew: Crew, session: Session
+) -> dict[str, Any]:
     """Return how it is measured. `runs` are those that are claims, see `find_read`."""
     return {
         "command": command,
@@ -174,8 +176,8 @@ def _describe(args: argparse.Namespace, command: str, runs: Sequence[Run], sessi
         "versions": [f"{module.__name__} {module.__version__}" for module in (vllm_blend, torch, transformers)],
         "python": platform.python_version(),
         AUTO: BEST,
-        "threads": torch.get_num_threads(),
-        "workers": args.workers,
+        "threads": crew.threads,
+        "workers": crew.workers,
         "runs": [[one.setting.name, one.ratio] for one in runs if one.setting.name not in NO_CLAIMS],
     }
 

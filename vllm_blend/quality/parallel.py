@@ -27,16 +27,16 @@ class Crew:
     threads: int
 
 
-def make_crew(workers: int | None, device: str, data: Sequence[Questions]) -> Crew:
+def make_crew(workers: int | None, device: str, data: Sequence[Questions], by_list: bool = False) -> Crew:
     """Return a crew of `workers` (None: one for each core that this process may use, or one on a GPU), but no worker
-    without a question. They share the cores; a single worker is this process as it is. Raises ValueError for fewer than
-    one."""
+    without a question, or, `by_list`, without a list of them. They share the cores; a single worker is this process as
+    it is. Raises ValueError for fewer than one."""
     if workers is not None and workers < 1:
         raise ValueError(f"the number of workers is {workers}: use 1 or more")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers is None:
         workers = cores if resolve_device(device).type == "cpu" else 1
-    workers = min(workers, max(len(questions.samples) for questions in data))
+    workers = min(workers, len(data) if by_list else max(len(questions.samples) for questions in data))
     threads = torch.get_num_threads()  # OMP_NUM_THREADS counts if it is set
     return Crew(workers, threads if workers == 1 else max(1, min(threads, cores // workers)))
 
@@ -134,7 +134,9 @@ def _by_workers(
                     if connection in ready:
                         received = _receive(connection, process)
                         if isinstance(received, str):
-                            progress(f"the first of {crew.workers} workers: {received.strip()}")
+                            text = received.lstrip()
+                            indent = received[: len(received) - len(text)]
+                            progress(f"{indent}the first of {crew.workers} workers: {text}")
                         else:
                             found[connection] = received
             progress(f"engine {engine + 1} of {count} is done by {crew.workers} workers")
