@@ -1,13 +1,16 @@
-"""Small chunked prompts of random tokens."""
+"""Small chunked prompts of random tokens, and what blends made of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.engines import TINY_VOCABULARY
 from vllm_blend import LLM, RequestOutput
+from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.engine.blend_planner import BlendPlanner
 
 
 def tiny_prompt(**options: Any) -> dict[str, Any]:
@@ -33,6 +36,19 @@ def recomputed_positions(llm: LLM, num_suffix_tokens: int) -> torch.Tensor:
     assert (indices[:-num_suffix_tokens] < start).all()
     chosen: torch.Tensor = indices[:-num_suffix_tokens]
     return chosen
+
+
+def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[BlendPlan]:
+    """Return a list that gets the plans of blended prompts from now on."""
+    seen: list[BlendPlan] = []
+    plan_stored = BlendPlanner.plan_stored
+
+    def recorded(self: BlendPlanner, *arguments: Any) -> BlendPlan:
+        seen.append(plan_stored(self, *arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(BlendPlanner, "plan_stored", recorded)
+    return seen
 
 
 def assert_counts_add_up(output: RequestOutput) -> None:

@@ -44,7 +44,10 @@ def test_the_most_relevant_passages_are_computed_whole_where_they_stand() -> Non
         assert positions(llm, relevance=[None, None, -3, None], **options) == list(range(17, 41))  # None comes last
         prompt = tiny_prompt()
         words = [*prompt["chunks"][2][4:7], *prompt["suffix"][3:]]  # three words of the third chunk
-        assert positions(llm, suffix=words, **options) == list(range(17, 41))
+        spends_all = options | {"blend_selector": "relevant_passages(spend=budget)"}
+        assert positions(llm, suffix=words, **spends_all) == list(range(17, 41))
+        short = positions(llm, suffix=words, **options)  # 18 tokens are too few for the third chunk
+        assert short == [*range(17, 20), *range(41, 53)]
 
 
 def test_of_a_passage_too_long_for_the_budget_the_beginning_is_computed() -> None:
@@ -58,26 +61,46 @@ def test_the_beginning_is_that_of_the_first_sentence_that_costs_anything() -> No
     groups = passages.ranked_sentences()
     assert groups is not None
     (exact, first, *_), *_ = groups
-    rule = RelevantPassages()
+    rule = RelevantPassages(spend="budget")
     assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 8) == [first]
     assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 9) == [exact, first]
 
 
+@pytest.mark.parametrize(
+    ("question", "relevance", "count"),
+    [
+        ("Whom did Ada Brix marry?", (), 3),
+        ("Who is director of the company founded by Ada Brix?", (), 5),  # that is about two pages
+        ("Whom did Ada Brix marry?", [[0.0, 0.0, 1.0, 0.0, 0.0]], 5),  # scores do not say how many
+    ],
+)
+def test_a_question_about_one_page_gets_less_of_the_budget(question: str, relevance: Any, count: int) -> None:
+    """70% of 50 tokens are three sentences of 10 and not five."""
+    passages, _ = prompt_of(PASSAGES, question, CONTINUES, relevance)
+    groups = passages.ranked_sentences()
+    assert groups is not None
+    ranked = [span for group in groups for span in group]
+
+    def chosen(spend: str, budget: int) -> list[Span] | None:
+        return RelevantPassages(spend=spend).choose_spans(passages, lambda span: 10, budget)
+
+    assert chosen("budget", 50) == ranked[:5]
+    assert chosen("needed", 50) == ranked[:count]
+    assert chosen("needed", 1) == chosen("budget", 1) == ranked[:1]  # of which the beginning fits
+
+
 def test_a_page_that_is_exact_costs_nothing() -> None:
-    """Nothing else is needed, so nothing is computed but the question."""
+    """Nothing of it is computed, so that all of the budget, 15 tokens, is left for others."""
     with engine(TINY, enable_blending=True, skip_tokenizer_init=True) as llm:
-        options = {"blend_selector": "relevant_passages(spend=needed)", "blend_recompute_ratio": 0.3}
-        assert positions(llm, relevance=[9, 0, 0, 0], **options) == []
+        found = positions(llm, relevance=[9, 0, 0, 0], blend_recompute_ratio=0.3)
+        assert found == [*range(17, 20), *range(41, 53)]
 
 
 def test_what_it_computes_is_what_prefill_computes_there() -> None:
-    """The same positions as holes: chunks that are computed in place."""
+    """The same positions as holes: chunks that are computed in place. What is passed over is not damped."""
     with engine(TINY, enable_blending=True) as llm:
-        [chosen] = run(
-            llm,
-            tiny_prompt(blend_selector="relevant_passages", relevance=[0, 0, 1, 0], blend_recompute_ratio=0.4),
-            PARAMS,
-        )
+        rule = "relevant_passages(damping=1)"
+        [chosen] = run(llm, tiny_prompt(blend_selector=rule, relevance=[0, 0, 1, 0], blend_recompute_ratio=0.4), PARAMS)
         assert recomputed_positions(llm, SUFFIX).tolist() == list(range(20, 41))
     with engine(TINY, enable_blending=True) as llm:
         run(llm, tiny_prompt(chunks=[tiny_prompt()["chunks"][i] for i in (0, 1, 3)], blend_selector="none"), PARAMS)
@@ -181,10 +204,30 @@ def test_spans_that_overlap_are_computed_once() -> None:
 @pytest.mark.cpu_only
 def test_levers_that_change_scores_are_refused() -> None:
     assert make_selector("relevant_passages + mean_shift(strength=0.5)").mean_shift() == 0.5
-    with pytest.raises(ValueError, match="spend='all' is unknown: use 'budget' or 'needed'"):
-        make_selector("relevant_passages(spend=all)")
     with pytest.raises(ValueError, match="chooses whole passages, and smoothing changes the scores of tokens: leave"):
         make_selector("relevant_passages+smoothing")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("damping=0", r"damping=0.* must be in \(0, 1\]; 1 turns it off"),
+        ("damping=-0.9", r"damping=-0.9 must be in \(0, 1\]"),
+        ("damping=1.5", r"damping=1.5 must be in \(0, 1\]"),
+        ("damping=nan", "damping=nan must be a number, such as 0.9"),
+        ("damping=x", "damping=x must be a number, such as 0.9"),
+        ("spend=all", "spend='all' is unknown: use 'budget' or 'needed'"),
+    ],
+)
+def test_bad_settings_are_refused(given: str, message: str) -> None:
+    text = f"relevant_passages({given})"
+    with pytest.raises(ValueError, match=rf"blend_selector='relevant_passages\(.*\)': {message}"):
+        make_selector(text)
+    with pytest.raises(ValueError, match=message):
+        LLM(TINY, enable_blending=True, blend_selector=text)
+    with engine(TINY, enable_blending=True) as llm, pytest.raises(ValueError, match=message):
+        run(llm, tiny_prompt(blend_selector=text), PARAMS)
 
 
 @pytest.mark.parametrize(

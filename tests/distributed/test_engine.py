@@ -79,6 +79,18 @@ def test_every_rule_chooses_what_it_chooses_on_one_rank(two: LLM) -> None:
         assert blend_of(mine) == blend_of(theirs)
 
 
+def test_every_rank_damps_what_is_passed_over(two: LLM) -> None:
+    """Its own heads of it."""
+    damped, other = (demo_prompt(7, 8, **asked(f"relevant_passages(damping={scale})", 0.15)) for scale in (0.4, 1))
+    with engine(DEMO, enable_blending=True) as one:
+        expected, without = run(one, [damped, other], PARAMS)
+    [output] = run(two, damped, PARAMS)
+    assert chosen_by(output) == chosen_by(expected)
+    assert_same_logprobs(output, expected)
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(output, without)
+
+
 @pytest.mark.parametrize("rule", ["question_attention", "value_deviation"])
 def test_a_blend_that_computes_everything_is_full_prefill(rule: str, two: LLM) -> None:
     blended = run(two, demo_prompt(0, 4, **asked(rule, 1.0)), PARAMS)[0]

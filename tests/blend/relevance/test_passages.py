@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.blend.relevance.texts import (
@@ -57,15 +59,16 @@ def test_sentences_with_the_questions_words_come_before_others_of_their_page() -
     ]
 
 
-def test_sentences_without_names_come_behind_those_of_the_second_page_that_have_some() -> None:
-    """Nothing tells that this question needs the second page: it has no word of the question."""
+def test_sentences_without_names_come_behind_those_of_linked_pages_that_have_some() -> None:
+    """Nothing tells that this question needs the second page: it has no word of the question. What links the pages,
+    and how the second begins, comes first all the same."""
     pages = [KEJOUX.replace("clocks.", "clocks. Ledgers burnt. It has 40 workers."), ADA, ADA_LATER, OTHER_CITY]
     question, continues = "Ada Brix?", (None, None, 1, None)
     assert chosen_text(pages, question, 8, continues=continues) == [
         "Ada Brix was a chemist born in Wesgro in 1850.",
         "Later she founded Kejoux Works.",
-        "She married Ole Finn.",
         "Kejoux Works makes clocks.",
+        "She married Ole Finn.",
         "It has 40 workers.",
         "Its director is Griol Maix.",
         "The family moved often.",
@@ -74,12 +77,36 @@ def test_sentences_without_names_come_behind_those_of_the_second_page_that_have_
 
 
 def test_a_question_about_two_pages_gets_the_sentences_of_both() -> None:
-    """They come before what else is on the first page: that the family moved often, and whom she married."""
-    assert chosen_text(PASSAGES, "Who is director of the company founded by Ada Brix?", 4, continues=CONTINUES) == [
+    """They come before what else is on the first page: whom she married, then another page that it leads to, and that
+    the family moved often. A page that nothing leads to comes last."""
+    assert chosen_text(PASSAGES, "Who is director of the company founded by Ada Brix?", 9, continues=CONTINUES) == [
         "Ada Brix was a chemist born in Wesgro in 1850.",
         "Later she founded Kejoux Works.",
         "Kejoux Works makes clocks.",
         "Its director is Griol Maix.",
+        "She married Ole Finn.",
+        "Wesgro is a city in Flaipia.",
+        "It stands on the river Pamzou.",
+        "The family moved often.",
+        "Shassrou is a city in Klivia.",
+    ]
+
+
+def test_a_question_about_one_page_gets_the_beginnings_of_two_that_it_leads_to() -> None:
+    """Their other sentences come behind all with names of the first page; those of a third, behind all of these."""
+    third = "Ole Finn was a baker. His bakery stood in Shassrou."
+    assert chosen_text([*PASSAGES, third], "Whom did Ada Brix marry?", 11, continues=(*CONTINUES, None)) == [
+        "Ada Brix was a chemist born in Wesgro in 1850.",
+        "She married Ole Finn.",
+        "Ole Finn was a baker.",
+        "Later she founded Kejoux Works.",
+        "Kejoux Works makes clocks.",
+        "His bakery stood in Shassrou.",
+        "Its director is Griol Maix.",
+        "The family moved often.",
+        "Wesgro is a city in Flaipia.",
+        "It stands on the river Pamzou.",
+        "Shassrou is a city in Klivia.",
     ]
 
 
@@ -98,13 +125,21 @@ def test_of_the_first_page_two_matching_sentences_come_before_the_second_page() 
     ]
 
 
-def test_only_what_is_needed() -> None:
-    passages, _ = prompt_of(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
-    needed = passages.ranked_sentences(only_needed=True)
-    assert needed is not None and list(map(len, needed)) == [4]  # all of Ada's page
-    passages, _ = prompt_of(PASSAGES, "Who is director of the company founded by Ada Brix?", CONTINUES)
-    needed, ranked = passages.ranked_sentences(only_needed=True), passages.ranked_sentences()
-    assert needed is not None and ranked is not None and list(needed) == list(ranked)
+@pytest.mark.parametrize(
+    ("question", "asks_for_one"),
+    [
+        ("Whom did Ada Brix marry?", True),
+        ("Who is director of the company founded by Ada Brix?", False),  # "director": the second page alone has it
+        ("Which river flows through the birthplace of Ada Brix?", False),
+        ("xyzzy?", False),  # about none
+    ],
+)
+def test_a_question_about_one_page_has_no_word_that_only_the_next_page_has(question: str, asks_for_one: bool) -> None:
+    passages, _ = prompt_of(PASSAGES, question, CONTINUES)
+    assert passages.asks_for_one_page() is asks_for_one
+    assert not replace(passages, is_ranked=True).asks_for_one_page()
+    scored = replace(passages, relevance=((0.0, 0.0, 1.0, 0.0, 0.0),))  # which say nothing about that
+    assert not scored.asks_for_one_page()
 
 
 @pytest.mark.parametrize("question", ["Ada Brix", "Which river flows through the birthplace of Ada Brix?"])
@@ -142,15 +177,38 @@ def test_equal_scores_have_the_best_of_their_ranks() -> None:
     assert _fuse([[5.0, 5.0, 0.0]]) == [1 / 61, 1 / 61, 1 / 63]
 
 
-def test_the_best_page_is_clear_if_the_next_has_a_tenth_less_or_only_one_is_near() -> None:
-    assert _is_clear([0.0, 10.0, 9.0]) and _is_clear([9.1, 5.0, 10.0])
-    assert not _is_clear([9.1, 5.1, 10.0]) and not _is_clear([9.1, 9.1, 10.0, 0.0])
+def test_the_best_page_is_clear_if_the_next_has_a_tenth_less_or_no_fourth_is_near() -> None:
+    assert _is_clear([0.0, 10.0, 9.0, 9.0, 9.0]) and _is_clear([9.1, 9.1, 5.0, 10.0, 0.0])
+    assert not _is_clear([9.1, 9.1, 5.1, 10.0, 0.0]) and not _is_clear([9.1, 9.1, 9.1, 10.0])
+    assert _is_clear([9.1, 9.1, 10.0]) and _is_clear([9.1, 10.0])
 
 
-def test_two_pages_that_are_alike_come_before_those_that_they_lead_to() -> None:
+def test_pages_that_are_alike_come_before_those_that_they_lead_to() -> None:
     twice = ["Ada Brix was a chemist. She came to Wesgro.", "Ada Brix was a sailor.", WESGRO, KEJOUX, OTHER_CITY]
-    ranked = prompt_of(twice, "What did Ada Brix do?")[0].ranked_pages()
+    passages, _ = prompt_of(twice, "What did Ada Brix do?")
+    ranked = passages.ranked_pages()
     assert ranked is not None and sorted(ranked[:2]) == [0, 1] and ranked[2] == 2
+    assert not passages.asks_for_one_page()
+    thrice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", "Ada Brix was a painter.", KEJOUX]
+    ranked = prompt_of([KEJOUX, *thrice], "What did Ada Brix do?")[0].ranked_pages()
+    assert ranked is not None and sorted(ranked[:3]) == [1, 2, 3]
+
+
+def test_sentences_of_pages_that_are_alike_come_by_turns() -> None:
+    """How each begins, then what has names or numbers, and then the rest of the first."""
+    pages = [
+        "Ada Brix was a chemist. She had 3 shops. They moved.",
+        "Ada Brix was a sailor. She had 4 boats. They sailed.",
+        KEJOUX,
+    ]
+    assert chosen_text(pages, "What did Ada Brix do?", 6) == [
+        "Ada Brix was a chemist.",
+        "Ada Brix was a sailor.",
+        "She had 3 shops.",
+        "She had 4 boats.",
+        "They moved.",
+        "They sailed.",
+    ]
 
 
 def test_several_scores_are_fused_by_rank() -> None:
@@ -167,8 +225,8 @@ def test_several_scores_are_fused_by_rank() -> None:
 def test_without_a_signal_there_is_no_ranking(question: str) -> None:
     passages, _ = prompt_of(PASSAGES, question, CONTINUES)
     assert passages.ranked_pages() is None and passages.ranked_sentences() is None
-    thrice = ["Ada Brix was a chemist.", "Ada Brix was a sailor.", "Ada Brix was a painter.", KEJOUX]
-    assert prompt_of(thrice, "What did Ada Brix do?")[0].ranked_pages() is None  # which of the three?
+    alike = [f"Ada Brix was a {word}." for word in ("chemist", "sailor", "painter", "singer")]
+    assert prompt_of([*alike, KEJOUX], "What did Ada Brix do?")[0].ranked_pages() is None  # which of the four?
     passages, _ = prompt_of(PASSAGES, question, relevance=[[2.0] * 5])
     assert passages.ranked_sentences() is None
     passages, _ = prompt_of([ADA], "Ada Brix")  # a single page

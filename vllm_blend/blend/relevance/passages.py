@@ -88,10 +88,10 @@ class PromptPassages:
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
         pages follow: those that match it best, those that name what links the pages, and all of the second page with
         names or numbers, as an answer is likely to be one. Else it is the first page's sentences that match best, and
-        for each of the pages that it is linked to, or that the words find as well, what links them and how they begin.
-        Then come the sentences with
-        names or numbers of the first page and of the linked ones, and the rest of the first page; all others follow
-        page by page. Passages that are ranked are computed from the first on: behind what is exact, they become exact.
+        for each of the LINKED_PAGES that it is linked to, or that the words find as well, what links them and how they
+        begin. Then come the sentences with names or numbers of the first page and of the linked ones, and the rest of
+        the first page; all others follow page by page. Passages that are ranked are computed from the first on: behind
+        what is exact, they become exact.
         """
         if self.is_ranked:
             return iter([[(self.bounds[0][0], self.bounds[-1][1])]])
