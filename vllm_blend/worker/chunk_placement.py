@@ -87,7 +87,6 @@ class ChunkPlacement:
     def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
         device = self.cache.key.device
         rows = self._rows(segments)
-        head_dim = self.cache.key.shape[-1]
         kvs = [segment.kv for _, segment in segments]
         for kv in kvs:
             if kv.written is not None and not kv.written.query():
@@ -95,7 +94,7 @@ class ChunkPlacement:
         # What comes from elsewhere is copied for one chunk at a time: the copies are as large as the chunks.
         batches = [kvs] if all(kv.k.device == device for kv in kvs) else [[kv] for kv in kvs]
         for layers, rotary in _runs_of_layers(self.rotaries):
-            tables = rows.tables(rotary, head_dim)
+            tables = rows.tables(rotary)
             keys, values = self.cache.key[layers], self.cache.value[layers]
             start = 0
             for chunks in batches:
@@ -133,13 +132,11 @@ class _Rows:
     slots: torch.Tensor
     key_scales: torch.Tensor | None = None
 
-    def tables(self, rotary: RotaryEmbedding, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin for the rows, [tokens, rotary_dim / 2] each. Where a head is rotated whole, they are
-        multiplied by the scales, so that these cost nothing and K is rounded once."""
+    def tables(self, rotary: RotaryEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin for the rows, [tokens, rotary_dim / 2] each, multiplied by the scales: so these cost
+        nothing where a head is rotated whole, and K is rounded once."""
         cos, sin = rotary.cos_sin(self.positions)
-        if self.key_scales is None or 2 * cos.shape[1] < head_dim:
-            return cos, sin
-        return cos * self.key_scales, sin * self.key_scales
+        return (cos, sin) if self.key_scales is None else (cos * self.key_scales, sin * self.key_scales)
 
     def place(
         self,
@@ -151,10 +148,13 @@ class _Rows:
     ) -> None:
         """Place K before RoPE and V of the rows `where`, chunk after chunk, as `ops.place_chunks` does."""
         cos, sin = (table[where] for table in tables)
-        if self.key_scales is not None and 2 * cos.shape[1] < keys.shape[-1]:
-            scales = self.key_scales[where].split([k.shape[1] for k, _ in chunks])
-            chunks = [(k.float() * scale[:, None], v) for (k, v), scale in zip(chunks, scales, strict=True)]
         ops.place_chunks(chunks, cos, sin, keys, values, self.slots[where])
+        rotated = 2 * cos.shape[1]
+        if self.key_scales is not None and rotated < keys.shape[-1]:  # the other channels were copied as they are
+            rest, size = keys[..., rotated:], keys.shape[2]
+            blocks, offsets = self.slots[where] // size, self.slots[where] % size
+            scaled = rest[:, blocks, offsets] * self.key_scales[where, :, None]
+            rest[:, blocks, offsets] = scaled.to(rest.dtype)
 
 
 class _LayerHook(LayerHook):
@@ -171,7 +171,7 @@ class _LayerHook(LayerHook):
         self._next_layer = layer_idx + 1
         rotary = self._rotaries[layer_idx]
         if rotary not in self._tables:
-            self._tables[rotary] = self._rows.tables(rotary, self._cache.key.shape[-1])
+            self._tables[rotary] = self._rows.tables(rotary)
         layer = slice(layer_idx, layer_idx + 1)
         keys, values = self._cache.key[layer], self._cache.value[layer]
         for rows, k, v in self._arrivals(layer_idx):
