@@ -61,14 +61,17 @@ class RelevantPassages(Selector):
         left, first = budget, None
         for group in groups:
             costs = [(span, cost(span)) for span in group]
-            first = first or next((span for span, own in costs if own), None)
+            if first is None:
+                first = next((span for span, own in costs if own), None)
+                if first is not None and cost(first) > budget:
+                    return [first]  # its beginning at least: what matters most is not passed over for what is short
             for span, own in costs:
                 if own <= left:
                     chosen.append(span)
                     left -= own
             if left < NOT_WORTH_FILLING:
                 break
-        return chosen if left < budget or first is None else [first]
+        return chosen
 
     def passed_over_scale(self) -> float:
         return self.damping
