@@ -29,6 +29,7 @@ ELSEWHERE = {
     ("store_format.md", "python"): "tests/test_docs.py",
     ("pipeline.md", "bash"): "tests/pipeline/test_own_data.py",
     ("hooks.md", "python"): "tests/blend/test_seed_hooks.py",  # an outline with `...`; examples/blend_hooks.py is whole
+    ("ray.md", "python"): "tests/ray/test_app.py",  # what it serves needs Ray: tests/ray/run.sh starts it
     ("server.md", "python"): "tests/entrypoints/openai",  # needs a server and the client, which those start
     ("server.md", "yaml"): "tests/test_docs_code.py",
 }
