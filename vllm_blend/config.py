@@ -177,7 +177,7 @@ class BlendConfig(OptionGroup):
 
     enable_blending: bool = option(False, "reuse the KV of chunks at any position", name="enable_blending")
     selector: str = option(
-        "question_attention", "rule that chooses the tokens to recompute, or auto, see docs/selection.md"
+        "relevant_passages", "rule that chooses the tokens to recompute, or auto, see docs/selection.md"
     )
     recompute_ratio: float | None = option(None, "share of the reused tokens that is recomputed", check=check_ratio)
     check_layers: list[int] = option(

@@ -148,7 +148,7 @@ def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(
 
 
 def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any]) -> None:
-    llm = LLM(MODEL, enable_blending=True, blend_selector="question_attention", blend_recompute_ratio=0.15)
+    llm = LLM(MODEL, enable_blending=True, blend_recompute_ratio=0.15)
     stage_input = read_stage_input(built.retrieval, "", 0)
     params = SamplingParams(temperature=0, max_tokens=stage_input.style.max_tokens, stop=["\n"])
     for sample, result in zip(stage_input.samples, trace["results"], strict=True):
@@ -158,6 +158,8 @@ def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage_input.style.suffix(sample.sample.question),
         }
+        if (relevance := sample.relevance(chunks)) is not None:
+            prompt["relevance"] = relevance
         [output] = llm.generate(prompt, params, use_tqdm=False)
         assert output.outputs[0].text == result["prediction"] and output.outputs[0].text
         assert output.outputs[0].token_ids == [step["token_id"] for step in result["steps"]]

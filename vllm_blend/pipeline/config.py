@@ -130,7 +130,7 @@ class DecodeConfig(Section):
     order: Literal["given", "free"] = option(
         "given", "passages in the data set's order, or in one that the engine chooses (needs offload_mode none)"
     )
-    blend_selector: str = option("question_attention", "selector of the tokens to recompute")
+    blend_selector: str = option("relevant_passages", "selector of the tokens to recompute")
     blend_recompute_ratio: float = option(
         0.15, "share of the tokens to recompute, 0 to 1; none and full have their own", check=check_ratio
     )
