@@ -29,7 +29,7 @@ from vllm_blend.quality.settings import Arrange, Setting
 
 RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
 QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
-RELEVANT_PASSAGES = "relevant_passages"  # the selector of whole passages
+RELEVANT_PASSAGES = "relevant_passages"  # the selector of sentences in relevant passages
 GOALS = (0.02, 0.08, 0.15)  # levers are compared at these: about 8, 14 and 21% of the token-layers, in all
 
 
