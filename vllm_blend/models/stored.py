@@ -57,7 +57,7 @@ class PlainTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         try:
             return self._parts[index if self.shape else ...]  # a scalar has no dimension to slice
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: of types of less than a byte
             raise damaged(self.path, error) from error
 
     def source(self, device: torch.device) -> Sliceable:
@@ -78,7 +78,7 @@ class _Floats:
         if part.dtype not in FLOAT_DTYPES:
             raise BadTensor(
                 f"{self._tensor.name} is stored as {part.dtype}: it is quantized, but config.json has no "
-                "quantization_config that says how"
+                "quantization_config that says how, or the checkpoint lacks the scales that it asks for"
             )
         return part
 
@@ -135,7 +135,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
             f"{path} has more than tensors in it, which is not loaded as it could run code; convert it to safetensors "
             f"where you trust it ({str(error).splitlines()[0]})"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # what torch raises for damage depends on the byte that is damaged
         raise ValueError(f"{path} is damaged or not a PyTorch checkpoint ({error}): fetch it again") from error
     if isinstance(content, Mapping) and set(content) == {"state_dict"}:
         content = content["state_dict"]
@@ -146,7 +146,23 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{path} must hold a dict of tensors, but {name!r} is a {type(tensor).__name__}: give the weights alone"
             )
+        _check_dense(path, name, tensor)
     return dict(content)
+
+
+def _check_dense(path: Path, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless each entry of a tensor is stored in the file: a few bytes may stand for any number of
+    entries otherwise."""
+    is_plain = not (tensor.is_nested or tensor.is_quantized) and tensor.layout == torch.strided
+    if not is_plain or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{path}: {name} is sparse, nested, without values or quantized by PyTorch: save it as a plain tensor"
+        )
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError(
+            f"{path}: {name} has shape {tuple(tensor.shape)}, but only {tensor.untyped_storage().nbytes()} bytes are "
+            "stored of it: save it as a plain tensor"
+        )
 
 
 def _load_pickle(path: Path) -> Any:

@@ -26,6 +26,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "*.safetenso
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
 HEAD = "lm_head"
+MAX_NAME = 255  # bytes of a file's name
 NAMES_SHOWN = 8  # of a list in an error message
 
 
@@ -60,7 +61,13 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    files = [index.parent / name for name in _indexed_names(index)]
+    names = _indexed_names(index)
+    for name in names:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts or len(name.encode()) > MAX_NAME:
+            raise ValueError(
+                f"{index} names {name[:MAX_NAME]!r}, which is no file in its directory: fetch the checkpoint again"
+            )
+    files = [index.parent / name for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise FileNotFoundError(
@@ -174,8 +181,11 @@ def _indexed_names(index: Path) -> list[str]:
     """Return the file names in an index, each once, in order."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(weight_map.values()))
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError("weight_map has no names of files")
+        return names
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of weights with a 'weight_map': {error!r}") from error
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm_blend.models.weight_formats.awq import AWQ
-from vllm_blend.models.weight_formats.base import FIELD, WeightFormat
+from vllm_blend.models.weight_formats.base import FIELD, WeightFormat, read_mapping
 from vllm_blend.models.weight_formats.compressed_tensors import CompressedTensors
 from vllm_blend.models.weight_formats.fp8 import FP8
 from vllm_blend.models.weight_formats.gptq import GPTQ
@@ -23,8 +22,7 @@ def weight_format(hf_config: Any) -> WeightFormat | None:
     fields = getattr(hf_config, FIELD, None)
     if not fields:
         return None
-    if not isinstance(fields, Mapping):
-        fields = fields.to_dict()
+    fields = read_mapping(FIELD, fields.to_dict() if hasattr(fields, "to_dict") else fields)
     method = fields.get("quant_method")
     if not isinstance(method, str) or method not in WEIGHT_FORMATS:
         raise ValueError(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from vllm_blend.models.stored import StoredTensor
-from vllm_blend.models.weight_formats.base import Parts, WeightFormat, choice
+from vllm_blend.models.weight_formats.base import FIELD, Parts, WeightFormat, choice, read_group_size
 from vllm_blend.models.weight_formats.packing import WORD, unpack
+from vllm_blend.models.weight_formats.scales import check_finite
 
 BITS = 4
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output i of a word is its nibble ORDER[i], the lowest one being 0
@@ -29,16 +30,21 @@ class AWQ(WeightFormat):
         choice(fields, bits, BITS, (BITS,), "only this can be unpacked")
         choice(fields, "version", "gemm", ("gemm", "GEMM"), "only this layout can be read")
         choice(fields, "zero_point", True, (True,), "only weights with zero points can be read")
+        size = "group_size" if "group_size" in fields else "q_group_size"
+        self.group_size = None if fields.get(size) is None else read_group_size(f"{FIELD}.{size}", fields[size])
 
     def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         inputs, words = parts["qweight"].shape
         return words * (WORD // BITS), inputs
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
-        values, zeros, scales = _outputs(parts["qweight"]), _outputs(parts["qzeros"]), parts["scales"].float()
-        if len(scales) == 0 or len(values) % len(scales) or zeros.shape != scales.shape:
+        values, zeros, scales = _outputs(parts["qweight"]), _outputs(parts["qzeros"]), parts["scales"]
+        scales = check_finite("scales", scales).float()
+        if scales.ndim != 2 or len(scales) == 0 or len(values) % len(scales) or zeros.shape != scales.shape:
             raise ValueError(f"{len(values)} inputs do not divide into {len(scales)} groups")
         size = len(values) // len(scales)
+        if self.group_size is not None and size != (len(values) if self.group_size == -1 else self.group_size):
+            raise ValueError(f"the groups have {size} inputs, but group_size is {self.group_size}")
         by_group = values.float().unflatten(0, (len(scales), size)) - zeros.float()[:, None]
         matrix: torch.Tensor = (by_group * scales[:, None]).flatten(0, 1).T
         return matrix

@@ -26,6 +26,7 @@ class WeightFormat(ABC):
     required: ClassVar[tuple[str, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()  # last parts of the names of tensors that dequantized matrices do not need
     only_experts: ClassVar[bool] = False  # whether it is of matrices that quantization="fp8" refuses
+    has_weight: ClassVar[bool] = False  # whether "weight", or an expert's matrix under its own name, may be a part
     keeps_fp8: ClassVar[bool] = False  # whether `quantized_rows` may give something
 
     @abstractmethod
@@ -65,6 +66,11 @@ class WeightFormat(ABC):
             elif name.rpartition(".")[2] not in self.ignored:
                 combined[name] = tensor
         for name, parts in matrices.items():
+            if name in combined and not self.has_weight:
+                raise ValueError(
+                    f"the checkpoint has {name} both as it is and quantized by {self.name!r} "
+                    f"({', '.join(sorted(parts))}): only one of them can be meant; fetch it again"
+                )
             if name in combined:
                 parts["weight"] = combined.pop(name)
             missing = [part for part in self.required if part not in parts]
@@ -92,14 +98,20 @@ class DequantizedTensor:
 
     def source(self, device: torch.device) -> Sliceable:
         try:
-            return self._format.source(self._parts, device)
+            source = self._format.source(self._parts, device)
+            if isinstance(source, torch.Tensor) and tuple(source.shape) != tuple(self.shape):
+                raise ValueError(f"they make up {tuple(source.shape)} instead of {tuple(self.shape)}")
+            return source
         except (ValueError, RuntimeError, IndexError) as error:  # torch's words for shapes that do not fit together
             raise self._unfit(error) from error
 
     def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
         if not self._format.keeps_fp8:
             return None
-        return self._format.quantized_rows({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+        try:
+            return self._format.quantized_rows({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise self._unfit(error) from error
 
     def _unfit(self, error: Exception) -> BadTensor:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in self._parts.items())
@@ -112,7 +124,23 @@ class DequantizedTensor:
 def choice(fields: Mapping[str, Any], name: str, default: Any, known: tuple[Any, ...], why: str) -> Any:
     """Return a field of `quantization_config`. Raises ValueError if its value is not among the `known` ones."""
     value = fields.get(name, default)
-    if value not in known:
+    if not any(type(value) is type(one) and value == one for one in known):
         listed = ", ".join(repr(one) for one in known if one is not None)
         raise ValueError(f"{FIELD}.{name} in config.json is {value!r}: {why} ({listed}); use an unquantized checkpoint")
+    return value
+
+
+def read_mapping(field: str, value: Any) -> Mapping[str, Any]:
+    """Return the entries of a field, none if it is left out. Raises ValueError, naming it, if it is no object."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{field} in config.json is {value!r}: it must be an object")
+    return value
+
+
+def read_group_size(field: str, value: Any) -> int:
+    """Return the number of inputs in a group, -1 for all. Raises ValueError, naming the field, for anything else."""
+    if type(value) is not int or value == 0 or value < -1:
+        raise ValueError(f"{field} in config.json is {value!r}: it must be positive, or -1")
     return value

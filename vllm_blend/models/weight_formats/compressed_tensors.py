@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from vllm_blend.models.stored import StoredTensor
-from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat
+from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat, read_mapping
 from vllm_blend.models.weight_formats.fp8 import read_block
-from vllm_blend.models.weight_formats.packing import unpack
-from vllm_blend.models.weight_formats.scales import e4m3_rows, spread
+from vllm_blend.models.weight_formats.packing import WORD, unpack
+from vllm_blend.models.weight_formats.scales import check_finite, check_groups, e4m3_rows, spread
 from vllm_blend.ops.fp8 import QuantizedRows
 
 FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision")
@@ -27,11 +27,13 @@ class CompressedTensors(WeightFormat):
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     required = ("weight_scale",)
     ignored = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", *KV_SCALES)
+    has_weight = True
     keeps_fp8 = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        groups = fields.get("config_groups") or {}
-        schemes = [(f"{FIELD}.config_groups.{name}", dict(group)) for name, group in groups.items()]
+        groups = read_mapping(f"{FIELD}.config_groups", fields.get("config_groups"))
+        places = {f"{FIELD}.config_groups.{name}": group for name, group in groups.items()}
+        schemes = [(where, read_mapping(where, group)) for where, group in places.items()]
         formats = [(f"{FIELD}.format", fields.get("format") or "dense")]
         formats += [(f"{where}.format", scheme["format"]) for where, scheme in schemes if scheme.get("format")]
         for where, found in formats:
@@ -41,20 +43,25 @@ class CompressedTensors(WeightFormat):
                     "checkpoint"
                 )
         for name in ("transform_config", "sparsity_config"):
-            settings = fields.get(name) or {}
+            settings = read_mapping(f"{FIELD}.{name}", fields.get(name))
             if settings.get("config_groups") or settings.get("format", "dense") != "dense":
                 raise ValueError(f"{FIELD}.{name} in config.json is not supported: use an unquantized checkpoint")
-        weights = [(where, dict(scheme.get("weights") or {})) for where, scheme in schemes]
-        self.bits: int | None = _common("num_bits", [one.get("num_bits") for _, one in weights if _is_integer(one)])
+        weights = [read_mapping(f"{where}.weights", scheme.get("weights")) for where, scheme in schemes]
+        self.bits: int | None = _common("num_bits", [one.get("num_bits") for one in weights if _is_integer(one)])
         self.block = read_block(
             f"{FIELD}.config_groups.*.weights.block_structure",
-            _common("block_structure", [one.get("block_structure") for _, one in weights if _is_by_block(one)]),
+            _common("block_structure", [one.get("block_structure") for one in weights if _is_by_block(one)]),
         )
 
     def shape(self, parts: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         if "weight_packed" not in parts:
             return _present(parts, "weight").shape
-        return tuple(_present(parts, "weight_shape").read().tolist())
+        if "weight" in parts:
+            raise ValueError("it has both weight and weight_packed, of which one is meant")
+        shape = _present(parts, "weight_shape")
+        if tuple(shape.shape) != (2,):  # told before it is read
+            raise ValueError(f"weight_shape has the shape {tuple(shape.shape)}, but must be two integers")
+        return tuple(int(size) for size in shape.read())
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
         packed = parts.get("weight_packed")
@@ -62,31 +69,52 @@ class CompressedTensors(WeightFormat):
         if values.dtype not in (torch.float8_e4m3fn, torch.int8):
             raise ValueError(f"the weight is stored as {values.dtype}, not torch.float8_e4m3fn or torch.int8")
         rows, columns = values.shape
+        scales = check_finite("weight_scale", parts["weight_scale"])
         by_entry = self._by_entry(parts, (rows, columns))
         zeros = parts.get("weight_zero_point")
         numbers = values.float()
         if zeros is not None:
             if packed is not None and zeros.dtype == torch.int32:
                 zeros = self._unpacked(zeros, 0, rows)
-            numbers -= by_entry(zeros)
-        return numbers * by_entry(parts["weight_scale"])
+            numbers -= by_entry(self._checked_zeros(zeros))
+        return numbers * by_entry(scales)
+
+    def _checked_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
+        """Return zero points. Raises ValueError for those that no weight could have."""
+        if zeros.is_floating_point():
+            return check_finite("weight_zero_point", zeros)
+        most = 2 ** ((self.bits or 8) - 1)
+        if zeros.numel() and not -most <= int(zeros.min()) <= int(zeros.max()) < most:
+            raise ValueError(f"weight_zero_point has {int(zeros.min())} to {int(zeros.max())}, beyond {self.bits} bits")
+        return zeros
 
     def _by_entry(self, parts: Parts, shape: tuple[int, int]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that gives each entry of a matrix its scale, or zero point."""
         groups = parts.get("weight_g_idx")
         if groups is None or bool((groups < 0).all()):  # a layer that was never reordered has -1 everywhere
             return lambda scales: spread(scales, shape, self.block if scales.ndim == 2 else None)
-        return lambda scales: scales.float()[:, groups.long()]
+        index = groups
+
+        def by_group(scales: torch.Tensor) -> torch.Tensor:
+            if scales.ndim != 2 or len(scales) != shape[0]:
+                raise ValueError(f"{tuple(scales.shape)} are not numbers of the groups of each of {shape[0]} rows")
+            return scales.float()[:, check_groups("weight_g_idx", index, shape[1], scales.shape[1])]
+
+        return by_group
 
     def _unpacked(self, words: torch.Tensor, dim: int, count: int) -> torch.Tensor:
         """Return the signed integers of words, of which the last ones along `dim` may be padding."""
         if self.bits not in PACKED_BITS:
             raise ValueError(f"config_groups.*.weights.num_bits is {self.bits}, but only 4 and 8 bits can be unpacked")
+        if words.ndim != 2 or words.shape[dim] != -(-count * self.bits // WORD):
+            raise ValueError(f"{tuple(words.shape)} words do not hold {count} integers of {self.bits} bits (num_bits)")
         unsigned = unpack(words, self.bits, dim).narrow(dim, 0, count)
         return torch.sub(unsigned.short(), 2 ** (self.bits - 1)).to(torch.int8)
 
     def quantized_rows(self, parts: Parts) -> QuantizedRows | None:
-        return e4m3_rows(parts["weight"], parts["weight_scale"]) if "weight" in parts and self.block is None else None
+        if "weight" not in parts or self.block is not None or "weight_g_idx" in parts or "weight_zero_point" in parts:
+            return None
+        return e4m3_rows(parts["weight"], check_finite("weight_scale", parts["weight_scale"]))
 
 
 def _is_integer(weights: Mapping[str, Any]) -> bool:

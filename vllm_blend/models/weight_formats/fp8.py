@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend.models.stored import StoredTensor
 from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat, choice
-from vllm_blend.models.weight_formats.scales import Block, check_e4m3, e4m3_rows, spread
+from vllm_blend.models.weight_formats.scales import Block, check_e4m3, check_finite, e4m3_rows, spread
 from vllm_blend.ops.fp8 import QuantizedRows
 
 SCALES = ("weight_scale_inv", "weight_scale")  # both multiply the weight
@@ -23,6 +23,7 @@ class FP8(WeightFormat):
     parts = SCALES
     required = ("weight",)
     ignored = ("input_scale", "activation_scale", "output_scale", *KV_SCALES)  # activations are not quantized
+    has_weight = True
     keeps_fp8 = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -43,7 +44,10 @@ class FP8(WeightFormat):
 
     @staticmethod
     def _scales(parts: Parts) -> torch.Tensor:
-        return next(parts[name] for name in SCALES if name in parts)
+        name, *others = (name for name in SCALES if name in parts)
+        if others:
+            raise ValueError(f"it has both {name} and {others[0]}, of which one is meant")
+        return check_finite(name, parts[name])
 
 
 def read_block(field: str, value: Any) -> Block | None:

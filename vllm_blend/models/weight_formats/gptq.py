@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from vllm_blend.models.stored import StoredTensor
-from vllm_blend.models.weight_formats.base import FIELD, Parts, WeightFormat, choice
+from vllm_blend.models.weight_formats.base import FIELD, Parts, WeightFormat, choice, read_group_size, read_mapping
 from vllm_blend.models.weight_formats.packing import PACKED_BITS, WORD, unpack
+from vllm_blend.models.weight_formats.scales import check_finite, check_groups
 
 VERSIONS = ("gptq", "gptq_v2")  # the first one stores zero points less one
 
@@ -29,12 +30,10 @@ class GPTQ(WeightFormat):
         choice({"checkpoint_format": version}, "checkpoint_format", None, VERSIONS, "only these layouts can be read")
         self.stored_less = 1 if version == VERSIONS[0] else 0
         choice(fields, "pack_dtype", "int32", ("int32", None), "only these words can be unpacked")
-        group_size = fields.get("group_size", -1)
-        if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
-            raise ValueError(f"{FIELD}.group_size in config.json is {group_size!r}: it must be positive, or -1")
-        self.group_size = group_size
+        self.group_size = read_group_size(f"{FIELD}.group_size", fields.get("group_size", -1))
         self.is_symmetric = bool(fields.get("sym", True))
-        other = [pattern for pattern, rule in (fields.get("dynamic") or {}).items() if rule and "bits" in rule]
+        rules = read_mapping(f"{FIELD}.dynamic", fields.get("dynamic"))
+        other = [one for one, rule in rules.items() if "bits" in read_mapping(f"{FIELD}.dynamic.{one}", rule)]
         if other:
             raise ValueError(
                 f"{FIELD}.dynamic in config.json gives layers bits of their own ({other[0]!r}), which is not "
@@ -46,17 +45,22 @@ class GPTQ(WeightFormat):
         return columns, words * (WORD // self.bits)
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
-        values, scales = unpack(parts["qweight"], self.bits, 0), parts["scales"].float()
-        inputs = len(values)
+        values, scales = unpack(parts["qweight"], self.bits, 0), check_finite("scales", parts["scales"]).float()
+        inputs, outputs = values.shape
+        if scales.ndim != 2 or scales.shape[1] != outputs:
+            raise ValueError(f"scales are {tuple(scales.shape)}, not one for each group and each of {outputs} outputs")
         groups = parts.get("g_idx")
         if groups is None:
             size = inputs if self.group_size == -1 else self.group_size
+            if len(scales) != -(-inputs // size):
+                raise ValueError(f"{inputs} inputs in groups of {size} (group_size) do not have {len(scales)} scales")
             groups = torch.arange(inputs, device=values.device) // size
-        groups = groups.long()
-        if len(groups) != inputs or int(groups.min()) < 0 or int(groups.max()) >= len(scales):
-            raise ValueError(f"{inputs} inputs belong to groups up to {int(groups.max())}, of {len(scales)}")
+        groups = check_groups("g_idx", groups, inputs, len(scales))
         if "qzeros" in parts:
-            zeros = unpack(parts["qzeros"], self.bits, 1).float()[groups] + self.stored_less
+            by_group = unpack(parts["qzeros"], self.bits, 1)
+            if by_group.shape != scales.shape:
+                raise ValueError(f"qzeros hold {tuple(by_group.shape)} zero points for scales {tuple(scales.shape)}")
+            zeros = by_group.float()[groups] + self.stored_less
         elif self.is_symmetric:
             zeros = torch.full((1, 1), 2.0 ** (self.bits - 1), device=values.device)
         else:

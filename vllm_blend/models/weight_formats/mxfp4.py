@@ -12,6 +12,8 @@ from vllm_blend.models.weight_formats.base import Parts, WeightFormat
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign
 EXPONENT_BIAS = 127  # of the scales, e8m0
+NO_NUMBER = 255  # of the scales
+GROUP_BYTES = 16
 SUFFIXES = ("_blocks", "_scales")
 
 
@@ -39,16 +41,27 @@ class MXFP4(WeightFormat):
         return experts, groups * size * 2, outputs
 
     def source(self, parts: Mapping[str, StoredTensor], device: torch.device) -> Sliceable:
-        return _ByExpert(self, {name: tensor.read() for name, tensor in parts.items()}, device)
+        stored = {name: tensor.read() for name, tensor in parts.items()}
+        _check(stored)
+        if bool((stored["_scales"] == NO_NUMBER).any()):
+            raise ValueError("_scales have numbers that are not finite")
+        return _ByExpert(self, stored, device)
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
+        _check(parts)
         blocks, scales = parts["_blocks"], parts["_scales"]
-        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
-            raise ValueError(f"blocks are {blocks.dtype}, and scales {scales.dtype} {tuple(scales.shape)}")
         table = torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES), device=blocks.device)
         nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [..., groups, 32]
         values = torch.ldexp(table[nibbles.int()], scales.int()[..., None] - EXPONENT_BIAS)
         return values.flatten(-2).transpose(-2, -1)
+
+
+def _check(parts: Parts) -> None:
+    blocks, scales = parts["_blocks"], parts["_scales"]
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
+        raise ValueError(f"blocks are {blocks.dtype}, and scales {scales.dtype} {tuple(scales.shape)}")
+    if blocks.shape[-1] != GROUP_BYTES:
+        raise ValueError(f"groups have {blocks.shape[-1]} bytes, not {GROUP_BYTES}")
 
 
 class _ByExpert:
