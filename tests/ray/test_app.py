@@ -66,6 +66,11 @@ def test_a_store_that_is_not_there_yet_has_an_absolute_path(monkeypatch: pytest.
         ({"model": MODEL, "epsilon": -0.1}, "epsilon=-0.1"),
         ({"model": MODEL, "max-num-seqs": 4, "max_num_seqs": 5}, "max_num_seqs is given twice"),
         ({"model": MODEL, "resources": "{a"}, "resources='{a' cannot be read"),
+        ({"model": MODEL, "resources": {"slot": -1}}, "the amount of 'slot' must be a finite number"),
+        ({"model": MODEL, "resources": {"slot": float("nan")}}, "the amount of 'slot' must be a finite number"),
+        ({"model": MODEL, "resources": {"slot": "1"}}, "the amount of 'slot' must be a finite number"),
+        ({"model": MODEL, "resources": {"GPU": 1}}, "give num_cpus or num_gpus"),
+        ({"model": MODEL, "num_gpus": 1.5}, "must be whole if it is above 1"),
     ],
 )
 def test_what_is_wrong_is_named(options: dict[str, Any], message: str) -> None:

@@ -120,3 +120,11 @@ def test_only_the_longest_passages_decide() -> None:
 )
 def test_what_has_no_passages_or_will_be_refused_has_no_ids(path: str, body: Any) -> None:
     assert found(path, body) == {}
+
+
+def test_no_salt_passes_for_the_beginning_of_a_passage() -> None:
+    ids = [
+        {*found("/v1/completions", chunked(passage, cache_salt=salt))}
+        for salt, passage in (("a text b", "c"), ("a", "b text c"))
+    ]
+    assert ids[0].isdisjoint(ids[1])

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vllm_blend.checks import at_least, not_negative, positive, require
+from vllm_blend.checks import at_least, is_number, not_negative, positive, require
 from vllm_blend.options import OptionGroup, option
 from vllm_blend.ray.routing import DEFAULT_EPSILON
+
+
+def _check_resources(name: str, resources: dict[str, Any]) -> None:
+    for key, amount in resources.items():
+        require(
+            is_number(amount) and math.isfinite(amount) and amount >= 0,
+            f"{name}={resources!r}: the amount of {key!r} must be a finite number of at least 0",
+        )
+        require(
+            key not in ("CPU", "GPU", "memory"),
+            f"{name}={resources!r} names {key}, which Ray does not take there: give num_cpus or num_gpus instead",
+        )
+
+
+def _check_gpus(name: str, gpus: float) -> None:
+    not_negative(name, gpus)
+    require(gpus <= 1 or gpus == int(gpus), f"{name}={gpus} must be whole if it is above 1, as Ray asks")
 
 
 @dataclass(frozen=True)
@@ -45,9 +63,11 @@ class RayOptions(OptionGroup):
     num_gpus: float | None = option(
         None,
         "GPUs that Ray reserves for each engine (default: tensor_parallel_size on GPUs, else 0)",
-        check=not_negative,
+        check=_check_gpus,
     )
-    resources: dict[str, Any] | None = option(None, "other resources that Ray reserves for each engine, by name")
+    resources: dict[str, Any] | None = option(
+        None, "other resources that Ray reserves for each engine, by name", check=_check_resources
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

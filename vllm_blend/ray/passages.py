@@ -146,5 +146,8 @@ def _salt(key: str, cache_salt: str | None) -> str:
 def _identify(salt: str, passage: Any) -> str:
     content = passage if isinstance(passage, str) else " ".join(map(str, passage))
     kind = "text" if isinstance(passage, str) else "tokens"
-    given = f"{salt} {kind} {content}".encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(given, digest_size=16).hexdigest()
+    given = hashlib.blake2b(digest_size=16)
+    for text in (salt, kind, content):  # each with its length, so that none can pass for the end of the one before
+        encoded = text.encode("utf-8", "surrogatepass")
+        given.update(len(encoded).to_bytes(8) + encoded)
+    return given.hexdigest()
