@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.quantized import GPTQ, save_quantized
-from tests.models.tiny import edit_config, load_tiny
+from tests.models.tiny import edit_config, load_tiny, tiny_hf_model
+from vllm_blend.models.gpt_oss import GptOssForCausalLM
+from vllm_blend.models.loader import load_hf_config
 from vllm_blend.models.stored import opened
 from vllm_blend.models.text_parts import text_tensors
 from vllm_blend.models.weight_formats import WEIGHT_FORMATS, weight_format
@@ -173,3 +175,26 @@ def test_a_tensor_under_an_older_and_a_newer_name_is_named(tmp_path: Path) -> No
     save_file({name: torch.ones(1) for name in names}, tmp_path / "x.safetensors")
     with opened([tmp_path / "x.safetensors"]) as stored, pytest.raises(ValueError, match=r"norm\.weight and .*norm"):
         text_tensors(stored)
+
+
+@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_limit"])
+@pytest.mark.parametrize("value", [-1.0, NAN, float("inf")])
+def test_a_clamp_that_is_no_number_is_named(name: str, value: float) -> None:
+    config = tiny_hf_model("gpt_oss").config
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        GptOssForCausalLM.spec(config)
+
+
+def test_a_window_that_is_negative_is_named() -> None:
+    config = tiny_hf_model("gpt_oss").config
+    config.sliding_window = -5
+    with pytest.raises(ValueError, match="sliding_window = -5"):
+        GptOssForCausalLM.spec(config)
+
+
+def test_a_text_config_that_the_model_type_does_not_know_is_named(tmp_path: Path) -> None:
+    fields = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "llama", "text_config": {"a": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"no text_config that its model_type \('llama'\) knows"):
+        load_hf_config(str(tmp_path))

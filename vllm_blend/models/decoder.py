@@ -93,6 +93,8 @@ class DecoderSpec:
             raise ValueError("queries that are scaled by position cannot be normalised after that (qk_norm)")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("the model's config has sliding_attention layers but no sliding_window")
+        if self.sliding_window is not None and self.sliding_window < 0:
+            raise ValueError(f"the model's config gives sliding_window = {self.sliding_window}: it must be positive")
         if self.rotates is not None and len(self.rotates) != self.num_layers:
             raise ValueError(
                 f"the model's config says of {len(self.rotates)} layers whether they have RoPE, but it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +22,12 @@ class ClampedExpertsSpec(ExpertsSpec):
 
     alpha: float
     limit: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("swiglu_alpha", self.alpha), ("swiglu_limit", self.limit)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"the model's config gives {name} = {value}: it must be positive and finite")
 
 
 class GptOssExperts(Experts):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from transformers import PretrainedConfig
+
 from vllm_blend.models.gemma3 import Gemma3ForCausalLM
 from vllm_blend.models.llama import MistralForCausalLM
 from vllm_blend.models.stored import StoredTensor
@@ -41,8 +43,11 @@ def text_config(hf_config: Any) -> Any:
     if not any(name in ARCHITECTURES for name in architectures):
         return hf_config
     text = hf_config.get_text_config()
-    if text is hf_config:
-        raise ValueError(f"the config of {architectures[0]} has no text_config: it is not one of a multimodal model")
+    if text is hf_config or not isinstance(text, PretrainedConfig):
+        raise ValueError(
+            f"the config of {architectures[0]} has no text_config that its model_type "
+            f"({getattr(hf_config, 'model_type', None)!r}) knows: it is not one of a multimodal model"
+        )
     text.architectures = architectures
     for name in ("quantization_config", "dtype", "eos_token_id"):
         value = getattr(hf_config, name, None)
@@ -53,10 +58,15 @@ def text_config(hf_config: Any) -> Any:
 
 
 def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of the text part under the names that they have in a model of text alone."""
-    renamed = {}
+    """Return the tensors of the text part under the names that they have in a model of text alone. Raises ValueError
+    for two of one name."""
+    renamed: dict[str, StoredTensor] = {}
+    given: dict[str, str] = {}
     for name, tensor in stored.items():
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
         if prefix is not None:
-            renamed[PREFIXES[prefix] + name.removeprefix(prefix)] = tensor
+            own = PREFIXES[prefix] + name.removeprefix(prefix)
+            if own in renamed:
+                raise ValueError(f"the checkpoint has {given[own]} and {name}, which are the same: fetch it again")
+            renamed[own], given[own] = tensor, name
     return renamed
