@@ -18,6 +18,7 @@ from vllm_blend.log_lines import REQUEST_ID, log_request
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
 OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/metrics", "/status", "/"))
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_LENGTH_DIGITS = 19  # of a 64-bit number
 _DRAINED_BODIES = 8  # times the limit: what is read of a body that is too large, so that the client hears the answer
 
 
@@ -94,7 +95,9 @@ class RequestContext:
     async def _limit(self, headers: Headers, receive: Receive) -> Receive:
         """Return a `receive` that refuses a body beyond the limit. Raises APIError if its length says so already."""
         length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length) > self.max_body_size:
+        is_number = length.isascii() and length.isdigit()
+        digits = length.lstrip("0")  # Python reads no number of thousands of digits
+        if is_number and (len(digits) > _LENGTH_DIGITS or int(digits or 0) > self.max_body_size):
             await self._drain(receive)
             raise self._too_large()
         received = 0
