@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.kv_store.format import load_chunk
 from vllm_blend.pipeline import build_kv_cache as stage
+from vllm_blend.pipeline.config import PrefillConfig
 from vllm_blend.pipeline.files import read_json
 from vllm_blend.pipeline.stage_inputs import read_stage_input
 
@@ -132,6 +134,13 @@ def test_a_passage_that_no_prompt_can_hold_is_left_out_and_named(
     assert output["summary"]["too_long"] == 1 and output["samples"][0]["too_long"] == ["musique_t-musique_s-000_chunk1"]
     assert "musique_s-000_chunk1 has" in caplog.text
     assert output["summary"]["computed"] == len(sample["ctxs"])
+
+
+def test_an_instruction_that_leaves_no_place_for_passages_is_named(tmp_path: Path) -> None:
+    stages = Stages.over(tmp_path, demo_samples(1))
+    retrieval = replace(stages.retrieval, instruction="A lens. " * 2000)
+    with pytest.raises(ValueError, match=r"the instruction has .* no passage has a place after it"):
+        stage.build_kv_cache(PrefillConfig(model_id=MODEL, output_dir=str(stages.chunks)), retrieval)
 
 
 def test_without_a_retrieval_the_first_passages_are_for_the_gpu(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from vllm_blend.pipeline.config import (
     RetrievalConfig,
     add_section_flags,
     load_config,
+    make_section,
     section_from_flags,
 )
+from vllm_blend.pipeline.prompts import PROMPT_STYLES, reworded
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,3 +136,29 @@ def test_wrong_flags_end_the_program(flags: list[str], capsys: pytest.CaptureFix
         parse("retrieval", flags)
     assert stop.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"retrieval: {top_k: \xff}", b"[" * 100_000], ids=["not UTF-8", "deep"])
+def test_a_file_that_is_no_text_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"settings\.yaml is not valid YAML"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("name", ["instruction", "template"])
+def test_words_that_are_no_unicode_are_named_before_any_work(name: str) -> None:
+    with pytest.raises(ValueError, match=f"retrieval.{name}=.* is not UTF-8 at character 2"):
+        make_section(RetrievalConfig, "retrieval", {name: "a \udcff{question}"})
+
+
+def test_a_long_template_does_not_fill_the_message() -> None:
+    with pytest.raises(ValueError, match=r"template='aa.*\(10000000 characters\)") as error:
+        make_section(RetrievalConfig, "retrieval", {"template": "a" * 10_000_000})
+    assert len(str(error.value)) < 1000
+
+
+def test_a_template_is_no_format_string() -> None:
+    section = make_section(RetrievalConfig, "retrieval", {"template": "{0.__class__} {question} {x!r:>9}{{"})
+    style = reworded(PROMPT_STYLES["musique"], section.instruction, section.template)
+    assert style.suffix("{question} {y}") == "{0.__class__} {question} {y} {x!r:>9}{{"

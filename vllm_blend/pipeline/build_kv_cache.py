@@ -109,6 +109,11 @@ def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[st
         if prefix is not None:
             entries.setdefault(stage.prefix_id, _ChunkFolder(stage.prefix_id, prefix, ""))
         room = engine.max_model_len - (len(prefix.token_ids) if prefix is not None else 0)
+        if room <= 0:
+            raise ValueError(
+                f"the instruction has {engine.max_model_len - room} tokens, and max_model_len is "
+                f"{engine.max_model_len}: no passage has a place after it; shorten the instruction"
+            )
         for chunk, chunk_id, text_before in zip(chunks, ids, before, strict=True):
             if len(chunk_id.token_ids) > room:
                 too_long.append(chunk.chunk_id)

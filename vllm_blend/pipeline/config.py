@@ -19,7 +19,7 @@ import yaml
 from vllm_blend.checks import at_least, check_ratio, closest, positive, require
 from vllm_blend.options import OptionGroup, check_options, option
 from vllm_blend.pipeline.files import check_file_name
-from vllm_blend.pipeline.prompts import check_template
+from vllm_blend.pipeline.prompts import check_template, check_text
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -56,7 +56,7 @@ class RetrievalConfig(Section):
     dataset_style: Literal["", "musique", "wikimqa", "samsum"] = option(
         "", "how questions are asked and scored: musique, wikimqa or samsum; by default as the data set's name says"
     )
-    instruction: str = option("", "what stands before the passages; by default the style's")
+    instruction: str = option("", "what stands before the passages; by default the style's", check=check_text)
     template: str = option(
         "", "what stands after the passages, with {question} in it; by default the style's", check=check_template
     )
@@ -194,7 +194,7 @@ def load_config(path: str | Path | None = None) -> dict[str, dict[str, Any]]:
             )
         try:
             given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not valid YAML: {error}") from error
         given = {} if given is None else given
     try:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 QUESTION = "{question}"
+SHOWN = 200  # characters of a text in an error message
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,25 @@ def find_style(name: str | None, dataset: str | Path) -> PromptStyle:
     return PROMPT_STYLES[name]
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError, beginning with `name`, for a text that is no Unicode: a shell passes any bytes on."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}={shortened(text)} is not UTF-8 at character {error.start}: encode it so") from error
+
+
+def shortened(text: str) -> str:
+    """Return a text as it stands in an error message."""
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text)} characters)"
+
+
 def check_template(name: str, template: str) -> None:
     """Raise ValueError, beginning with `name`, unless a template is empty or has the question in exactly one place."""
+    check_text(name, template)
     if template and template.count(QUESTION) != 1:
         raise ValueError(
-            f"{name}={template!r} must hold {QUESTION} once, where the question goes, and holds it "
+            f"{name}={shortened(template)} must hold {QUESTION} once, where the question goes, and holds it "
             f"{template.count(QUESTION)} times: write for example 'Question: {QUESTION}\\nAnswer:'"
         )
 
