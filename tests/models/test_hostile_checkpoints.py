@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.quantized import GPTQ, save_quantized
-from tests.models.tiny import edit_config, load_tiny, tiny_hf_model
+from tests.models.tiny import edit_config, load_tiny, save, tiny_hf_model
+from vllm_blend.models import loader
 from vllm_blend.models.gpt_oss import GptOssForCausalLM
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.models.stored import opened
@@ -198,3 +199,11 @@ def test_a_text_config_that_the_model_type_does_not_know_is_named(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"no text_config that its model_type \('llama'\) knows"):
         load_hf_config(str(tmp_path))
+
+
+def test_layers_that_no_file_has_are_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tiny_hf_model("llama", num_hidden_layers=2), tmp_path)
+    edit_config(tmp_path, num_hidden_layers=3000)
+    monkeypatch.setattr(loader, "_build", lambda *_: pytest.fail("built"))
+    with pytest.raises(ValueError, match=r"num_hidden_layers in config\.json is 3000, but the checkpoint has 2 layers"):
+        load_tiny(str(tmp_path))

@@ -26,7 +26,15 @@ from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.text_parts import TextPart, text_config
 from vllm_blend.models.weight_formats import weight_format
 from vllm_blend.models.weight_formats.base import WeightFormat
-from vllm_blend.models.weights import PICKLES, SAFETENSORS, fill_from_files, find_weight_files, has_own_head, layouts_of
+from vllm_blend.models.weights import (
+    PICKLES,
+    SAFETENSORS,
+    check_num_layers,
+    fill_from_files,
+    find_weight_files,
+    has_own_head,
+    layouts_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +109,8 @@ def load_model(
     check_quantization(quantization, dtype, torch.device(device))
     model_class = resolve_model_class(hf_config)
     files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
+    if files and issubclass(model_class, DecoderForCausalLM):
+        check_num_layers(files, hf_config.num_hidden_layers)
     if files and issubclass(model_class, TextPart):
         hf_config = copy.copy(hf_config)  # what the two configs say of it, or leave out, is not always true
         hf_config.tie_word_embeddings = not has_own_head(files)

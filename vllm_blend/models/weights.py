@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "*.safetenso
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
 HEAD = "lm_head"
+_OF_LAYER = re.compile(r"\blayers\.(\d{1,9})\.")
 MAX_NAME = 255  # bytes of a file's name
 NAMES_SHOWN = 8  # of a list in an error message
 
@@ -140,6 +142,18 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: Weig
         problems.append(f"unexpected: {_list_names(unexpected)}")
     if problems:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
+
+
+def check_num_layers(files: Iterable[Path], num_layers: int) -> None:
+    """Raise ValueError if config.json names more layers than a checkpoint has: a model of all of them, which is built
+    before the files are read, may fit no memory."""
+    with opened(files) as found:
+        stored = {int(match[1]) for match in map(_OF_LAYER.search, found) if match}
+    if stored and num_layers > max(stored) + 1:
+        raise ValueError(
+            f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has {max(stored) + 1} layers: the "
+            f"tensors of model.layers.{max(stored) + 1} are missing; fetch both again"
+        )
 
 
 def has_own_head(files: Iterable[Path]) -> bool:
