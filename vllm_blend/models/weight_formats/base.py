@@ -124,7 +124,7 @@ class DequantizedTensor:
 def choice(fields: Mapping[str, Any], name: str, default: Any, known: tuple[Any, ...], why: str) -> Any:
     """Return a field of `quantization_config`. Raises ValueError if its value is not among the `known` ones."""
     value = fields.get(name, default)
-    if not any(type(value) is type(one) and value == one for one in known):
+    if isinstance(value, float) or value not in known:  # 4.0 == 4, but counts nothing
         listed = ", ".join(repr(one) for one in known if one is not None)
         raise ValueError(f"{FIELD}.{name} in config.json is {value!r}: {why} ({listed}); use an unquantized checkpoint")
     return value
