@@ -14,6 +14,7 @@ from vllm_blend.engine_args import EngineArgs
 from vllm_blend.lmcache.config import LMCacheConfig, load_config
 
 ON = "enable_blending: true\n"
+DEFAULTS = {"enable_blending": True, "blend_min_tokens": 256, "blend_selector": "question_attention"}
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def read(tmp_path: Path) -> Any:
 def test_the_configuration_of_lmcaches_own_example(read: Any) -> None:
     config = read('chunk_size: 256\nlocal_device: "cpu"\n\n# Enables KV blending\nenable_blending: True\n')
     assert config.enable_blending and config.separator == "[BLEND_SEP]" and config.unknown == ()
-    assert config.engine_args == {"enable_blending": True, "blend_min_tokens": 256, "blend_chunk_device": "cpu"}
+    assert config.engine_args == DEFAULTS | {"blend_chunk_device": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_the_configuration_of_lmcaches_own_example(read: Any) -> None:
 )
 def test_every_key_means_arguments_of_the_engine(read: Any, text: str, arguments: dict[str, Any]) -> None:
     config = read(ON + text)
-    assert config.engine_args == {"enable_blending": True, "blend_min_tokens": 256} | arguments
+    assert config.engine_args == DEFAULTS | arguments
     assert config.unknown == config.idle == ()
     EngineArgs(model="m", **config.engine_args).create_engine_config()  # which checks them too
 

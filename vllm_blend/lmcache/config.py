@@ -29,8 +29,9 @@ NOT_SETTINGS = {FILE_VARIABLE, "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_LOG_LEVEL", 
 
 DEFAULT_SEPARATOR = "[BLEND_SEP]"
 DEFAULT_MIN_TOKENS = 256
-# CacheBlend's rule compares layers; this engine's own default looks at no layer (see BlendConfig.selector).
-LAYER_SELECTOR = "value_deviation"
+# CacheBlend's rule compares layers. Without layers, tokens are chosen one by one: the engine's own default looks for
+# pages that begin with their subject, and texts that are precomputed here often hold several.
+LAYER_SELECTOR, TOKEN_SELECTOR = "value_deviation", "question_attention"
 
 TEXTS = {"local_device", "local_disk", "remote_url", "remote_serde", "blend_separator", "blend_special_str"}
 KEYS = TEXTS | {
@@ -219,7 +220,7 @@ def _blend(values: Values) -> Arguments:
             check_ratio("blend_recompute_ratios", ratios[0])
     if ratio is not None and ratios is not None and ratios != [ratio]:
         raise values.contradiction("blend_recompute_ratio", "blend_recompute_ratios")
-    arguments: Arguments = {"blend_min_tokens": (None, DEFAULT_MIN_TOKENS)}
+    arguments: Arguments = {"blend_min_tokens": (None, DEFAULT_MIN_TOKENS), "blend_selector": (None, TOKEN_SELECTOR)}
     min_tokens = values.integer("blend_min_tokens", 0)
     if min_tokens is not None:
         arguments["blend_min_tokens"] = ("blend_min_tokens", min_tokens)
