@@ -11,15 +11,14 @@ import pytest
 
 from tests.quality.broken import StepPositions
 from tests.quality.small import MODEL, ROOT, small_samples, write_small
-from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.command_line import BAD_INPUT
+from vllm_blend.config import BlendConfig
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.entrypoints import cli
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.pipeline.files import read_json, write_json
 from vllm_blend.quality import check_model as module
 from vllm_blend.quality import sweep
-from vllm_blend.quality.catalogue import RELEVANT_PASSAGES
 from vllm_blend.quality.check_model import (
     FOUND,
     NOT_TO_BLEND,
@@ -118,11 +117,9 @@ def test_the_cheapest_of_the_rules_that_are_enough_is_named() -> None:
     assert summarize(verdicts[:1]) == []
 
 
-def test_the_rule_of_whole_passages_is_offered_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(SELECTORS, RELEVANT_PASSAGES, raising=False)
-    assert [setting.name for setting in default_settings()] == ["the default rule"]
-    monkeypatch.setitem(SELECTORS, RELEVANT_PASSAGES, SELECTORS["first_tokens"])
-    assert [setting.name for setting in default_settings()] == ["the default rule", RELEVANT_PASSAGES]
+def test_the_rule_that_the_default_falls_back_on_is_compared() -> None:
+    assert [setting.name for setting in default_settings()] == ["the default rule", "question_attention"]
+    assert BlendConfig().selector == "relevant_passages"
 
 
 def test_equal_scores_are_no_certainty() -> None:

@@ -24,11 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_blend.blend.selectors import SELECTORS
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.command_line import BAD_INPUT, CommandParser
-from vllm_blend.config import BlendConfig
 from vllm_blend.pipeline.files import check_place, write_json
-from vllm_blend.quality.catalogue import RATIOS, RELEVANT_PASSAGES, SETTINGS
+from vllm_blend.quality.catalogue import RATIOS, SETTINGS
 from vllm_blend.quality.exactness import Difference, Limit, check_exactness, explain
 from vllm_blend.quality.intervals import SmallSampleIntervals, check_seed
 from vllm_blend.quality.questions import Questions, read_all
@@ -39,6 +38,7 @@ from vllm_blend.quality.settings import Setting, make_runs, resolve_settings
 from vllm_blend.quality.sweep import sweep
 
 DEFAULT = Setting("the default rule")  # the engine's
+FALLBACK = QuestionAttention.name
 MIN_QUESTIONS = 50  # of a data set: after 50 equal answers, up to 7% may still differ
 LEAST_SCORE = 0.1  # of full prefill: a model that can hardly answer has hardly anything to lose
 FOUND, NOT_TO_BLEND, UNCERTAIN = 0, 1, 3  # exit statuses, beside BAD_INPUT
@@ -180,10 +180,8 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
 
 
 def default_settings() -> list[Setting]:
-    """Return the engine's rule, and the rule of whole passages where there is one and it is another."""
-    if RELEVANT_PASSAGES not in SELECTORS or BlendConfig().selector == RELEVANT_PASSAGES:
-        return [DEFAULT]
-    return [DEFAULT, *resolve_settings([RELEVANT_PASSAGES], SETTINGS)]
+    """Return the engine's rule, and the one that it falls back on, which needs no words in common."""
+    return [DEFAULT, *resolve_settings([FALLBACK], SETTINGS)]
 
 
 def _worst(verdicts: Sequence[Verdict], setting: str) -> int:
@@ -268,7 +266,7 @@ def make_parser() -> argparse.ArgumentParser:
         dest="selectors",
         metavar="NAME",
         help="rules to compare: any blend_selector, or a setting of the list below (default: the engine's rule, and "
-        f"{RELEVANT_PASSAGES} where it is registered)",
+        f"{FALLBACK}, which it falls back on)",
     )
     add("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="RATIO", help="in rising order, with 0")
     add = parser.add_argument_group("the verdict").add_argument
