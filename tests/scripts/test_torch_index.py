@@ -111,6 +111,7 @@ esac
 """)
     python.chmod(0o755)
     variables = {"PIP_INDEX_URL": pypi.url, "PIP_FIND_LINKS": "", "no_proxy": "*", "PYTHON": str(python)}
+    variables["PIP_CONFIG_FILE"] = os.devnull  # a machine's own constraints know no such release
     for index, wheel in ((cpu.url, f"torch-{RELEASE}+cpu-"), ("", f"torch-{RELEASE}-")):
         shutil.rmtree(tmp_path / "venv", ignore_errors=True)
         shutil.rmtree(tmp_path / "got", ignore_errors=True)
