@@ -109,7 +109,7 @@ def _names(num_replicas: int) -> list[str]:
 
 
 class Rendezvous:
-    """As `Affinity`, but by the scores alone, without a memory of what was sent where."""
+    """Choose as `Affinity` does, but by the scores alone, without a memory of what was sent where."""
 
     def __init__(self, num_replicas: int, tokens: int) -> None:
         self._table, self._tokens = ScoreTable(_names(num_replicas)), tokens

@@ -197,7 +197,7 @@ def test_damped_pages_are_found_by_no_other_prompt() -> None:
 
 
 def test_a_batch_of_damped_and_other_prompts_answers_as_each_alone() -> None:
-    """Of several completions, too, which share a plan."""
+    """This holds for several completions, too, which share a plan."""
     made = [([0, 0, 1, 0], 0.9), ([0, 1, 0, 0], 0.4), ([0, 0, 0, 1], 0.6), ([0, 0, 1, 0], 1)]
     prompts: list[Any] = [
         tiny_prompt(**RULE | {"blend_selector": f"relevant_passages(damping={damping})"}, relevance=scores)
@@ -270,7 +270,7 @@ def test_a_damped_prompt_that_is_preempted_goes_on_as_it_was(rows: int) -> None:
 
 
 def test_a_prompt_that_starts_again_is_damped_again(planned: list[BlendPlan]) -> None:
-    """As it is when a chunk is lost in the middle of a step."""
+    """A request starts again when a chunk is lost in the middle of a step."""
     prompt: Any = tiny_prompt(**RULE, relevance=THIRD)
     with engine(TINY, enable_blending=True) as llm:
         [expected] = run(llm, prompt, PARAMS)

@@ -137,7 +137,7 @@ def _is_readable(segment: ShiftedSegment, device: torch.device) -> bool:
 
 @dataclass
 class MeanShiftPlan:
-    """Which rows of a step are in each segment, and where the tokens that move are written."""
+    """The rows of a step that lie in each segment, and where the tokens that move are written."""
 
     sources: ShiftSources
     positions: torch.Tensor  # [N] int64, of the step's rows
