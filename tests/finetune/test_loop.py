@@ -86,7 +86,9 @@ def test_the_learning_rate_is_the_plans() -> None:
 
 
 def test_norms_do_not_decay() -> None:
-    matrices, norms = _optimizer(new_model(), replace(PLAN, weight_decay=0.1), fused=False).param_groups
+    matrices, norms = _optimizer(
+        list(new_model().parameters()), replace(PLAN, weight_decay=0.1), fused=False
+    ).param_groups
     assert (matrices["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in matrices["params"]} == {2} and {p.dim() for p in norms["params"]} == {1}
 

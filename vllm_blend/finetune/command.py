@@ -30,6 +30,7 @@ from vllm_blend.finetune.masks import MaskShares
 from vllm_blend.finetune.measure import measure
 from vllm_blend.finetune.options import add_training_options, make_plan
 from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.replicas import Replicas, joined
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE
 from vllm_blend.finetune.run import Student, run_training
 from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
@@ -51,19 +52,31 @@ def finetune(args: argparse.Namespace, say: Any) -> int:
         plan = make_plan(args, mask_shares(args, None), args.distill)
         say(measure(config, plan, lengths[0], args.lora_rank, args.lora_alpha, device))
         return 0
+    with joined(device) as (replicas, own):
+        run(args, config, lengths, own, replicas, say if replicas.leads else _say_nothing)
+    return 0
+
+
+def run(
+    args: argparse.Namespace, config: Any, lengths: list[int], device: torch.device, replicas: Replicas, say: Any
+) -> None:
+    """Train as one of the replicas, on its device."""
     if args.teacher:
         check_vocabulary(config, load_hf_config(args.teacher), args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     plan = make_plan(args, mask_shares(args, leading_bos(tokenizer)), args.distill)
     resumed = begin_or_resume(args.output, plan, args.resume)
-    source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, say)
+    source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, replicas, say)
     if plan.target is not None and not source.development:
         raise ValueError(f"--target {plan.target} needs development rows: give --development FILE, or --worlds")
     attention.register()
     student = make_student(args, config, tokenizer, device)
     teacher = make_teacher(args, student, plan.compile, device)
-    run_training(student, source, plan, args.output, say, teacher, resumed)
-    return 0
+    run_training(student, source, plan, args.output, say, teacher, resumed, replicas)
+
+
+def _say_nothing(line: object) -> None:
+    """Leave the telling to rank 0."""
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -105,21 +118,24 @@ def row_lengths(args: argparse.Namespace, positions: int) -> list[int]:
     return lengths
 
 
-def make_source(args: argparse.Namespace, tokenizer: Any, lengths: list[int], received: int, say: Any) -> Source:
+def make_source(
+    args: argparse.Namespace, tokenizer: Any, lengths: list[int], received: int, replicas: Replicas, say: Any
+) -> Source:
     """Return the source of rows that --worlds or --dataset names."""
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     bos = leading_bos(tokenizer)
     if not args.worlds:
         files, development = args.dataset, args.development or []
-        return dataset_source(files, development, args.style, tokenizer, bos, padding, lengths[0], say)
+        return dataset_source(files, development, args.style, tokenizer, bos, padding, lengths[0], say, replicas)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{args.model} has no tokenizer.json: --worlds needs one, --dataset does not")
     if not args.lengths:
         lengths = [lengths[0] - lengths[0] % LENGTH_MULTIPLE]
     shares = args.length_shares or [1.0] * len(lengths)
+    workers = -(-args.workers // replicas.size)
     options = WorldOptions(
-        lengths, shares, args.prompts, args.seed, args.workers, args.development_rows, args.wild_share, received
+        lengths, shares, args.prompts, args.seed, workers, args.development_rows, args.wild_share, received, replicas
     )
     return world_source(options, backend.to_str(), bos, padding)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import TimeoutError as NotYet
 from typing import Any
@@ -15,6 +15,7 @@ from vllm_blend.finetune.attention import reuse_arguments
 from vllm_blend.finetune.losses import Outcome, Taught, accuracies, head_input, weighted_loss
 from vllm_blend.finetune.masks import Reuse, draw_reuse
 from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.replicas import ALONE, Replicas
 from vllm_blend.finetune.rows import RowBatch, RowPools, Rows
 from vllm_blend.finetune.state import TrainingState, restore
 from vllm_blend.finetune.teacher import Teacher
@@ -22,6 +23,7 @@ from vllm_blend.finetune.teacher import Teacher
 FIRST_BATCHES = 8  # batches of rows to begin with, while more are being made
 BETAS = (0.9, 0.95)
 LONGEST_GRADIENT = 1.0
+REPLICA_SEEDS = 1_000_003  # from one replica's random masks to the next one's
 MOST_GRAPHS = 64  # of a compiled layer: one for each length of rows, with and without masks, gradients and adapter
 
 
@@ -65,8 +67,10 @@ def train(
     around: Surroundings,
     teacher: Teacher | None = None,
     resumed: TrainingState | None = None,
+    replicas: Replicas = ALONE,
 ) -> TrainingProgress:
-    """Train a causal model of transformers in place, on its device; parameters without gradients stay as they are.
+    """Train a causal model of transformers in place, on its device; parameters without gradients stay as they are. Each
+    of several replicas calls it with rows of its own; the loss that is reported is that of all, the accuracy rank 0's.
 
     On a GPU, products are computed in bfloat16; what is trained, and the optimizer, are float32 (the model must be).
     Raises ValueError if the loss of a step that is reported or saved is not finite.
@@ -75,12 +79,14 @@ def train(
     prepare(model, plan, device)
     if resumed is not None:
         restore(resumed, model)
-    optimizer = _optimizer(model, plan, fused=device.type == "cuda")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    replicas.begin_alike(trained)
+    optimizer = _optimizer(trained, plan, fused=device.type == "cuda")
     step, earlier = 0, 0.0
     if resumed is not None:
         optimizer.load_state_dict(resumed.optimizer)
         step, earlier, pools.received = resumed.step, resumed.seconds, resumed.rows
-    drawing = torch.Generator(device).manual_seed(plan.seed + step)
+    drawing = torch.Generator(device).manual_seed(plan.seed + step + REPLICA_SEEDS * replicas.rank)
     all_here = _receive(pools, arriving, FIRST_BATCHES)
     start = saved = time.perf_counter()
     progress, development, ended = TrainingProgress(step, earlier, float("nan"), {}), dict[str, float](), ""
@@ -93,32 +99,35 @@ def train(
     while not ended:
         if not all_here:
             all_here = _receive(pools, arriving)
-        done = plan.done(time.perf_counter() - start + earlier, step)
+        done = replicas.agree(plan.done(time.perf_counter() - start + earlier, step))
         for group in optimizer.param_groups:
             group["lr"] = plan.rate(step, done)
         batch = pools.draw(shortest=done < plan.short_share)
         reuse = None if plan.shares is None else draw_reuse(batch, plan.shares, drawing)
         optimizer.zero_grad(set_to_none=True)
         loss, right = _gradients(model, batch, reuse, plan, teacher)
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], LONGEST_GRADIENT)
+        replicas.average(trained)
+        torch.nn.utils.clip_grad_norm_(trained, LONGEST_GRADIENT)
         optimizer.step()
         step += 1
-        here = time.perf_counter() - start
+        here = replicas.agree(time.perf_counter() - start)
         if plan.done(here + earlier, step) >= 1:
             ended = "the limit is reached"
         elif plan.pause_minutes is not None and here > 60 * plan.pause_minutes:
             ended = "paused"
         if around.evaluate is not None and (ended or step % plan.evaluate_steps == 0):
             development = around.evaluate()
-            if plan.target is not None and min(development.values()) >= plan.target:
+            if plan.target is not None and replicas.agree(min(development.values())) >= plan.target:
                 ended = "the target is reached on the development rows"
         if ended or step % plan.log_steps == 0 or step in (1, 10):
             right_by_kind = accuracies(right, batch.answers, None if reuse is None else reuse.kinds)
-            progress = TrainingProgress(step, here + earlier, loss.item(), right_by_kind, development, ended)
-            around.report(progress)
+            shared = replicas.mean(loss.item())
+            progress = TrainingProgress(step, here + earlier, shared, right_by_kind, development, ended)
+            if replicas.leads:
+                around.report(progress)
             _check_loss(progress.loss, step)
         due = plan.save_minutes is not None and time.perf_counter() - saved > 60 * plan.save_minutes
-        if ended == "paused" or (due and not ended):
+        if replicas.leads and (ended == "paused" or (due and not ended)):
             _check_loss(loss.item(), step)
             around.save(state())
             saved = time.perf_counter()
@@ -187,8 +196,7 @@ def _check_loss(loss: float, step: int) -> None:
         )
 
 
-def _optimizer(model: Any, plan: TrainingPlan, fused: bool) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def _optimizer(trained: Sequence[torch.Tensor], plan: TrainingPlan, fused: bool) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": plan.weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},

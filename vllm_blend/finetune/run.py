@@ -13,6 +13,7 @@ from vllm_blend.finetune.evaluation import Development
 from vllm_blend.finetune.loop import Surroundings, TrainingProgress, train
 from vllm_blend.finetune.lora import Adapter
 from vllm_blend.finetune.plan import TrainingPlan
+from vllm_blend.finetune.replicas import ALONE, Replicas
 from vllm_blend.finetune.saving import save_model
 from vllm_blend.finetune.sources import Source
 from vllm_blend.finetune.state import TrainingState, end_state, save_state
@@ -43,10 +44,13 @@ def run_training(
     say: Callable[[object], None],
     teacher: Teacher | None = None,
     resumed: TrainingState | None = None,
+    replicas: Replicas = ALONE,
 ) -> TrainingProgress:
-    """Train until the plan ends, or pause; write the model into `output`, and a checkpoint beside it until the end."""
+    """Train until the plan ends, or pause; write the model into `output`, and a checkpoint beside it until the end. Of
+    several replicas, rank 0 writes. Raises ValueError if they cannot share a batch."""
     device = student.model.device
-    pools = source.pools(plan.batch_size, device, plan.seed + (0 if resumed is None else resumed.step))
+    rows = replicas.share_of("--batch-size", plan.batch_size)
+    pools = source.pools(rows, device, plan.seed + replicas.rank + (0 if resumed is None else resumed.step))
     evaluate = None
     if source.development:
         sizes = [max(1, pools.rows_in_batch(pool) // plan.accumulate) for pool in pools.pools]
@@ -61,7 +65,10 @@ def run_training(
         save_state(state, output)
 
     with source.shards as shards:
-        last = train(student.model, pools, shards, plan, Surroundings(say, save, evaluate), teacher, resumed)
+        around = Surroundings(say, save, evaluate)
+        last = train(student.model, pools, shards, plan, around, teacher, resumed, replicas)
+    if not replicas.leads:
+        return last
     if last.ended == "paused":
         say(f"paused after {last.step} steps ({last.seconds:.0f} s): the same command with --resume goes on")
         return last

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_blend.finetune.replicas import ALONE, Replicas
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE, Row, RowPool, RowPools, Rows, pad_rows
 from vllm_blend.finetune.samples import sample_rows
 from vllm_blend.finetune.worlds import ROWS_PER_SEED, WorldRows, development_rows, run_seeds, share_out, world_shards
@@ -37,7 +38,7 @@ class Source:
 class WorldOptions:
     """The worlds to train on: the lengths of rows and the share of batches of each, how many rows there are in all, the
     seed of the run, the number of processes that make them, how many development rows of each length are asked, the
-    share of wild worlds, and how many rows a paused run has received before."""
+    share of wild worlds, how many rows a paused run has received before, and the replicas that share the worlds out."""
 
     lengths: Sequence[int]
     shares: Sequence[float]
@@ -47,6 +48,7 @@ class WorldOptions:
     development: int
     wild: float = 0.0
     received: int = 0
+    replicas: Replicas = ALONE
 
     def __post_init__(self) -> None:
         if len(self.shares) != len(self.lengths):
@@ -69,12 +71,12 @@ def world_source(options: WorldOptions, tokenizer_json: str, bos: int | None, pa
     makers = [WorldRows(tokenizer_json, bos, padding, length, options.wild) for length in options.lengths]
     for maker in makers:
         maker.check()
-    seeds = run_seeds(options.seed, options.prompts)
+    seeds = run_seeds(options.seed, options.prompts)[options.replicas.rank :: options.replicas.size]
     rows = [share / length for share, length in zip(options.shares, options.lengths, strict=True)]
     jobs = share_out(seeds, rows)
     capacities = [sum(number == i for number, _ in jobs) * ROWS_PER_SEED for i in range(len(makers))]
     if len(makers) == 1:
-        capacities = [options.prompts]
+        capacities = [min(options.prompts, len(seeds) * ROWS_PER_SEED)]
     if not all(capacities):
         raise ValueError(f"--prompts {options.prompts} are too few for {len(makers)} lengths: use more")
     done = options.received // ROWS_PER_SEED % len(jobs)
@@ -92,9 +94,10 @@ def dataset_source(
     padding: int,
     longest: int,
     say: Callable[[str], None],
+    replicas: Replicas = ALONE,
 ) -> Source:
-    """Return a source of the samples of data sets that have at most `longest` tokens. `development` are data sets too;
-    there may be none."""
+    """Return a source of the samples of data sets that have at most `longest` tokens, of which each replica gets its
+    part. `development` are data sets too; there may be none. Raises ValueError if a replica would get none."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -106,8 +109,11 @@ def dataset_source(
         return rows
 
     rows, asked = read(files), read(development) if development else []
+    if len(rows) < replicas.size:
+        raise ValueError(f"--dataset has {len(rows)} samples of at most {longest} tokens for {replicas.size} processes")
     length = -(-max(map(len, rows + asked)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     held_out = [pad_rows(asked, length, padding)] if asked else []
+    rows = rows[replicas.rank :: replicas.size]
     return Source([length], [len(rows)], [1.0], nullcontext(iter([pad_rows(rows, length, padding)])), held_out)
 
 
