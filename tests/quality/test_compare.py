@@ -9,6 +9,7 @@ import pytest
 
 from tests.pipeline.stages import MODEL, ROOT, Stages, demo_samples
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.engine_args import EngineArgs
 from vllm_blend.pipeline import build_qa_prompt, normalize_sample
 from vllm_blend.pipeline.files import read_json
 from vllm_blend.quality import compare as module
@@ -40,11 +41,12 @@ def test_chunks_are_loaded_where_stage_2_left_them(output: dict[str, Any]) -> No
 
 def test_every_method_answers_the_same_prompts(output: dict[str, Any]) -> None:
     assert [row["method"] for row in output["rows"]] == list(output["answers"]) == NAMES
-    assert [row["prompts"] for row in output["rows"]] == [3] * 4
+    assert [row["prompts"] for row in output["rows"]] == [3] * 5
     assert len({row["prompt_tokens"] for row in output["rows"]}) == 1
-    full, reuse, attention, deviation = (row["recomputed_share"] for row in output["rows"])
+    full, reuse, relevant, attention, deviation = (row["recomputed_share"] for row in output["rows"])
     assert full == 1.0 and 0 < reuse < 0.1
     assert attention == deviation and 0.15 < attention - reuse + 0.01 < 0.17  # 15% and the question
+    assert reuse < relevant <= attention  # whole sentences, as far as they fit
     for row in output["rows"]:
         answers = output["answers"][row["method"]]
         assert row["f1"] == pytest.approx(sum(answer["f1"] for answer in answers) / 3)
@@ -61,6 +63,16 @@ def test_the_answers_are_those_of_the_llm(output: dict[str, Any]) -> None:
             for prompt in prompts
         ]
         assert texts == [answer["prediction"] for answer in output["answers"][name]]
+
+
+def test_the_default_rule_is_compared_and_every_blend_knows_the_pages() -> None:
+    default = EngineArgs(model=MODEL, enable_blending=True).create_engine_config().blend.selector
+    assert [method.selector for method in module.make_methods(0.15)].count(default) == 1
+    pieces: Any = {"prefix": "p", "chunks": ["a", "b"], "suffix": "s", "continues": [None, 0]}
+    for method in module.make_methods(0.15)[1:]:
+        prompt: Any = method.prompt(pieces)
+        assert prompt["continues"] == [None, 0] and prompt["blend_selector"] == method.selector
+    assert set(pieces) == {"prefix", "chunks", "suffix", "continues"}
 
 
 def test_long_prompts_are_as_long_as_asked(output: dict[str, Any]) -> None:
@@ -80,7 +92,7 @@ def test_a_sample_that_is_too_long_is_left_out_and_said_so(
     assert "does not blend" not in caplog.text  # full prefill is asked for, not a mistake
     assert "1 questions" in (out := capsys.readouterr().out) and "1 left out as too long" in out
     output = read_json(tmp_path / "c.json", "comparison")
-    assert output["left_out"] == ["musique_s-000"] and [row["prompts"] for row in output["rows"]] == [1] * 4
+    assert output["left_out"] == ["musique_s-000"] and [row["prompts"] for row in output["rows"]] == [1] * 5
     with pytest.raises(SystemExit):
         module.main([*flags, "--max-samples", "1"])
     assert "none of the 1 samples fits the model's 1024 tokens" in capsys.readouterr().err
