@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.bm25 import BM25Retrieval
@@ -14,6 +15,12 @@ from vllm_blend.pipeline.retriever import Collection
 def with_pages(sample: Sample, prompt: ChunkedPrompt) -> ChunkedPrompt:
     """Return the prompt with `continues`: which passage each one continues on its page, if the data set knows pages."""
     return prompt | {"continues": page_predecessors(sample)}
+
+
+def with_chunks(prompt: ChunkedPrompt, kept: Sequence[int]) -> ChunkedPrompt:
+    """Return the pieces of a prompt with some of its chunks alone, in the order of `kept`."""
+    chunks: Sequence[Any] = prompt["chunks"]
+    return {"prefix": prompt["prefix"], "chunks": [chunks[index] for index in kept], "suffix": prompt["suffix"]}
 
 
 def relevant_first(sample: Sample, prompt: ChunkedPrompt) -> ChunkedPrompt:

@@ -9,6 +9,7 @@ Selectors, levers and encoding contexts that are registered and not listed here 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
@@ -16,6 +17,12 @@ from vllm_blend.blend.selectors import AUTO, BEST, SELECTORS
 from vllm_blend.blend.selectors.levers import LEVERS as SELECTOR_LEVERS
 from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
 from vllm_blend.quality.arrangements import nearest_passage, relevant_first, with_pages
+from vllm_blend.quality.only_chosen import keep_chosen_pages, keep_gold_passages, keep_ranked_pages
+from vllm_blend.quality.oracle_sentences import (
+    rank_gold_first_sentences,
+    rank_gold_names_then_sentences,
+    rank_gold_sentences,
+)
 from vllm_blend.quality.oracles import (
     gold_relevance,
     rank_answer_passages,
@@ -25,7 +32,7 @@ from vllm_blend.quality.oracles import (
     rank_gold_then_attention,
     rank_true_attention,
 )
-from vllm_blend.quality.settings import Arrange, Setting
+from vllm_blend.quality.settings import Arrange, Rank, Setting
 
 RATIOS = (0.0, 0.02, 0.05, 0.08, 0.10, 0.15, 0.20, 0.30, 1.0)
 QUICK_RATIOS = (0.0, 0.08, 0.15, 1.0)
@@ -141,32 +148,60 @@ LEVERS += [
 ]
 SETTINGS = RULES + LEVERS
 
+_GOLD = "oracle: gold passages"
+_DAMPING = RelevantPassages().damping
+
+
+def _oracle(name: str, rank: Rank, paper: str) -> list[Setting]:
+    """Return an oracle, and the same with damping."""
+    plain = Setting(name, paper=paper, rank=rank)
+    damped = "the same, and the keys of passages of which nothing is computed are damped as by the rule"
+    return [plain, replace(plain, name=f"{name}, others damped", paper=damped, damping=_DAMPING)]
+
+
 # The ceilings of all rules: measured by `held_out` beside them, and no part of `SETTINGS`.
 ORACLES = [
     Setting(
         "oracle: answer's passages", paper="whole, with those that their page continues from", rank=rank_answer_passages
     ),
-    Setting("oracle: gold passages", paper="also those that lead to the answer's", rank=rank_gold_passages),
-    Setting("oracle: names in gold passages", paper="names, numbers and the answer", rank=rank_gold_names),
+    *_oracle(_GOLD, rank_gold_passages, "also those that lead to the answer's"),
+    *_oracle(
+        "oracle: gold sentences", rank_gold_sentences, "the same, what matters most first, then the rest of their pages"
+    ),
+    *_oracle("oracle: first sentences of gold passages", rank_gold_first_sentences, "and no others"),
+    *_oracle("oracle: names in gold passages", rank_gold_names, "names, numbers and the answer"),
+    *_oracle(
+        "oracle: names, then gold sentences",
+        rank_gold_names_then_sentences,
+        "the same, and what is left of the budget as for gold sentences",
+    ),
     Setting(
-        "oracle: gold passages+mean_shift",
+        f"{_GOLD}+mean_shift",
         paper="the same, and the other tokens of their chunks move as AgentKVShift says",
         rank=rank_gold_passages,
         levers="+mean_shift",
     ),
+    *_oracle(
+        f"{_GOLD}, then true attention",
+        rank_gold_then_attention,
+        "what is left of the budget goes to the tokens that the question looks at",
+    ),
+    *_oracle("oracle: true attention", rank_true_attention, "question attention in full prefill"),
+    *_oracle("oracle: attended passages", rank_attended_passages, "the same, summed per passage"),
+    Setting("only gold passages", paper="a prompt of the gold passages alone, in full", keep=keep_gold_passages),
+]
+# What competes with rules that damp, also beside them.
+ONLY_CHOSEN = [
     Setting(
-        "oracle: gold passages, others damped",
-        paper="the same, and the keys of passages of which nothing is computed are damped as by the rule",
-        rank=rank_gold_passages,
-        damping=RelevantPassages().damping,
+        "only chosen pages",
+        paper=f"a prompt of the pages of which `{RELEVANT_PASSAGES}` would compute anything, in full",
+        keep=keep_chosen_pages,
     ),
     Setting(
-        "oracle: gold passages, then true attention",
-        paper="what is left of the budget goes to the tokens that the question looks at",
-        rank=rank_gold_then_attention,
+        "only ranked pages",
+        paper=f"a prompt of the pages that `{RELEVANT_PASSAGES}` ranks first and the budget holds, in full",
+        keep=keep_ranked_pages,
     ),
-    Setting("oracle: true attention", paper="question attention in full prefill", rank=rank_true_attention),
-    Setting("oracle: attended passages", paper="the same, summed per passage", rank=rank_attended_passages),
 ]
 if RELEVANT_PASSAGES in SELECTORS:
     ORACLES.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample
 from vllm_blend.quality.arrangements import page_predecessors
+from vllm_blend.quality.questions import place_pieces
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.true_attention import true_attention
 
@@ -26,17 +26,17 @@ _SENTENCE_END = re.compile(r"(?:^|[.!?]\s+|\n\s*)$")
 
 def rank_answer_passages(session: Session, sample: Sample, prompt: ChunkedPrompt) -> torch.Tensor:
     """Rank the tokens of the passages that hold the answer, and of those that their page continues from."""
-    return _tokens_of(_pieces(session, prompt), answer_passages(sample))
+    return tokens_of(place_pieces(session.engine, prompt), answer_passages(sample))
 
 
 def rank_gold_passages(session: Session, sample: Sample, prompt: ChunkedPrompt) -> torch.Tensor:
     """Rank the tokens of all gold passages: also of those that lead to the answer's (the bridge of two hops)."""
-    return _tokens_of(_pieces(session, prompt), gold_passages(sample))
+    return tokens_of(place_pieces(session.engine, prompt), gold_passages(sample))
 
 
 def rank_gold_names(session: Session, sample: Sample, prompt: ChunkedPrompt) -> torch.Tensor:
     """Rank the tokens of names, numbers and the answer itself in all gold passages."""
-    pieces, tokenizer = _pieces(session, prompt), session.engine.get_tokenizer()
+    pieces, tokenizer = place_pieces(session.engine, prompt), session.engine.get_tokenizer()
     within = names_in(" ".join(passage.searchable for passage in sample.passages))
     found: list[torch.Tensor] = []
     for index in gold_passages(sample):
@@ -87,7 +87,7 @@ def gold_passages(sample: Sample) -> list[int]:
     """Return the indices of the gold passages and of those that their page continues from, those first that hold the
     answer."""
     first = answer_passages(sample)
-    return [*first, *(index for index in _with_predecessors(sample, _gold(sample)) if index not in first)]
+    return [*first, *(index for index in with_predecessors(sample, _gold(sample)) if index not in first)]
 
 
 def answer_passages(sample: Sample) -> list[int]:
@@ -96,7 +96,7 @@ def answer_passages(sample: Sample) -> list[int]:
     gold = _gold(sample)
     answers = [answer.casefold() for answer in sample.answers]
     holding = [i for i in gold if any(answer in sample.passages[i].text.casefold() for answer in answers)]
-    return _with_predecessors(sample, holding or gold)
+    return with_predecessors(sample, holding or gold)
 
 
 def names_in(text: str) -> set[str]:
@@ -118,7 +118,8 @@ def _gold(sample: Sample) -> Sequence[int]:
     return sample.gold
 
 
-def _with_predecessors(sample: Sample, passages: Iterable[int]) -> list[int]:
+def with_predecessors(sample: Sample, passages: Iterable[int]) -> list[int]:
+    """Return the indices, ascending, of passages and of those that their pages continue from."""
     before = page_predecessors(sample)
     found: set[int] = set()
     for index in passages:
@@ -129,21 +130,14 @@ def _with_predecessors(sample: Sample, passages: Iterable[int]) -> list[int]:
     return sorted(found)
 
 
-def _pieces(session: Session, prompt: ChunkedPrompt) -> list[tuple[int, tuple[int, ...]]]:
-    """Return where each chunk of a prompt begins, and its token ids; the suffix is the last."""
-    prefix, ids = session.engine.identify_chunks(prompt["prefix"], [*prompt["chunks"], prompt["suffix"]])
-    tokens = [piece.token_ids for piece in ids]
-    starts = accumulate((len(piece) for piece in tokens[:-1]), initial=0 if prefix is None else len(prefix.token_ids))
-    return list(zip(starts, tokens, strict=True))
-
-
-def _tokens_of(pieces: Sequence[tuple[int, tuple[int, ...]]], passages: Sequence[int]) -> torch.Tensor:
+def tokens_of(pieces: Sequence[tuple[int, tuple[int, ...]]], passages: Sequence[int]) -> torch.Tensor:
+    """Return the positions of passages, [n] int64, passage after passage as they are given."""
     return torch.cat([torch.arange(pieces[i][0], pieces[i][0] + len(pieces[i][1])) for i in passages])
 
 
 def _attention(session: Session, prompt: ChunkedPrompt) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Return the attention of a prompt's question in full prefill, [tokens], and the bounds of its chunks."""
-    pieces = _pieces(session, prompt)
+    pieces = place_pieces(session.engine, prompt)
     prefix, _ = session.engine.identify_chunks(prompt["prefix"], [])
     token_ids = [*(prefix.token_ids if prefix is not None else ()), *(token for _, ids in pieces for token in ids)]
     mass = true_attention(session, token_ids, num_suffix=len(pieces[-1][1]))

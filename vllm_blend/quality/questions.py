@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,14 @@ def joined_ids(engine: LLMEngine, prompt: ChunkedPrompt) -> list[int]:
     pieces: Sequence[Any] = [*prompt["chunks"], prompt["suffix"]]
     prefix, ids = engine.identify_chunks(prompt["prefix"], pieces)
     return [*(prefix.token_ids if prefix is not None else ()), *chain.from_iterable(piece.token_ids for piece in ids)]
+
+
+def place_pieces(engine: LLMEngine, prompt: ChunkedPrompt) -> list[tuple[int, tuple[int, ...]]]:
+    """Return where each chunk of a prompt begins, and its token ids; the suffix is the last. Computes nothing."""
+    prefix, ids = engine.identify_chunks(prompt["prefix"], [*prompt["chunks"], prompt["suffix"]])
+    tokens = [piece.token_ids for piece in ids]
+    starts = accumulate((len(piece) for piece in tokens[:-1]), initial=0 if prefix is None else len(prefix.token_ids))
+    return list(zip(starts, tokens, strict=True))
 
 
 def _interleave_kinds(samples: Iterable[Sample]) -> list[Sample]:

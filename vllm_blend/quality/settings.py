@@ -19,7 +19,9 @@ from vllm_blend.quality.session import Session
 Arrange = Callable[[Sample, ChunkedPrompt], ChunkedPrompt]
 # Returns positions of the prompt as the arrangement left it ([n] int64), those first that are to be computed first.
 Rank = Callable[[Session, Sample, ChunkedPrompt], torch.Tensor]
-RunKey = tuple[str, str, Arrange | None, Rank | None, str, float]
+# Returns the passages that a prompt keeps, ascending, of the arrangement's and at a ratio.
+Keep = Callable[[Session, Sample, ChunkedPrompt, float], Sequence[int]]
+RunKey = tuple[str, str, Arrange | None, Rank | None, str, float, Keep | None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Setting:
 
     An oracle has a `rank`, which knows the answer and names the very tokens that are computed, as far as the ratio's
     budget goes, and perhaps `levers` on that choice ("+mean_shift"), and a `damping` of passages of which it computes
-    nothing."""
+    nothing.
+
+    A setting with a `keep` blends nothing: its prompt loses the passages that are not kept, and what is left is
+    computed in full."""
 
     name: str
     prompt: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +46,7 @@ class Setting:
     rank: Rank | None = None
     levers: str = ""
     damping: float = 1.0
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Run:
     def key(self) -> RunKey:
         """Return a key that is equal for runs that compute the same: they are measured once."""
         asked = self.group, json.dumps(self.prompt, sort_keys=True), self.setting.arrange
-        return *asked, self.rank, self.levers, self.damping
+        return *asked, self.rank, self.levers, self.damping, self.keep
 
     @property
     def rank(self) -> Rank | None:
@@ -90,6 +96,11 @@ class Run:
     def damping(self) -> float:
         """Return the damping of passages of which `rank` names nothing."""
         return self.setting.damping if self.rank is not None else 1.0
+
+    @property
+    def keep(self) -> Keep | None:
+        """Return the setting's choice of passages, if there is anything to choose."""
+        return self.setting.keep if 0 < self.ratio < 1 else None
 
 
 PLAIN_REUSE = Setting("plain reuse", paper="every chunk as it was encoded", ratios=(0.0,))

@@ -12,6 +12,7 @@ import torch
 from vllm_blend.inputs import ChunkedPrompt, PromptType
 from vllm_blend.pipeline.datasets import Sample
 from vllm_blend.pipeline.evaluate import score_prediction
+from vllm_blend.quality.arrangements import with_chunks
 from vllm_blend.quality.given_tokens import given_tokens
 from vllm_blend.quality.questions import Questions, joined_ids, select_fitting
 from vllm_blend.quality.session import Answers, Session
@@ -100,7 +101,15 @@ def full_answers(session: Session, questions: Questions, samples: Sequence[Sampl
 
 
 def blended_answers(session: Session, questions: Questions, samples: Sequence[Sample], run: Run) -> Answers:
+    """Return a run's answers. A run that keeps some passages alone computes these in full."""
     prompts = [_arrange(questions, sample, run) for sample in samples]
+    if run.keep is not None:
+        kept = [run.keep(session, s, prompt, run.ratio) for s, prompt in zip(samples, prompts, strict=True)]
+        shorter: list[PromptType] = [
+            {"prompt_token_ids": joined_ids(session.engine, with_chunks(prompt, own))}
+            for prompt, own in zip(prompts, kept, strict=True)
+        ]
+        return session.answer(shorter, questions.style.max_tokens)
     if run.rank is None:
         return session.answer(prompts, questions.style.max_tokens)
     rankings = [run.rank(session, sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)]
