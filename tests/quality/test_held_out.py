@@ -6,35 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.engine.engines import tiny_model
+from tests.quality.answers import ABOUT, answered, measured
 from vllm_blend.quality import held_out, held_out_worlds, parallel
-from vllm_blend.quality.held_out_file import Answered, Cell, HeldOut, find_read, read_held_out, write_held_out
+from vllm_blend.quality.held_out_file import Cell, HeldOut, find_read, read_held_out, write_held_out
 from vllm_blend.quality.held_out_report import render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
 from vllm_blend.quality.parallel import sweep_lists
 from vllm_blend.quality.questions import Questions
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.splits import DEVELOPMENT
-
-ABOUT = {"command": "python -m x", "model": "m", "weights": "w", "dtype": "float32", "split": "test"}
-
-
-def answered(setting: str, ratio: float | None, correct: str, token_layers: float = 0.25) -> Answered:
-    right = np.array([one == "1" for one in correct])
-    return Answered(setting, ratio, token_layers, right, tuple(f"no {setting}" for one in right if not one))
-
-
-def measured(*runs: Answered, first: int = 5_000_000) -> HeldOut:
-    """Four questions about two worlds."""
-    questions = tuple(f"test-{first + number // 2}-{number % 2}" for number in range(4))
-    full = answered("full prefill", None, "1110", 1.0)
-    reuse = answered("plain reuse", 0.0, "1000")
-    cell = Cell("2 families", questions, ("1hop", "2hop", "1hop", "2hop"), (8, 12), "d", ("a",), (full, reuse, *runs))
-    named = [[run.setting, run.ratio] for run in runs]
-    return HeldOut(ABOUT | {"runs": named}, (cell,))
 
 
 def test_questions_are_of_the_split_and_of_all_kinds() -> None:
@@ -270,6 +253,7 @@ def test_the_command_measures_the_test_split_once(
         (["--settings", "random@0.1", "--over", "random@0.2"], "--over 'random@0.2' is not measured: use one of full"),
         (["--first-world", "-1"], "the first world is -1: use 0 or more"),
         (["--workers", "0"], "the number of workers is 0: use 1 or more"),
+        (["--by-budget", "--over", "random"], "--by-budget compares with nothing: leave out --over"),
         (["--report", "a.json"], "give a MODEL and --output FILE to measure, or --report FILE... alone"),
     ],
 )

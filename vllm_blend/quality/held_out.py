@@ -9,7 +9,8 @@ NAME@RATIO,RATIO has ratios of its own.
 
     python -m vllm_blend.quality.held_out --report answers.json more.json --over question_attention@0.15
 
-makes the tables of such files again and computes nothing else.
+makes the tables of such files again and computes nothing else. With --by-budget it is a table of budgets instead: what
+each setting reaches at which ratio, and the highest of the oracles.
 
 Numbers of the test split are read once for each claim. A rule that is changed after a look at them has been chosen by
 them, and its next numbers there are too good. So before it begins, a run on the test split looks at all files beside
@@ -38,7 +39,8 @@ import transformers
 import vllm_blend
 from vllm_blend.blend.selectors import AUTO, BEST
 from vllm_blend.pipeline.files import check_place
-from vllm_blend.quality.catalogue import ORACLES, SETTINGS
+from vllm_blend.quality.catalogue import ONLY_CHOSEN, ORACLES, SETTINGS
+from vllm_blend.quality.held_out_budgets import render_budgets
 from vllm_blend.quality.held_out_file import (
     Answered,
     Cell,
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
 
 
 def _make_runs(args: argparse.Namespace) -> list[Run]:
-    settings = resolve_settings(args.settings, [*SETTINGS, *ORACLES])
+    settings = resolve_settings(args.settings, [*SETTINGS, *ORACLES, *ONLY_CHOSEN])
     common = tuple(args.ratios)
     settings = [setting if setting.ratios is not None else replace(setting, ratios=common) for setting in settings]
     ratios = sorted({0.0, *(ratio for setting in settings for ratio in setting.ratios or ())})
@@ -229,6 +231,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="JSON file for the answers, required to measure")
     add("--again", action="store_true", help="measure what was read before on the test split")
     add("--report", nargs="+", type=Path, metavar="FILE", help="print the tables of such files, and compute nothing")
+    add("--by-budget", action="store_true", help="print a table of settings by ratio: what each budget can reach")
     add(
         "--over", metavar="NAME", help="the setting that others are compared with, or NAME@RATIO (default: plain reuse)"
     )
@@ -240,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if (args.model is None) == (args.report is None) or (args.report is None and args.output is None):
         parser.error("give a MODEL and --output FILE to measure, or --report FILE... alone")
+    if args.by_budget and args.over is not None:
+        parser.error("--by-budget compares with nothing: leave out --over")
     words = sys.argv[1:] if argv is None else argv
     try:
         check_seed(args.seed)
@@ -247,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             files = [read_held_out(path) for path in args.report]
         else:
             files = [run(args, shlex.join(["python", "-m", "vllm_blend.quality.held_out", *words]))]
-        print(render(files, args.over, args.seed))
+        print(render_budgets(files, args.seed) if args.by_budget else render(files, args.over, args.seed))
     except (OSError, ValueError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
 

@@ -26,7 +26,7 @@ percentiles of a bootstrap; those of `kept` also allow for a world that is worse
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """A run, with full prefill's answers to the same questions in the same file."""
 
     run: Answered
@@ -35,40 +35,46 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Section:
+class Section:
     """What was measured over the same questions by the same model."""
 
     title: str
     cell: Cell
-    lines: list[_Line]
+    lines: list[Line]
+
+    @property
+    def counts(self) -> str:
+        """Return how many questions, worlds and passages there are, in words."""
+        worlds, (fewest, most) = len(set(self.cell.worlds)), self.cell.passages
+        return f"{len(self.cell.questions)} questions about {worlds} worlds, {fewest} to {most} passages"
 
 
 def render(files: Sequence[HeldOut], over: str | None = None, seed: int = 0) -> str:
     """Return the document: a table for each model and cell. `over` is "SETTING" or "SETTING@RATIO", which all others
     are compared with (None: plain reuse). Raises ValueError if no file has it, or the files hold no answers."""
-    sections = _sections(files)
-    if not any(section.lines for section in sections):
-        raise ValueError("the files hold no answers: the measurement was interrupted")
+    sections = find_sections(files)
     check_baseline(over, [(line.run.setting, line.run.ratio) for section in sections for line in section.lines])
     chosen = [_find(section, over or PLAIN_REUSE.name) for section in sections]
     shown = over or PLAIN_REUSE.name
     parts = ["# Held-out questions", textwrap.fill(LEGEND.format(baseline=shown), 120)]
     for section, baseline in zip(sections, chosen, strict=True):
-        worlds = len(set(section.cell.worlds))
-        fewest, most = section.cell.passages
-        counts = f"{len(section.cell.questions)} questions about {worlds} worlds, {fewest} to {most} passages"
-        parts += [f"## {section.title}: {counts}", _table(make_rows(section, baseline, seed), shown)]
-    parts.append("## How it was measured")
+        parts += [f"## {section.title}: {section.counts}", _table(make_rows(section, baseline, seed), shown)]
+    return "\n\n".join([*parts, *describe(files)]) + "\n"
+
+
+def describe(files: Sequence[HeldOut]) -> list[str]:
+    """Return the paragraphs that say how files were measured."""
+    parts = ["## How it was measured"]
     for held_out in files:
         about = {name: value for name, value in held_out.about.items() if name not in ("command", "runs")}
         left_out = [question for cell in held_out.cells for question in cell.left_out]
         seeds = [f"{min(cell.worlds)} to {max(cell.worlds)} ({cell.name})" for cell in held_out.cells if cell.questions]
         about |= {"seeds of the worlds": seeds, "left out as too long": left_out}
         parts.append(f"    {held_out.about['command']}\n\n" + "\n".join(format_about(about)))
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
-def make_rows(section: _Section, baseline: Answered | None, seed: int) -> list[dict[str, Any]]:
+def make_rows(section: Section, baseline: Answered | None, seed: int) -> list[dict[str, Any]]:
     """Return a row of plain numbers for each line, shares from 0 to 1, with `_low` and `_high` for intervals."""
     cell = section.cell
     bootstrap = Bootstrap(len(cell.questions), seed, cell.worlds)
@@ -99,14 +105,16 @@ def _table(rows: Sequence[dict[str, Any]], baseline: str) -> str:
     return "\n".join(lines)
 
 
-def _sections(files: Sequence[HeldOut]) -> list[_Section]:
-    found: dict[tuple[Any, ...], _Section] = {}
+def find_sections(files: Sequence[HeldOut]) -> list[Section]:
+    """Return what files have measured, together where questions and model are the same. Raises ValueError if they hold
+    no answers."""
+    found: dict[tuple[Any, ...], Section] = {}
     for held_out in files:
         about = held_out.about
         for cell in held_out.cells:
             key = (about["weights"], about["dtype"], about["split"], cell.name, cell.questions, cell.digest)
             title = f"{about['model']}, {about['dtype']}, {about['split']} split, worlds of {cell.name}"
-            section = found.setdefault(key, _Section(title, cell, []))
+            section = found.setdefault(key, Section(title, cell, []))
             full = next((run for run in cell.runs if run.setting == FULL), None)
             for run in cell.runs:
                 assert full is not None  # the first engine measures it
@@ -115,7 +123,9 @@ def _sections(files: Sequence[HeldOut]) -> list[_Section]:
                 ]
                 if any(np.array_equal(line.run.correct, run.correct) for line in known):
                     continue  # full prefill and plain reuse are in every file
-                section.lines.append(_Line(run, full, f"{run.setting} (again)" if known else run.setting))
+                section.lines.append(Line(run, full, f"{run.setting} (again)" if known else run.setting))
+    if not any(section.lines for section in found.values()):
+        raise ValueError("the files hold no answers: the measurement was interrupted")
     return list(found.values())
 
 
@@ -126,7 +136,7 @@ def check_baseline(over: str | None, runs: Sequence[tuple[str, float | None]]) -
         raise ValueError(f"--over {over!r} is not measured: use one of {known}")
 
 
-def _find(section: _Section, over: str) -> Answered | None:
+def _find(section: Section, over: str) -> Answered | None:
     runs = (line.run for line in section.lines)
     return next((run for run in runs if over in (run.setting, _label(run.setting, run.ratio))), None)
 
