@@ -19,6 +19,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         index = WordIndex(tokenizer)
         for ids in passages:
             index.read(ids)  # the texts of single tokens are kept, too
-        reading = [timed(index.passage, str(number), ids) for number, ids in enumerate(passages)]
+        reading = [
+            timed(index.prompt, ids, [(0, len(ids))], (0, 0), [str(number)]) for number, ids in enumerate(passages)
+        ]
         texts = [PROMPT_STYLES["musique"].suffix(each.text) for each in questions]
         asked = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         for per_page in args.per_page:
@@ -110,21 +113,18 @@ def make_prompts(
     pages = [range(first, first + per_page) for first in range(0, len(passages) - per_page + 1, per_page)]
     while True:
         numbers = [number for page in rng.sample(pages, -(-count // per_page)) for number in page][:count]
-        question = rng.choice(questions)
-
-        def read_words(numbers: Sequence[int] = numbers, question: Sequence[int] = question) -> Any:
-            return [index.passage(str(number), passages[number]) for number in numbers], index.question(question)
-
+        ids = [*itertools.chain.from_iterable(passages[number] for number in numbers), *rng.choice(questions)]
+        read_words = partial(index.prompt, ids, bounds, (bounds[-1][1], len(ids)), list(map(str, numbers)))
         yield PromptPassages(bounds, continues, (), read_words)
 
 
 def make_choice(num_tokens: int) -> Work:
     """Return what chooses passages of a prompt of `num_tokens`."""
     selector, budget = make_selector("relevant_passages"), int(RATIO * num_tokens)
-    before = np.arange(num_tokens + 1)  # candidates before each position
+    is_candidate = np.ones(num_tokens, bool)
 
     def choose(prompt: PromptPassages) -> object:
-        return selector.choose_spans(prompt, lambda span: int(before[span[1]] - before[span[0]]), budget)
+        return selector.choose_spans(prompt, lambda span: int(np.count_nonzero(is_candidate[slice(*span)])), budget)
 
     return choose
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from tests.blend.prompts import assert_counts_add_up, plain, recomputed_positions, tiny_prompt
-from tests.blend.relevance.texts import CONTINUES, PASSAGES, prompt_of
+from tests.blend.relevance.texts import CONTINUES, PASSAGES, groups_of, prompt_of
 from tests.blend.rules import selectors_restored
 from tests.engine.compare import assert_logprobs_match, assert_same_logprobs, blend_of
 from tests.engine.engines import TINY_VOCABULARY, engine, greedy, hf_model, run, tiny_model
@@ -57,12 +58,12 @@ def test_of_a_passage_too_long_for_the_budget_the_beginning_is_computed() -> Non
 
 def test_the_beginning_is_that_of_the_first_sentence_that_costs_anything() -> None:
     passages, _ = prompt_of(PASSAGES, "Whom did Ada Brix marry?", CONTINUES)
-    groups = passages.ranked_sentences()
-    assert groups is not None
+    groups = groups_of(passages)
     (exact, first, *_), *_ = groups
     rule = RelevantPassages(spend="budget")
-    assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 8) == [first]
-    assert rule.choose_spans(passages, lambda span: 9 * (span != exact), 9) == [exact, first]
+    for budget, expected in ((8, [first]), (9, [exact, first])):
+        chosen = rule.choose_spans(passages, lambda span: 9 * (span != exact), budget)
+        assert chosen is not None and chosen.tolist() == list(map(list, expected))
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,13 @@ def test_the_beginning_is_that_of_the_first_sentence_that_costs_anything() -> No
 def test_a_question_about_one_page_gets_less_of_the_budget(question: str, relevance: Any, count: int) -> None:
     """70% of 50 tokens are three sentences of 10 and not five."""
     passages, _ = prompt_of(PASSAGES, question, CONTINUES, relevance)
-    groups = passages.ranked_sentences()
-    assert groups is not None
+    groups = groups_of(passages)
     ranked = [span for group in groups for span in group]
 
-    def chosen(spend: str, budget: int) -> list[Span] | None:
-        return RelevantPassages(spend=spend).choose_spans(passages, lambda span: 10, budget)
+    def chosen(spend: str, budget: int) -> list[Span]:
+        spans = RelevantPassages(spend=spend).choose_spans(passages, lambda span: 10, budget)
+        assert spans is not None
+        return [(start, stop) for start, stop in spans.tolist()]
 
     assert chosen("budget", 50) == ranked[:5]
     assert chosen("needed", 50) == ranked[:count]
@@ -146,6 +148,8 @@ def raising_spans() -> Iterator[Span]:
         (lambda: [(-30, -5)], "choose_spans() returned (-30, -5)"),
         (lambda: [(20, 54)], "choose_spans() returned (20, 54)"),
         (lambda: [(17.5, 20)], "choose_spans() returned (17.5, 20)"),
+        (lambda: np.array([(17, 20), (41, 20)]), "choose_spans() returned (41, 20)"),
+        (lambda: np.array([(17, 18, 19)]), "choose_spans() returned array([17, 18, 19])"),
         (lambda: [(17, 18, 19)], "choose_spans() returned (17, 18, 19)"),
     ],
 )

@@ -6,7 +6,8 @@ import hashlib
 import math
 import operator
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -124,32 +125,57 @@ class BlendPlan:
         budget = self.final_budget
         if not 0 < budget < len(self.candidates):
             return self
-        before = np.concatenate([[0], np.cumsum(self._kinds == 1)])  # candidates before each position
+        is_candidate = self._kinds == 1
         is_chosen = np.zeros(self.suffix_start, bool)
         try:
-            spans = self.selector.choose_spans(passages, lambda span: int(before[span[1]] - before[span[0]]), budget)
+            spans = self.selector.choose_spans(
+                passages, lambda span: int(np.count_nonzero(is_candidate[slice(*span)])), budget
+            )
             if spans is None:
                 return self
-            for span in spans:
-                start, stop = self._check_span(span)
+            for start, stop in self._check_spans(spans):
                 is_chosen[start:stop] = True
             scale = 1.0 if serves_others else _check_scale(self.selector.passed_over_scale())
         except Exception as error:  # a user's selector, and what it returns, may raise anything
             return replace(self, error=f"the selector {self.selector.name!r} failed: {error!r}")
-        chosen = np.flatnonzero(is_chosen & (self._kinds == 1))[:budget]
+        chosen = np.flatnonzero(is_chosen & is_candidate)[:budget]
         segments = self.segments if scale == 1 else self._damp(passages.bounds, chosen, scale)
-        return replace(self, segments=segments, chosen=torch.from_numpy(chosen))
+        plan = replace(self, segments=segments, chosen=torch.from_numpy(chosen))
+        for name in ("_kinds", "candidates", "holes"):  # which are the same, and need not be found again
+            if name in self.__dict__:
+                plan.__dict__[name] = self.__dict__[name]
+        return plan
 
     def _damp(self, passages: Sequence[Span], chosen: np.ndarray, scale: float) -> tuple[Segment, ...]:
         """Return the segments, with `scale` on those that lie in passages of which nothing is chosen."""
-        is_passed_over = np.zeros(self.num_prompt_tokens, bool)
-        for start, stop in passages:
-            first, last = np.searchsorted(chosen, (start, stop))
-            is_passed_over[start:stop] = first == last
+        counts = np.diff(np.searchsorted(chosen, np.array(passages).reshape(-1, 2)))[:, 0].tolist()
+        starts, stops = [0], [0]  # of stretches that are passed over: a segment may cover several passages
+        for (start, stop), count in zip(passages, counts, strict=True):
+            if not count and start == stops[-1]:
+                stops[-1] = stop
+            elif not count:
+                starts.append(start)
+                stops.append(stop)
+
+        def is_passed_over(segment: Segment) -> bool:
+            return segment.stop <= stops[bisect_right(starts, segment.start) - 1]
+
         return tuple(
-            replace(each, key_scale=scale) if not each.exact and is_passed_over[each.start : each.stop].all() else each
+            Segment(each.start, each.kv, found_in=each.found_in, key_scale=scale)
+            if not each.exact and is_passed_over(each)
+            else each
             for each in self.segments
         )
+
+    def _check_spans(self, spans: Iterable[Span] | np.ndarray) -> Iterable[Span]:
+        """Yield spans of the context. Raises ValueError for what is none."""
+        if not (isinstance(spans, np.ndarray) and spans.dtype.kind in "iu" and spans.ndim == 2 and spans.shape[1] == 2):
+            return map(self._check_span, spans)
+        starts, stops = spans[:, 0], spans[:, 1]
+        is_wrong = (starts < 0) | (starts > stops) | (stops > self.suffix_start)
+        for start, stop in spans[is_wrong].tolist():
+            self._check_span((start, stop))
+        return zip(starts.tolist(), stops.tolist(), strict=True)
 
     def _check_span(self, span: Span) -> Span:
         try:

@@ -111,13 +111,10 @@ class BlendPlanner:
         continues = [parsed.continues[number] for number in numbers] if parsed.continues else []
 
         def read_words() -> tuple[list[PassageWords], list[str]]:
-            ids, words = parsed.token_ids, self.words
-            start, stop = parsed.question or (parsed.chunk_bounds[-1][1], len(ids))
-            passages = []
-            for first, last in bounds:
-                own = ids[first:last]
-                passages.append(words.passage(keys.get(first) or context_id(own, parsed.salt), own))
-            return passages, words.question(ids[start:stop])
+            ids = parsed.token_ids
+            question = parsed.question or (parsed.chunk_bounds[-1][1], len(ids))
+            names = [keys.get(start) or context_id(ids[start:stop], parsed.salt) for start, stop in bounds]
+            return self.words.prompt(ids, bounds, question, names)
 
         return PromptPassages(
             bounds,

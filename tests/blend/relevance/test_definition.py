@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.blend.relevance.texts import TOKENIZER
+from tests.blend.relevance.texts import TOKENIZER, Link, links_of, spans_of
 from vllm_blend.blend.relevance.bm25 import K1, B
-from vllm_blend.blend.relevance.pages import LATER_SHARE, Link, PageWords
+from vllm_blend.blend.relevance.pages import LATER_SHARE, PageWords
 from vllm_blend.blend.relevance.words import WordIndex
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
 from vllm_blend.quality.splits import DEVELOPMENT
@@ -144,7 +144,7 @@ def check(passages: Sequence[Sequence[str]], question: str, best: int | None = N
     ids = [[TOKENIZER.encode(text, add_special_tokens=False) for text in page] for page in passages]
     read = [[index.read(own) for own in page] for page in ids]
     texts = [
-        [[str(TOKENIZER.decode(own[each.start : each.stop])) for each in known.sentences] for own, known in rows]
+        [[str(TOKENIZER.decode(own[slice(*span)])) for span in spans_of(known)] for own, known in rows]
         for rows in [list(zip(*page, strict=True)) for page in zip(ids, read, strict=True)]
     ]
     asked = list(dict.fromkeys(words_of(question)))
@@ -152,12 +152,12 @@ def check(passages: Sequence[Sequence[str]], question: str, best: int | None = N
     assert index.question(TOKENIZER.encode(question, add_special_tokens=False)) == asked
     assert fast.scores() == [plain.score(page) for page in range(len(read))]
     for page in range(len(read)):
-        assert fast.names(page) == plain.names(page)
-        sentences = [each for known in read[page] for each in known.sentences]
-        assert [fast.match(each) for each in sentences] == [plain.match(text) for text in plain.sentences[page]]
+        assert fast.matches(page) == [plain.match(text) for text in plain.sentences[page]]
+        names, words = plain.names(page), list(map(words_of, plain.sentences[page]))
+        assert fast.with_names(page) == [index for index, own in enumerate(words) if not names.isdisjoint(own)]
     for page in range(len(read)) if best is None else [best]:
-        assert fast.links(page) == plain.links(page)
-        assert PageWords(read, asked).links(page) == plain.links(page)  # whatever was asked before
+        assert links_of(fast, page) == plain.links(page)
+        assert links_of(PageWords(read, asked), page) == plain.links(page)  # whatever was asked before
 
 
 some_words = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8)

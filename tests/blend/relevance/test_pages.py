@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.blend.relevance.texts import ADA, ADA_LATER, CONTINUES, KEJOUX, OTHER_CITY, PASSAGES, WESGRO, page_words
-from vllm_blend.blend.relevance.bm25 import bm25_scores, rarity
-from vllm_blend.blend.relevance.pages import LATER_SHARE, Link, group_pages
+from tests.blend.relevance.texts import (
+    ADA,
+    ADA_LATER,
+    CONTINUES,
+    KEJOUX,
+    OTHER_CITY,
+    PASSAGES,
+    WESGRO,
+    Link,
+    links_of,
+    page_words,
+)
+from vllm_blend.blend.relevance.bm25 import bm25_scores, length_norms, rarities, rarity
+from vllm_blend.blend.relevance.pages import LATER_SHARE, group_pages
 
 pytestmark = pytest.mark.cpu_only
 
@@ -24,8 +35,9 @@ def test_bm25_is_the_librarys(texts: list[list[str]], question: list[str]) -> No
     library.index(texts, show_progress=False)
     known = [word for word in question if word in library.vocab_dict]
     expected = library.get_scores(known) if known else np.zeros(len(texts))
-    counts = [{word: text.count(word) for word in question if word in text} for text in texts]
-    scores = bm25_scores(counts, list(map(len, texts)))
+    counts = np.array([[text.count(word) for word in question] for text in texts])
+    weights = np.array(rarities((counts > 0).sum(axis=0), len(texts)))
+    scores = bm25_scores(counts, length_norms(np.array(list(map(len, texts)))), weights)
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -41,15 +53,16 @@ def test_it_does_not_matter_how_a_page_is_cut_into_passages() -> None:
     cut = page_words([[KEJOUX], [ADA + " ", later], [WESGRO]], question)
     whole = page_words([[KEJOUX], [f"{ADA} {later}"], [WESGRO]], question)
     assert cut.scores() == whole.scores()
-    assert [cut.links(best) for best in range(3)] == [whole.links(best) for best in range(3)]
+    assert [links_of(cut, best) for best in range(3)] == [links_of(whole, best) for best in range(3)]
 
 
 def test_the_order_of_words_changes_no_rounding() -> None:
     """Sets of words have another order in each process, and what is equally relevant must stay so."""
     counts = {word: 1 + index % 3 for index, word in enumerate("abcdefghij")}
-    rarer = [dict(list(counts.items())[:number]) for number in range(1, 10)]
-    *_, forwards, backwards = bm25_scores([*rarer, counts, dict(reversed(counts.items()))], [20] * 11)
-    assert forwards == backwards
+    texts = np.array([list(counts.values()), *np.tril(np.ones((9, 10)))])
+    weights = np.array(rarities((texts > 0).sum(axis=0), len(texts)))
+    norms = length_norms(np.full(len(texts), 20))
+    assert bm25_scores(texts, norms, weights) == bm25_scores(texts[:, ::-1], norms, weights[::-1])
 
 
 def test_a_page_that_begins_with_a_rare_word_goes_before_one_that_begins_with_common_ones() -> None:
@@ -61,13 +74,12 @@ def test_a_page_that_begins_with_a_rare_word_goes_before_one_that_begins_with_co
 
 def test_pages_without_words_are_about_nothing() -> None:
     words = page_words([["..."], ["!?"]], "Where?")
-    assert words.scores() == [0, 0] and words.links(0) == [Link(), Link()]
+    assert words.scores() == [0, 0] and links_of(words, 0) == [Link(), Link()]
 
 
 def test_links_say_how_they_lead() -> None:
-    links = page_words([[text] for text in PASSAGES], "Where does the river at the birthplace of Ada Brix flow?").links(
-        2
-    )
+    question = "Where does the river at the birthplace of Ada Brix flow?"
+    links = links_of(page_words([[text] for text in PASSAGES], question), 2)
     other, _, ada, _, wesgro = links
     assert ada == Link()
     assert wesgro.words >= {"wesgro"} and wesgro.is_asked_for  # it has the river, which Ada's page lacks
@@ -76,15 +88,15 @@ def test_links_say_how_they_lead() -> None:
 
 def test_a_page_is_not_asked_for_by_words_that_the_best_one_has() -> None:
     pages = [[KEJOUX], [ADA, ADA_LATER], [f"{WESGRO} The market is old."]]
-    founder = page_words(pages, "Kejoux Works?").links(0)[1]
+    founder = links_of(page_words(pages, "Kejoux Works?"), 0)[1]
     assert founder.score > 0 and not founder.is_asked_for
-    market = page_words(pages, "Whom did Ada Brix marry?").links(1)[2]  # "marry" is in her second passage
+    market = links_of(page_words(pages, "Whom did Ada Brix marry?"), 1)[2]  # "marry" is in her second passage
     assert market.score > 0 and not market.is_asked_for
 
 
 def test_a_page_is_linked_by_a_name_at_the_beginning_of_the_best_or_by_other_words_than_the_questions() -> None:
     pages = [["Ada Brix sailed. She saw a river."], ["Brix Street: long."], ["Long river."], ["Nothing."]]
-    _, street, river, _ = page_words(pages, "Which river did Ada Brix see?").links(0)
+    _, street, river, _ = links_of(page_words(pages, "Which river did Ada Brix see?"), 0)
     share = rarity(2, 4) / (rarity(2, 4) + rarity(1, 4))  # it has her surname alone
     assert street.score == pytest.approx(share**2 * rarity(2, 4))
     assert street == Link(street.score)  # and no other word of hers
@@ -94,44 +106,52 @@ def test_a_page_is_linked_by_a_name_at_the_beginning_of_the_best_or_by_other_wor
 def test_words_of_more_than_half_of_the_pages_tell_no_sentence_apart() -> None:
     texts = ["Some here.", "Some few.", "Some few.", "None."]
     words = page_words([[text] for text in texts], "Some few words")
-    some, few = (words.match(words.pages[index][0].sentences[0]) for index in (0, 1))
+    some, few = words.matches(0)[0], words.matches(1)[0]
     assert some == 0 and few == rarity(2, 4)
 
 
 def test_the_other_city_is_not_linked_before_the_birthplace() -> None:
-    scores = [link.score for link in page_words([[OTHER_CITY], [ADA], [WESGRO]], "Which river, Ada Brix?").links(1)]
+    scores = [link.score for link in links_of(page_words([[OTHER_CITY], [ADA], [WESGRO]], "Which river, Ada Brix?"), 1)]
     assert scores[2] > scores[0]
 
 
 def test_common_words_lead_nowhere() -> None:
     """The other chemist is no part of the question. Where all is in lower case, every word may be a name."""
     pages = [[ADA], ["Ole Finn was a chemist. He was young."], [WESGRO]]
-    _, chemist, wesgro = page_words(pages, "In which country was Ada Brix born?").links(0)
+    _, chemist, wesgro = links_of(page_words(pages, "In which country was Ada Brix born?"), 0)
     assert chemist == Link() and wesgro.words == {"wesgro"}
     lowered = [[text.lower() for text in page] for page in pages]
-    _, chemist, wesgro = page_words(lowered, "in which country was ada brix born?").links(0)
+    _, chemist, wesgro = links_of(page_words(lowered, "in which country was ada brix born?"), 0)
     assert chemist.words >= {"chemist"} and wesgro.words >= {"wesgro"}
 
 
 @pytest.mark.parametrize(("question", "nearer"), [("Where was Ada Brix born?", 2), ("What did Ada Brix found?", 1)])
 def test_names_in_the_sentence_that_the_question_asks_for_lead_further(question: str, nearer: int) -> None:
-    scores = [link.score for link in page_words([[ADA, ADA_LATER], [KEJOUX], [WESGRO], ["Nil."]], question).links(0)]
+    scores = [
+        link.score for link in links_of(page_words([[ADA, ADA_LATER], [KEJOUX], [WESGRO], ["Nil."]], question), 0)
+    ]
     assert scores.index(max(scores)) == nearer
 
 
 def test_a_page_that_has_a_name_later_is_linked_less() -> None:
     native = "Born in Wesgro in 1870, Ole Finn worked as a painter."
-    _, finn, wesgro = page_words([[ADA], [f"A {native}"], [WESGRO]], "In which country was Ada Brix born?").links(0)
+    _, finn, wesgro = links_of(page_words([[ADA], [f"A {native}"], [WESGRO]], "In which country was Ada Brix born?"), 0)
     assert finn.words == wesgro.words == {"wesgro"} and finn.score == LATER_SHARE * wesgro.score
 
 
 def test_a_page_that_shares_a_surname_is_linked_less_than_one_that_has_the_whole_name() -> None:
     pages = [["Kejoux Works: clocks."], ["Lia Works: tiles. Founded late."], ["Ole Finn: Kejoux Works was his."]]
-    _, namesake, founder = page_words(pages, "Who founded Kejoux Works?").links(0)
+    _, namesake, founder = links_of(page_words(pages, "Who founded Kejoux Works?"), 0)
     assert 0 < namesake.score < founder.score
 
 
 def test_names_do_not_only_begin_sentences() -> None:
-    words = page_words([["Ada Brix sold 7 clocks. Demand was strong. The Firm"], ["a firm"]], "?")
-    assert words.names(0) == {"brix", "7"}
-    assert words.names(1) == set()
+    words = page_words([["Ada Brix sold. Demand was strong. The Firm. It has 7."], ["a firm"]], "?")
+    assert words.with_names(0) == [0, 3]  # for Brix and 7
+    assert words.with_names(1) == []
+
+
+def test_a_name_of_a_page_counts_where_it_begins_a_sentence_of_another_of_its_passages() -> None:
+    passages = ["They met Brix. They talked.", "Brix left. They waited."]
+    assert page_words([passages, ["a firm"]], "?").with_names(0) == [0, 2]
+    assert page_words([passages[:1], passages[1:]], "?").with_names(1) == []

@@ -15,6 +15,7 @@ from tests.blend.relevance.texts import (
     PASSAGES,
     WESGRO,
     chosen_text,
+    groups_of,
     prompt_of,
 )
 from vllm_blend.blend.relevance.passages import _fuse, _is_clear
@@ -145,8 +146,7 @@ def test_a_question_about_one_page_has_no_word_that_only_the_next_page_has(quest
 @pytest.mark.parametrize("question", ["Ada Brix", "Which river flows through the birthplace of Ada Brix?"])
 def test_every_token_is_ranked_once(question: str) -> None:
     passages, ids = prompt_of(PASSAGES, question, CONTINUES)
-    groups = passages.ranked_sentences()
-    assert groups is not None
+    groups = groups_of(passages)
     assert sorted(p for group in groups for span in group for p in range(*span)) == list(range(3, len(ids)))
 
 

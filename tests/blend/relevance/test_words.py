@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.blend.relevance.texts import counts_of, spans_of, texts_of, words_by_sentence
 from tests.engine.engines import DEMO
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level, slow
-from vllm_blend.blend.relevance.words import WordIndex, split_words
+from vllm_blend.blend.relevance.words import PassageWords, WordIndex, split_words
 
 pytestmark = pytest.mark.cpu_only
 
@@ -39,9 +41,9 @@ def test_words(text: str, words: list[str]) -> None:
 
 def sentences(tokenizer: Any, text: str) -> list[str]:
     ids = tokenizer.encode(text, add_special_tokens=False)
-    found = WordIndex(tokenizer).read(ids).sentences
-    assert [found[0].start, *(s.stop for s in found)] == [*(s.start for s in found), len(ids)]
-    return [tokenizer.decode(ids[sentence.start : sentence.stop]) for sentence in found]
+    found = spans_of(WordIndex(tokenizer).read(ids))
+    assert [start for start, _ in found] + [len(ids)] == [0] + [stop for _, stop in found]
+    return [tokenizer.decode(ids[start:stop]) for start, stop in found]
 
 
 def test_sentences(tokenizer: Any) -> None:
@@ -55,6 +57,12 @@ def test_sentences(tokenizer: Any) -> None:
     assert sentences(tokenizer, "no end") == ["no end"]
 
 
+def passage(index: WordIndex, key: str, ids: list[int]) -> PassageWords:
+    """Read a prompt of one passage."""
+    [words], _ = index.prompt(ids, [(0, len(ids))], (0, 0), [key])
+    return words
+
+
 class Pieces:
     """A tokenizer whose tokens are these texts."""
 
@@ -66,7 +74,7 @@ class Pieces:
 
 
 def bounds(tokenizer: Any, ids: list[int]) -> list[tuple[int, int]]:
-    return [(sentence.start, sentence.stop) for sentence in WordIndex(tokenizer).read(ids).sentences]
+    return spans_of(WordIndex(tokenizer).read(ids))
 
 
 def test_a_token_may_end_a_sentence_and_have_the_space_behind_it() -> None:
@@ -78,8 +86,8 @@ def test_sentences_reach_the_end_whatever_the_last_token_is(tokenizer: Any) -> N
     """A special token has no text, and a part of a character is none."""
     ids = tokenizer.encode("It is old. It is so", add_special_tokens=False)
     special = WordIndex(tokenizer).read([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id])
-    assert [sentence.stop for sentence in special.sentences][-1] == len(ids) + 2 == special.num_tokens
-    assert special.counts == {"it": 2, "is": 2, "old": 1, "so": 1}
+    assert special.stops[-1] == len(ids) + 2 == special.num_tokens
+    assert counts_of(special) == {"it": 2, "is": 2, "old": 1, "so": 1}
     part = tokenizer.encode("\U00020000", add_special_tokens=False)
     assert len(part) == 4
     assert bounds(tokenizer, ids + part[:2])[-1][1] == len(ids) + 2 and bounds(tokenizer, part[:2]) == [(0, 2)]
@@ -91,46 +99,73 @@ def test_sentences_reach_the_end_whatever_the_last_token_is(tokenizer: Any) -> N
 def test_what_is_read(tokenizer: Any) -> None:
     ids = tokenizer.encode("Founded late. The founder left the firm.", add_special_tokens=False)
     words = WordIndex(tokenizer).read(ids)
-    assert words.counts == {"founded": 1, "late": 1, "the": 2, "founder": 1, "left": 1, "firm": 1}
-    assert words.stem_counts["fou"] == 2 and words.length == 7
-    assert words.sentences[1].places == {"the": 0, "founder": 1, "left": 2, "firm": 4}
-    assert words.sentences[0].stems == {"fou", "lat"}
+    assert counts_of(words) == {"founded": 1, "late": 1, "the": 2, "founder": 1, "left": 1, "firm": 1}
+    assert words.length == 7 and texts_of(words, words.head) == ["founded", "late"]
+    assert words_by_sentence(words) == [{"founded", "late"}, {"the", "founder", "left", "firm"}]
+    assert texts_of(words, words.numbering.with_stem["fou"]) == ["founded", "founder"]
+    assert dict(zip(*words.words.tolist(), strict=True))[words.numbering["founded"]] & 1  # in the first sentence
+    assert not dict(zip(*words.words.tolist(), strict=True))[words.numbering["founder"]] & 1
 
 
 def test_what_was_read_cannot_be_changed(tokenizer: Any) -> None:
     """Other prompts are ranked by it too, and a user's selector is given it."""
     words: Any = WordIndex(tokenizer).read(tokenizer.encode("Founded late.", add_special_tokens=False))
-    for mapping in (words.counts, words.stem_counts, words.sentences[0].places):
-        with pytest.raises(TypeError, match="does not support item assignment"):
-            mapping["late"] = 7
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        words.sentences_with[0] = 7
+    for array in (words.words, words.stops, words.head, words.lower, words.capitals, words.names):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 7
 
 
 def test_without_a_tokenizer_tokens_are_words() -> None:
     words = WordIndex(None).read([7, 3, 7])
-    assert words.counts == {"7": 2, "3": 1}
-    assert [(s.start, s.stop) for s in words.sentences] == [(0, 3)]
+    assert counts_of(words) == {"7": 2, "3": 1}
+    assert spans_of(words) == [(0, 3)]
 
 
 def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
     index = WordIndex(tokenizer, max_tokens=36)  # each passage counts 16 besides its tokens
-    first = index.passage("a", [5, 6])
-    index.passage("b", [7])
-    assert index.passage("a", [5, 6]) is first
-    index.passage("c", [8, 9])  # "b" leaves
-    assert index.passage("a", [5, 6]) is first
+    first = passage(index, "a", [5, 6])
+    passage(index, "b", [7])
+    assert passage(index, "a", [5, 6]) is first
+    passage(index, "c", [8, 9])  # "b" leaves
+    assert passage(index, "a", [5, 6]) is first
     assert set(index._known) == {"a", "c"}
-    assert index.passage("long", [5] * 21).num_tokens == 21 and not index._known  # too long to be remembered
+    assert passage(index, "long", [5] * 21).num_tokens == 21 and not index._known  # too long to be remembered
+
+
+def test_a_prompt_is_read_whole_whatever_is_remembered(tokenizer: Any) -> None:
+    """A passage that it has twice is read once, and one that leaves while others are read is read all the same."""
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("Ada left.", "Brix came.", "Who left, Ada?")]
+    stops = [0, *accumulate(map(len, ids))]
+    flat, (first, second, last) = [token for own in ids for token in own], list(pairwise(stops))
+    for max_tokens in (1 << 20, 1):
+        index = WordIndex(tokenizer, max_tokens)
+        passages, question = index.prompt(flat, [first, second, first], last, ["a", "b", "a"])
+        assert [list(counts_of(each)) for each in passages] == [["ada", "left"], ["brix", "came"], ["ada", "left"]]
+        assert question == ["who", "left", "ada"]
+        assert (passages[0] is passages[2]) == (max_tokens > 1) and len(index._known) == (2 if max_tokens > 1 else 0)
+
+
+def test_a_prompt_behind_too_many_different_words_begins_with_none(tokenizer: Any) -> None:
+    """Its passages have numbers of one numbering, also those that were read before."""
+    ids = tokenizer.encode("Ada left early.", add_special_tokens=False)
+    index = WordIndex(tokenizer, max_words=2)
+    [first], _ = index.prompt(ids, [(0, len(ids))], (0, 0), ["a"])
+    (again, other), _ = index.prompt(ids * 2, [(0, len(ids)), (len(ids), 2 * len(ids))], (0, 0), ["a", "b"])
+    assert again is not first and counts_of(again) == counts_of(first)
+    assert again.numbering is other.numbering is not first.numbering
 
 
 def test_another_tokenizer_reads_all_anew() -> None:
     first: Any = Pieces("no ", "yes. ", "so")
     second: Any = Pieces("tea. ", "milk", "sugar")
     index = WordIndex(first, max_tokens=35)
-    assert index.passage("a", [0, 1]).counts == {"no": 1, "yes": 1}
+    assert counts_of(passage(index, "a", [0, 1])) == {"no": 1, "yes": 1}
     index.set_tokenizer(second)
-    read = index.passage("a", [0, 1])
-    assert read.counts == {"tea": 1, "milk": 1} and len(read.sentences) == 2
-    index.passage("b", [2])
+    read = passage(index, "a", [0, 1])
+    assert counts_of(read) == {"tea": 1, "milk": 1} and len(read.stops) == 2
+    passage(index, "b", [2])
     assert set(index._known) == {"a", "b"}  # what was forgotten takes no room
 
 
@@ -156,7 +191,9 @@ def test_tokens_are_decoded_in_linear_time(make: Callable[[], Any], monkeypatch:
 
 def test_words_that_stand_in_lower_case(tokenizer: Any) -> None:
     ids = tokenizer.encode("The Firm sold clocks. The firm's 7 Clocks tick. 京都", add_special_tokens=False)
-    assert WordIndex(tokenizer).read(ids).lower >= {"sold", "clocks", "firm", "s", "tick"}
-    assert not WordIndex(tokenizer).read(ids).lower & {"the", "7", "京都"}
-    assert WordIndex(tokenizer).read(ids).names >= {"7"}
-    assert not WordIndex(tokenizer).read(ids).names & {"the", "firm", "clocks", "tick"}
+    words = WordIndex(tokenizer).read(ids)
+    lower, names = set(texts_of(words, words.lower)), set(texts_of(words, words.names))
+    assert lower >= {"sold", "clocks", "firm", "s", "tick"} and not lower & {"the", "7", "京都"}
+    assert names >= {"7"} and not names & {"the", "firm", "clocks", "tick"}
+    capitals = [*zip(texts_of(words, words.capitals[0]), words.capitals[1].tolist(), strict=True)]
+    assert {("the", 0), ("the", 1), ("7", 1)} <= set(capitals) and "firm" not in dict(capitals)

@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
-from vllm_blend.blend.relevance.pages import Link, PageWords, group_pages
-from vllm_blend.blend.relevance.words import PassageWords, Sentence
+import numpy as np
+
+from vllm_blend.blend.relevance.pages import Links, PageWords, group_pages
+from vllm_blend.blend.relevance.words import PassageWords
 
 Span = tuple[int, int]  # positions: start, stop
-_Placed = tuple[Span, Sentence]  # a sentence, and where it stands in the prompt
 CLEAR_GAP = 0.1  # the share by which the best page's score must be above the next one's
 MOST_ALIKE = 3  # pages that the words may find almost equally
 WIDE_GAP = 0.5  # the share by which the best score must then be above those of all other pages
 RANK_OFFSET = 60  # of reciprocal rank fusion: how little the first ranks stand out
 LINKED_PAGES = 2  # which the best page leads to, and of which sentences are computed before its own last ones
 BEST_MATCHES = 2  # sentences of a page that a question about two pages is likely to need, besides the first
+
+
+@dataclass(frozen=True)
+class RankedSpans:
+    """Spans of positions, the most relevant first, in groups, none of which is empty."""
+
+    starts: np.ndarray  # [spans] int64
+    stops: np.ndarray  # [spans] int64
+    ends: Sequence[int]  # how many spans there are up to the end of each group
+
+    def __iter__(self) -> Iterator[list[Span]]:
+        """Yield the spans of each group."""
+        spans = list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+        return (spans[first:end] for first, end in zip([0, *self.ends], self.ends, strict=False))
 
 
 @dataclass(frozen=True)
@@ -61,16 +77,13 @@ class PromptPassages:
         scores = _fuse(given) if given else self._words.scores()
         if min(scores) == max(scores) or not (given or _is_clear(scores)):
             return None, set()
-        best = max(range(len(scores)), key=lambda page: scores[page])
-        links = [link.score for link in self._links(best)]
+        best = scores.index(max(scores))
+        links = self._links(best).scores
         if given:
             fused = _fuse([*given, links])
-            return sorted(range(len(scores)), key=lambda page: (page != best, -fused[page])), set()
+            return _order(best, fused), set()
         alike = {page for page, score in enumerate(scores) if score > (1 - CLEAR_GAP) * scores[best]}
-        ranked = sorted(
-            range(len(scores)), key=lambda page: (page != best, page not in alike, -links[page], -scores[page])
-        )
-        return ranked, alike - {best}
+        return _order(best, [float(page in alike) for page in range(len(scores))], links, scores), alike - {best}
 
     def asks_for_one_page(self) -> bool:
         """Return whether the words find one page, and the question seems to ask for no other: the page that
@@ -78,11 +91,11 @@ class PromptPassages:
         if self.is_ranked or self.relevance:
             return False
         ranked, alike = self._ranking
-        return ranked is not None and not alike and not self._links(ranked[0])[ranked[1]].is_asked_for
+        return ranked is not None and not alike and ranked[1] not in self._links(ranked[0]).asked_for
 
-    def ranked_sentences(self) -> Iterator[list[Span]] | None:
-        """Return the positions of all sentences in groups, the most relevant first; None if no signal tells pages
-        apart.
+    def ranked_sentences(self) -> Iterator[RankedSpans] | None:
+        """Yield the positions of all sentences, the most relevant first: one group, and then all others. Return None if
+        no signal tells pages apart.
 
         A page's first sentence says what it is about, and so comes first. If the question seems to ask for the second
         page, since that has words of it which the first page lacks, the sentences that such a question needs of both
@@ -94,70 +107,115 @@ class PromptPassages:
         what is exact, they become exact.
         """
         if self.is_ranked:
-            return iter([[(self.bounds[0][0], self.bounds[-1][1])]])
+            return iter([RankedSpans(np.array([self.bounds[0][0]]), np.array([self.bounds[-1][1]]), (1,))])
         ranked = self.ranked_pages()
-        return None if ranked is None else self._groups(ranked)
+        return None if ranked is None else self._rank_sentences(ranked)
 
-    def _groups(self, ranked: Sequence[int]) -> Iterator[list[Span]]:
+    def _rank_sentences(self, ranked: Sequence[int]) -> Iterator[RankedSpans]:
+        """Yield the sentences of the first group, and then the others page by page, if a caller goes on to them."""
+        key_starts, key_stops = np.array(self._key_sentences(ranked)).T
+        yield RankedSpans(key_starts, key_stops, (len(key_starts),))
+        others = [self.pages[page] for page in ranked[1:]]
+        starts, stops, num_before = self._place(list(chain.from_iterable(others)))
+        is_key = np.zeros(self.bounds[-1][1] + 1, bool)
+        is_key[key_starts] = True
+        is_other = ~is_key[starts]
+        page_ends = num_before[np.array(list(map(len, others))).cumsum() - 1]
+        ends = dict.fromkeys(is_other.cumsum()[page_ends - 1].tolist())
+        ends.pop(0, None)  # no group is empty
+        if ends:
+            yield RankedSpans(starts[is_other], stops[is_other], list(ends))
+
+    def _key_sentences(self, ranked: Sequence[int]) -> list[Span]:
+        """Return the sentences that come before all others, each once."""
         first, second = ranked[:2]
         links = self._links(first)
         alike = self._ranking[1]
-        linked = [page for page in ranked[1 : 1 + LINKED_PAGES] if links[page].score > 0 or page in alike]
+        linked = [page for page in ranked[1 : 1 + LINKED_PAGES] if links.scores[page] > 0 or page in alike]
         own = self._sentences(first)
-        sentences = own[:1] + self._best_matches(own)
-        if links[second].is_asked_for:
-            other = self._sentences(second)
-            sentences += [*_with_words(own, links[second]), *other[:1], *self._best_matches(other)]
-            sentences += self._named(second)
+        sentences = own[:1] + self._best_matches(first)
+        if second in links.asked_for:
+            sentences += self._with_words(first, links.words.get(second, ()))
+            sentences += self._sentences(second)[:1] + self._best_matches(second) + self._named(second)
         else:
             for page in linked:
-                sentences += [*_with_words(own, links[page]), *self._sentences(page)[:1]]
+                sentences += self._with_words(first, links.words.get(page, ())) + self._sentences(page)[:1]
         sentences += self._named(first)
         for page in linked:
-            sentences += [*self._sentences(page)[:1], *self._named(page)]
-        sentences += self._by_match(own)
-        key = dict.fromkeys(span for span, _ in sentences)
-        yield list(key)
-        for page in ranked[1:]:
-            yield [span for span, _ in self._sentences(page) if span not in key]
+            sentences += self._sentences(page)[:1] + self._named(page)
+        sentences += self._by_match(first, range(len(own)))
+        return list(dict.fromkeys(sentences))
 
     @cached_property
-    def _links(self) -> Callable[[int], list[Link]]:
+    def _links(self) -> Callable[[int], Links]:
         return cache(self._words.links)
 
     @cached_property
     def _words(self) -> PageWords:
-        passages, question = self.read_words()
+        passages, question = self._read
         return PageWords([[passages[index] for index in page] for page in self.pages], question)
 
     @cached_property
-    def _sentences(self) -> Callable[[int], list[_Placed]]:
-        """Return a function of a page: where its sentences stand, and what they say."""
-        return cache(self._place_sentences)
+    def _read(self) -> tuple[Sequence[PassageWords], Sequence[str]]:
+        return self.read_words()
 
-    def _place_sentences(self, page: int) -> list[_Placed]:
-        return [
-            ((self.bounds[index][0] + sentence.start, self.bounds[index][0] + sentence.stop), sentence)
-            for index, passage in zip(self.pages[page], self._words.pages[page], strict=True)
-            for sentence in passage.sentences
-        ]
+    @cached_property
+    def _sentences(self) -> Callable[[int], list[Span]]:
+        """Return a function of a page: where its sentences stand."""
+        return cache(self._place_page)
 
-    def _named(self, page: int) -> list[_Placed]:
+    @cached_property
+    def _matches(self) -> Callable[[int], list[float]]:
+        """Return a function of a page: how well its sentences match the question."""
+        return cache(self._words.matches)
+
+    def _place_page(self, page: int) -> list[Span]:
+        spans: list[Span] = []
+        for index in self.pages[page]:
+            start = self.bounds[index][0]
+            stops = (start + self._read[0][index].stops).tolist()
+            spans += zip([start, *stops[:-1]], stops, strict=True)
+        return spans
+
+    def _place(self, passages: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the sentences of some passages start and stop, and how many there are up to the end of each
+        passage."""
+        own = [self._read[0][index].stops for index in passages]
+        begins = np.array([self.bounds[index][0] for index in passages])
+        sizes = np.array(list(map(len, own)))
+        num_before = sizes.cumsum()
+        stops = np.concatenate(own) + begins.repeat(sizes)
+        starts = np.empty_like(stops)
+        starts[1:] = stops[:-1]
+        starts[num_before - sizes] = begins
+        return starts, stops, num_before
+
+    def _named(self, page: int) -> list[Span]:
         """Return the sentences of a page that have names or numbers, those first that match the question best."""
-        names = self._words.names(page)
-        return self._by_match(each for each in self._sentences(page) if not names.isdisjoint(each[1].places))
+        return self._by_match(page, self._words.with_names(page))
 
-    def _best_matches(self, sentences: Sequence[_Placed]) -> list[_Placed]:
+    def _best_matches(self, page: int) -> list[Span]:
         """Return those of a page's sentences, but for the first, that match the question best."""
-        return self._by_match(each for each in sentences[1:] if self._words.match(each[1]) > 0)[:BEST_MATCHES]
+        matches = self._matches(page)
+        found = [index for index, match in enumerate(matches) if match > 0 and index]
+        return self._by_match(page, found)[:BEST_MATCHES]
 
-    def _by_match(self, sentences: Iterable[_Placed]) -> list[_Placed]:
-        return sorted(sentences, key=lambda each: -self._words.match(each[1]))
+    def _with_words(self, page: int, numbers: Sequence[int]) -> list[Span]:
+        """Return the sentences of a page that have words with these numbers."""
+        spans = self._sentences(page)
+        return [spans[index] for index in self._words.with_words(page, numbers)]
+
+    def _by_match(self, page: int, sentences: Iterable[int]) -> list[Span]:
+        spans, matches = self._sentences(page), self._matches(page)
+        return [spans[index] for index in sorted(sentences, key=matches.__getitem__, reverse=True)]
 
 
-def _with_words(sentences: Sequence[_Placed], link: Link) -> list[_Placed]:
-    """Return the sentences that have words of a link."""
-    return [each for each in sentences if not link.words.isdisjoint(each[1].places)]
+def _order(best: int, *scores: Sequence[float]) -> list[int]:
+    """Return the page `best` and then all others, those first that have more of the first of `scores`, or of the ones
+    that follow if they have as much of it."""
+    order: list[int] = np.lexsort([-np.array(each) for each in reversed(scores)]).tolist()
+    order.remove(best)
+    return [best, *order]
 
 
 def _is_clear(scores: Sequence[float]) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from sys import intern
+from math import fsum
 from types import MappingProxyType
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from vllm_blend.blend.relevance.numbers import Numbering, fixed, ones
 
 # Thai to Tibetan, Myanmar, Khmer, kana, Chinese characters, Hangul.
 _UNSPACED = (
@@ -29,10 +32,10 @@ _MAY_END = frozenset((*_ENDS, *_CLOSING, " "))  # the last character of text tha
 _DIGITS = "0123456789"
 _INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
 _MAX_BYTES = 4  # of a character, each of which may be a token
-_STEM_LETTERS = 3  # "founded" and "founder" are alike then, "born" and "birth" are not
 _MOST_CLOSING = 16  # characters behind the end of a sentence that are looked at
 _TOKENS_BESIDES = 16  # which take as much memory as a passage takes beside its tokens
-MAX_TOKENS = 1 << 20  # of passages whose words are kept: measured, 150 (of 512 tokens) to 165 MB (of 45)
+MAX_WORDS = 1 << 20  # different ones, of 130 bytes: behind more, all is read anew
+MAX_TOKENS = 1 << 20  # of passages whose words are kept: measured, 31 (of 512 tokens) to 47 MB (of 45)
 
 
 def split_words(text: str) -> list[str]:
@@ -56,108 +59,138 @@ def lower_words(text: str) -> list[str]:
     return [run[0].casefold() for run in _RUN.finditer(text) if run[0][0].islower()]
 
 
-def stems_of(words: Iterable[str]) -> dict[str, None]:
-    """Return the different beginnings of words, in the order of the words."""
-    return dict.fromkeys(word[:_STEM_LETTERS] for word in words)
-
-
 @dataclass(frozen=True, slots=True)
-class Sentence:
-    """The tokens `start` to `stop` - 1 of a passage. `places` has, for each word in them, how many words precede it."""
+class WeighedWords:
+    """Words, and what a sentence counts for that has one of them."""
 
-    start: int
-    stop: int
-    places: Mapping[str, int]
-    stems: frozenset[str]
+    weight: float
+    numbers: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PassageWords:
-    """The words of a passage: how often each word and each stem occurs, how many words there are, the sentences, which
-    of them have each word, and which words stand in lower case somewhere in it. Of the others, `names` are those that
-    do not only begin sentences: names and numbers, as a rule. `head_names` are those of the first sentence, with the
-    word that begins it.
+    """The words of a passage, as numbers of a numbering.
 
-    `words`, `stems` and `lower` are the keys of dicts: they cannot be changed, and take less memory than sets.
+    `words` has a column for each different word: its number, and twice the number of times that it occurs, and one more
+    if it stands in the first sentence. `length` is the number of all words. Sentences stop at `stops`, in tokens, and
+    the next one begins there; `sentences_with` has, for each word, a number whose bit i says whether sentence i has it.
+    `head` are the words of the first sentence, in their order. The words `lower` stand in lower case somewhere in the
+    passage. `capitals` has a column for each sentence with one of the others: the numbers of word and sentence. Of
+    these words `names` are those that do not only begin sentences: names and numbers, as a rule.
+
+    Other prompts are read from this, so nothing of it can be changed.
     """
 
-    counts: Mapping[str, int]
-    stem_counts: Mapping[str, int]
+    numbering: Numbering
+    words: np.ndarray  # [2, different words] int64
     length: int
-    sentences: tuple[Sentence, ...]
-    sentences_with: Mapping[str, Sequence[int]]
-    words: KeysView[str]
-    stems: KeysView[str]
-    lower: KeysView[str]
-    names: frozenset[str]
-    head_names: frozenset[str]
+    stops: np.ndarray  # [sentences] int64
+    sentences_with: Mapping[int, int]
+    head: np.ndarray  # [words] int64
+    lower: np.ndarray  # [words] int64
+    capitals: np.ndarray  # [2, places] int64
+    names: np.ndarray  # [words] int64
 
     @property
     def num_tokens(self) -> int:
-        return self.sentences[-1].stop
+        return int(self.stops[-1])
+
+    def sentences_with_any(self, numbers: Iterable[int]) -> int:
+        """Return a number whose bits say which sentences have one of some words."""
+        found, sentences_with = 0, self.sentences_with
+        for number in numbers:
+            if number in sentences_with:
+                found |= sentences_with[number]
+        return found
+
+    def weigh_sentences(self, words: Sequence[WeighedWords], among: int = -1) -> dict[int, float]:
+        """Return the weights of those sentences that have some of the words, out of those whose bit `among` has."""
+        weights: dict[int, list[float]] = {}
+        for each in words if among else ():
+            for sentence in ones(self.sentences_with_any(each.numbers) & among):
+                weights.setdefault(sentence, []).append(each.weight)
+        return {sentence: fsum(own) for sentence, own in weights.items()}
 
 
 class WordIndex:
     """Reads the words of passages and questions, and remembers those of the passages used last. Not safe to use from
     several threads at once, as tokenizers are not."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int = MAX_TOKENS, max_words: int = MAX_WORDS
+    ) -> None:
         """Without a tokenizer each token is a word, and a passage is one sentence."""
-        self._max_tokens = max_tokens
+        self._max_tokens, self._max_words = max_tokens, max_words
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Read passages with another tokenizer from now on."""
+        """Read passages with this tokenizer from now on, and forget what was read."""
         self._tokenizer = tokenizer
         self._known: OrderedDict[str, PassageWords] = OrderedDict()
         self._num_tokens = 0
         self._token_texts: dict[int, str] = {}
+        self._numbering = Numbering()
 
-    def passage(self, key: str, token_ids: Sequence[int]) -> PassageWords:
-        """Return the words of a passage. `key` is that of its chunk, so what a salt keeps apart is apart here too."""
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self.read(token_ids)
-            self._num_tokens += known.num_tokens + _TOKENS_BESIDES
-            while self._num_tokens > self._max_tokens:
-                self._num_tokens -= self._known.popitem(last=False)[1].num_tokens + _TOKENS_BESIDES
-        else:
-            self._known.move_to_end(key)
-        return known
+    def prompt(
+        self,
+        token_ids: Sequence[int],
+        passages: Sequence[tuple[int, int]],
+        question: tuple[int, int],
+        keys: Sequence[str],
+    ) -> tuple[list[PassageWords], list[str]]:
+        """Return the words of a prompt's passages, and the different words of its question, each given by where it
+        starts and stops. `keys` are those of the passages' chunks, so what a salt keeps apart is apart here too."""
+        if len(self._numbering) > self._max_words:  # now, as all passages of a prompt need the same numbers
+            self.set_tokenizer(self._tokenizer)
+        find, move_to_end = self._known.get, self._known.move_to_end
+        words = []
+        for index, key in enumerate(keys):
+            own = find(key)
+            if own is None:
+                own = self._remember(key, token_ids[slice(*passages[index])])
+            else:
+                move_to_end(key)
+            words.append(own)
+        return words, self.question(token_ids[slice(*question)])
+
+    def _remember(self, key: str, token_ids: Sequence[int]) -> PassageWords:
+        words = self._known[key] = self.read(token_ids)
+        self._num_tokens += words.num_tokens + _TOKENS_BESIDES
+        while self._num_tokens > self._max_tokens:
+            self._num_tokens -= self._known.popitem(last=False)[1].num_tokens + _TOKENS_BESIDES
+        return words
 
     def read(self, token_ids: Sequence[int]) -> PassageWords:
         """Return the words of a passage without remembering them."""
-        counts: Counter[str] = Counter()
-        stem_counts: Counter[str] = Counter()
-        sentences: list[Sentence] = []
-        sentences_with: dict[str, tuple[int, ...]] = {}
-        lower: dict[str, None] = {}
-        inner: set[str] = set()
-        for start, stop, text in self._split(token_ids):
-            words = [intern(word) for word in split_words(text)]
-            stems = [intern(word[:_STEM_LETTERS]) for word in words]
-            lower.update(dict.fromkeys(lower_words(text)))
-            inner.update(words[1:])
+        number_of = self._numbering.__getitem__
+        counts: Counter[int] = Counter()
+        stops: list[int] = []
+        sentences_with: dict[int, int] = {}
+        head: list[int] = []
+        lower: set[int] = set()
+        inner: set[int] = set()
+        for _, stop, text in self._split(token_ids):
+            words = list(map(number_of, split_words(text)))
             counts.update(words)
-            stem_counts.update(stems)
-            places = {word: place for place, word in reversed(list(enumerate(words)))}
-            here = (len(sentences),)  # one object for all words that stand in one sentence only
-            for word in places:
-                sentences_with[word] = sentences_with[word] + here if word in sentences_with else here
-            sentences.append(Sentence(start, stop, MappingProxyType(places), frozenset(stems)))
-        own, own_stems = dict(counts), dict(stem_counts)
-        head = sentences[0].places.keys() if sentences else set()
+            bit = 1 << len(stops)
+            for number in set(words):
+                sentences_with[number] = sentences_with.get(number, 0) | bit
+            lower.update(map(number_of, lower_words(text)))
+            inner.update(words[1:])
+            head = head if stops else words
+            stops.append(stop)
+        in_head = set(head)
+        capitals = [(word, sentence) for word in counts.keys() - lower for sentence in ones(sentences_with[word])]
         return PassageWords(
-            MappingProxyType(own),  # what other prompts will be read from is not for a user's selector to change
-            MappingProxyType(own_stems),
+            self._numbering,
+            fixed(counts, [2 * count + (number in in_head) for number, count in counts.items()]),
             counts.total(),
-            tuple(sentences),
+            fixed(stops),
             MappingProxyType(sentences_with),
-            own.keys(),
-            own_stems.keys(),
-            lower.keys(),
-            frozenset(inner - lower.keys()),
-            frozenset(head - lower.keys()),
+            fixed(head),
+            fixed(lower),
+            fixed([word for word, _ in capitals], [sentence for _, sentence in capitals]),
+            fixed(inner - lower),
         )
 
     def question(self, token_ids: Sequence[int]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
@@ -96,8 +97,11 @@ class Selector(ABC):
     fixed_ratio: ClassVar[float | None] = None  # set if the selector itself decides how much is recomputed
     chooses_passages: ClassVar[bool] = False  # whether `choose_spans` may choose
 
-    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-        """Choose spans of positions by what the passages say, before anything is computed.
+    def choose_spans(
+        self, passages: PromptPassages, cost: Callable[[Span], int], budget: int
+    ) -> Sequence[Span] | np.ndarray | None:
+        """Choose spans of positions by what the passages say, before anything is computed: a list of (start, stop), or
+        an array of integers [n, 2].
 
         `cost` gives the number of candidates in a span, and `budget` is how many may be chosen: those that spans hold
         beyond that are left out, from the end of the prompt. Return None to have candidates chosen by `score`. What it

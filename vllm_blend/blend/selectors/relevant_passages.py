@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from vllm_blend.blend.relevance.passages import PromptPassages, Span
+from vllm_blend.blend.relevance.passages import PromptPassages, RankedSpans, Span
 from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
@@ -51,27 +52,24 @@ class RelevantPassages(Selector):
         if self.spend not in ("budget", "needed"):
             raise ValueError(f"spend={self.spend!r} is unknown: use 'budget' or 'needed'")
 
-    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
-        groups = passages.ranked_sentences()
-        if groups is None:
+    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> np.ndarray | None:
+        ranked = passages.ranked_sentences()
+        if ranked is None:
             return None
         if self.spend == "needed" and passages.asks_for_one_page():
             budget = max(1, int(budget * ONE_PAGE_SHARE))
-        chosen: list[Span] = []
-        left, first = budget, None
-        for group in groups:
-            costs = [(span, cost(span)) for span in group]
-            if first is None:
-                first = next((span for span, own in costs if own), None)
-                if first is not None and cost(first) > budget:
-                    return [first]  # its beginning at least: what matters most is not passed over for what is short
-            for span, own in costs:
-                if own <= left:
-                    chosen.append(span)
-                    left -= own
+        chosen: list[np.ndarray] = []
+        left = budget
+        for part in ranked:
+            costs = _costs_of(part, cost)
+            first = int(np.argmax(costs > 0))
+            if left == budget and costs[first] > budget:  # what matters most is not passed over for what is short
+                return _spans(part, [first])  # of which the beginning fits
+            is_chosen, left = _fill(costs, part.ends, left)
+            chosen.append(_spans(part, is_chosen))
             if left < NOT_WORTH_FILLING:
                 break
-        return chosen
+        return np.concatenate(chosen)
 
     def passed_over_scale(self) -> float:
         return self.damping
@@ -81,3 +79,46 @@ class RelevantPassages(Selector):
 
     def look(self, num_layers: int) -> Look:
         return _BY_ATTENTION.look(num_layers)
+
+
+def _spans(ranked: RankedSpans, which: np.ndarray | list[int]) -> np.ndarray:
+    """Return some of the spans, [n, 2] int64."""
+    return np.stack([ranked.starts[which], ranked.stops[which]], axis=1)
+
+
+def _costs_of(ranked: RankedSpans, cost: Callable[[Span], int]) -> np.ndarray:
+    """Return the cost of each span, [n] int64. Where all is candidates, or nothing is, no span is asked for."""
+    costs: np.ndarray = ranked.stops - ranked.starts
+    firsts = [0, *ranked.ends[:-1]]
+    lows, highs = np.minimum.reduceat(ranked.starts, firsts), np.maximum.reduceat(ranked.stops, firsts)
+    low, high = int(lows.min()), int(highs.max())
+    if cost((low, high)) == high - low:
+        return costs
+    for first, end, low, high in zip(firsts, ranked.ends, lows.tolist(), highs.tolist(), strict=True):
+        inside = cost((low, high))
+        if inside == 0:
+            costs[first:end] = 0
+        elif inside < high - low:
+            spans = zip(ranked.starts[first:end].tolist(), ranked.stops[first:end].tolist(), strict=True)
+            costs[first:end] = [cost(span) for span in spans]
+    return costs
+
+
+def _fill(costs: np.ndarray, ends: Sequence[int], budget: int) -> tuple[np.ndarray, int]:
+    """Return which spans are chosen, [n] bool, each that the budget still holds, and what is left of it. Groups end at
+    `ends`; behind the one that leaves hardly anything of the budget, none is chosen."""
+    is_chosen = np.zeros(len(costs), bool)
+    firsts, left = [0, *ends[:-1]], budget
+    wholes, least = np.add.reduceat(costs, firsts).tolist(), np.minimum.reduceat(costs, firsts).tolist()
+    for first, end, whole, shortest in zip(firsts, ends, wholes, least, strict=True):
+        if whole <= left:
+            is_chosen[first:end] = True
+            left -= whole
+        elif shortest <= left:
+            for index, own in enumerate(costs[first:end].tolist(), first):
+                if own <= left:
+                    is_chosen[index] = True
+                    left -= own
+        if left < NOT_WORTH_FILLING:
+            break
+    return is_chosen, left

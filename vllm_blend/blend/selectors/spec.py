@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
@@ -45,7 +46,9 @@ class Composed(Selector):
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
-    def choose_spans(self, passages: PromptPassages, cost: Callable[[Span], int], budget: int) -> list[Span] | None:
+    def choose_spans(
+        self, passages: PromptPassages, cost: Callable[[Span], int], budget: int
+    ) -> Sequence[Span] | np.ndarray | None:
         return self.rule.choose_spans(passages, cost, budget)
 
     def score(self, evidence: Evidence) -> torch.Tensor:
