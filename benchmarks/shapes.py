@@ -42,6 +42,12 @@ LLAMA_31_8B: dict[str, Any] = _OF_8B | {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
+LLAMA_33_70B: dict[str, Any] = LLAMA_31_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -58,7 +64,7 @@ QWEN3_06B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-SHAPES = {"llama-3.1-8b": LLAMA_31_8B, "mistral-7b": MISTRAL_7B, "qwen3-0.6b": QWEN3_06B}
+SHAPES = {"llama-3.1-8b": LLAMA_31_8B, "llama-3.3-70b": LLAMA_33_70B, "mistral-7b": MISTRAL_7B, "qwen3-0.6b": QWEN3_06B}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

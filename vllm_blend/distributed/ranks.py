@@ -19,6 +19,8 @@ TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
 MEETING = timedelta(minutes=2)  # in which ranks that have started find one another
 LOOPBACK = "127.0.0.1"  # all ranks are on one machine
 
+_c10d: Any = dist  # as Any, since torch's annotations leave much of it out
+
 
 class RankLostError(RuntimeError):
     """An exchange with the other ranks has failed: one of them has ended, or does not answer."""
@@ -62,7 +64,7 @@ class Ranks:
             return part
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else []
-        options = dist.GatherOptions()
+        options = _on_current_stream(dist.GatherOptions())
         options.rootRank = 0
         self._finish(lambda group: group.gather([parts] if parts else [], [part], options))
         return torch.cat(parts, -1) if parts else part[:, :0]
@@ -73,13 +75,14 @@ class Ranks:
             return [part]
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._finish(lambda group: group.allgather([parts], [part]))
+        options = _on_current_stream(_c10d.distributed_c10d.AllgatherOptions())
+        self._finish(lambda group: group.allgather([parts], [part], options))
         return parts
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `tensor`; on the others the memory of theirs, of the same shape and dtype, receives it."""
         if self.size > 1:
-            options = dist.BroadcastOptions()
+            options = _on_current_stream(dist.BroadcastOptions())
             options.rootRank = 0
             tensor = tensor.contiguous()
             self._finish(lambda group: group.broadcast([tensor], options))
@@ -103,17 +106,19 @@ class Ranks:
     def _reduce(self, part: torch.Tensor, operation: Any) -> torch.Tensor:
         if self.size == 1:
             return part
-        options = dist.AllreduceOptions()
+        options = _on_current_stream(dist.AllreduceOptions())
         options.reduceOp = operation
         part = part.contiguous()
         self._finish(lambda group: group.allreduce([part], options))
         return part
 
     def _finish(self, start: Any) -> None:
-        """Run an exchange: on a CPU to its end; on a GPU it is queued, and what follows on the stream waits for it."""
+        """Run an exchange: on a CPU to its end; on a GPU it is queued on the current stream."""
         assert self._group is not None
         try:
-            start(self._group).wait()
+            work = start(self._group)
+            if work is not None:  # there is none for what is queued on the current stream
+                work.wait()
         except RuntimeError as error:  # torch has no type for it
             raise RankLostError(f"the ranks cannot exchange tensors ({error})") from error
 
@@ -121,22 +126,28 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
+def _on_current_stream(options: Any) -> Any:
+    """Have an exchange of NCCL queued on the current stream, not on one of its own: a CUDA graph then captures it like
+    any other kernel, and none of ours, which may wait for all of its blocks to run, ever runs beside it."""
+    options.asyncOp = False
+    return options
+
+
 def connect(rank: int, size: int, folder: str, device: torch.device, links: Sequence[Connection]) -> Ranks:
     """Return the ranks of an engine, when all of them have called this with the same `folder`, which only they use.
 
     Tensors of a CPU travel through gloo over the loopback interface, those of GPUs through NCCL.
     """
-    c10d: Any = dist  # whose annotations leave much of this out
-    store = c10d.FileStore(f"{folder}/ranks", size)
+    store = _c10d.FileStore(f"{folder}/ranks", size)
     store.set_timeout(MEETING)
     if device.type == "cpu":
-        options = c10d.ProcessGroupGloo._Options()
+        options = _c10d.ProcessGroupGloo._Options()
         options._timeout = TIMEOUT
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        group = c10d.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        group = _c10d.ProcessGroupGloo(store, rank, size, options)
     else:
         torch.cuda.set_device(device)
-        options = c10d.ProcessGroupNCCL.Options()
+        options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        group = c10d.ProcessGroupNCCL(store, rank, size, options)
+        group = _c10d.ProcessGroupNCCL(store, rank, size, options)
     return Ranks(rank, size, group, links)

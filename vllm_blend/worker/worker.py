@@ -76,7 +76,7 @@ class Worker:
         self._has_sinks = any(attention.sinks is not None for attention in attentions)
         self._heads = SharedHeads(ranks, attentions[0].kv_copies)
         self.num_layers, self.num_heads = len(attentions), attentions[0].num_heads
-        self.wants_graphs = device.type == "cuda" and not config.model.enforce_eager and ranks.size == 1
+        self.wants_graphs = device.type == "cuda" and not config.model.enforce_eager
         self.extensions = make_worker_extensions(
             WorkerSpec(config, device, self.shape, max_model_len, self.wants_graphs)
         )
@@ -132,7 +132,8 @@ class Worker:
         if not (self.wants_graphs and parts.backend.capturable_decode):
             return None, None
         decode = DecodeGraphs(parts, config.scheduler.max_num_seqs, self.max_model_len, self._graph_hooks)
-        if not (config.blend.enable_blending and parts.backend.capturable_mass):
+        alone = self.num_ranks == 1  # else the mass of all ranks' heads is added up, which is not captured
+        if not (alone and config.blend.enable_blending and parts.backend.capturable_mass):
             return decode, None
         look = make_selector(config.blend.selector).look(self.num_layers)
         if not look.is_plain or look.tokens is not None:
@@ -201,7 +202,8 @@ class Worker:
             parts = DeviceParts(model, pages, self._make_backend(), self._heads)
             activations = measure_activations(parts, limits)
         with must_fit("the CUDA graphs", "lower max_num_seqs, or give enforce_eager=True", device):
-            graphs = measure_tensors(lambda: self._capture(DeviceParts(model, pages, self._make_backend())), device)
+            parts = DeviceParts(model, pages, self._make_backend(), self._heads)
+            graphs = measure_tensors(lambda: self._capture(parts), device)
         return activations, graphs
 
 
