@@ -21,7 +21,7 @@ import torch
 from tests.engine.engines import new_llm
 from vllm_blend import LLM
 from vllm_blend.distributed import ranks
-from vllm_blend.distributed.ranks import Ranks, connect
+from vllm_blend.distributed.ranks import Ranks, connect, store_in_folder
 from vllm_blend.executor import multiproc, worker_process
 from vllm_blend.executor.follower import Follower
 from vllm_blend.executor.messages import RequestUpdate
@@ -44,7 +44,7 @@ def on_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
         links = [pipe[0] for pipe in pipes] if rank == 0 else [pipes[rank - 1][1]]
         try:
             with torch.inference_mode():
-                results[rank] = work(connect(rank, size, folder, CPU, links))
+                results[rank] = work(connect(rank, size, store_in_folder(folder, size), CPU, links))
         except BaseException as error:
             errors.append(error)
 

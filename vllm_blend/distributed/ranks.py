@@ -2,7 +2,7 @@
 
 Rank 0 leads: it schedules, chooses tokens and answers; the others follow. Tensors travel through torch.distributed, by
 a process group of the engine's own (a program may have several engines, and groups of its own). What rank 0 decides in
-the middle of a step travels through pipes, as any Python object.
+the middle of a step travels through connections of Python's multiprocessing, pipes on one machine, as any object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
 MEETING = timedelta(minutes=2)  # in which ranks that have started find one another
-LOOPBACK = "127.0.0.1"  # all ranks are on one machine
+LOOPBACK = "127.0.0.1"  # for ranks that are on one machine
 
 _c10d: Any = dist  # as Any, since torch's annotations leave much of it out
 
@@ -29,8 +29,8 @@ class RankLostError(RuntimeError):
 class Ranks:
     """The ranks of an engine, as one of them sees them. `ONE_RANK` is an engine without others.
 
-    All ranks call the same methods in the same order. `links` are pipes to the ranks 1, 2, ... on rank 0, and the one
-    to rank 0 on the others.
+    All ranks call the same methods in the same order. `links` are the connections to the ranks 1, 2, ... on rank 0, and the
+    one to rank 0 on the others.
     """
 
     def __init__(
@@ -133,17 +133,34 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-def connect(rank: int, size: int, folder: str, device: torch.device, links: Sequence[Connection]) -> Ranks:
-    """Return the ranks of an engine, when all of them have called this with the same `folder`, which only they use.
+def store_in_folder(folder: str, size: int) -> dist.Store:
+    """Return the store in which ranks of one machine find one another: a file in a folder that only they use."""
+    return dist.FileStore(f"{folder}/ranks", size)
 
-    Tensors of a CPU travel through gloo over the loopback interface, those of GPUs through NCCL.
+
+def store_at(host: str, port: int, *, leads: bool) -> dist.TCPStore:
+    """Return the store in which ranks of several machines find one another. Rank 0 keeps it, at a free port if `port`
+    is 0, and the others call there."""
+    return dist.TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=MEETING)
+
+
+def connect(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    device: torch.device,
+    links: Sequence[Connection],
+    host: str = LOOPBACK,
+) -> Ranks:
+    """Return the ranks of an engine, when all of them have called this with the same store, which only they use.
+
+    Tensors of a CPU travel through gloo over the interface of `host`, those of GPUs through NCCL.
     """
-    store = _c10d.FileStore(f"{folder}/ranks", size)
     store.set_timeout(MEETING)
     if device.type == "cpu":
         options = _c10d.ProcessGroupGloo._Options()
         options._timeout = TIMEOUT
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
         group = _c10d.ProcessGroupGloo(store, rank, size, options)
     else:
         torch.cuda.set_device(device)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -19,7 +20,7 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.distributed.ranks import RankLostError, Ranks, connect
+from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, store_in_folder
 from vllm_blend.executor.follower import Follower
 from vllm_blend.log_lines import LogSettings
 from vllm_blend.worker.worker import Worker
@@ -82,17 +83,27 @@ def main() -> int:
 def run_rank(bootstrap: Bootstrap) -> int:
     """Run a rank to its end; return the exit status for its process."""
     settings, link = bootstrap.settings, Connection(bootstrap.pipe)
+
+    def meet() -> Ranks:
+        store = store_in_folder(bootstrap.folder, bootstrap.size)
+        return connect(bootstrap.rank, bootstrap.size, store, settings.device, [link])
+
+    return follow(bootstrap.rank, settings, link, meet)
+
+
+def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable[[], Ranks]) -> int:
+    """Tell rank 0 through `link` how far this rank is, build its worker when `meet` has found the other ranks, and run
+    what comes through `link` to its end. Return the exit status for the process."""
     try:
         link.send("started")
-        ranks = connect(bootstrap.rank, bootstrap.size, bootstrap.folder, settings.device, [link])
-        worker = settings.build(ranks)
+        worker = settings.build(meet())
         link.send("ready")
         Follower(worker.model_runner).serve(link)
     except (RankLostError, BrokenPipeError, ConnectionResetError):
-        logger.debug("rank %d ends because another rank has", bootstrap.rank, exc_info=True)
+        logger.debug("rank %d ends because another rank has", rank, exc_info=True)
         return 1
     except Exception as error:
-        logger.exception("rank %d has failed", bootstrap.rank)
+        logger.exception("rank %d has failed", rank)
         try:
             link.send(f"{type(error).__name__}: {error}")
         except OSError:

@@ -1,0 +1,72 @@
+"""The other ranks as rank 0 has them: their processes, the connections to them, and what is undone in the end."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+LAST_WORDS_SECONDS = 5.0  # in which a worker that fails says why, and one that is told to end does
+
+
+class RankProcess(Protocol):
+    """The process of another rank, wherever it runs."""
+
+    @property
+    def name(self) -> str:
+        """Return what errors call it."""
+
+    def wait(self, timeout: float) -> str | None:
+        """Return how the process has ended, "ended with exit status 1" for example, or None if it still runs after
+        `timeout` seconds."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+
+class Team:
+    """The ranks 1, 2, ... of an engine. `undo` holds what is called when they have ended."""
+
+    def __init__(self) -> None:
+        self.processes: list[RankProcess] = []
+        self.links: list[Connection] = []
+        self.undo = ExitStack()
+
+    def end_of(self, rank: int) -> str | None:
+        """Return how a rank has ended, or why it is about to; None if it lives. After "ready" it says nothing else."""
+        said, link = None, self.links[rank - 1]
+        try:
+            if link.poll():
+                said = link.recv()
+        except (EOFError, OSError):
+            return self.describe_end(rank, None)
+        if said is not None or self.processes[rank - 1].wait(0.0) is not None:
+            return self.describe_end(rank, said)
+        return None
+
+    def first_end(self) -> str | None:
+        """Return how the first rank that does not live has ended; None if all live."""
+        return next(filter(None, map(self.end_of, range(1, len(self.links) + 1))), None)
+
+    def describe_end(self, rank: int, said: str | None) -> str:
+        """Say how a rank has ended that has closed its connection, or is about to. `said` is its last message."""
+        process = self.processes[rank - 1]
+        how = process.wait(LAST_WORDS_SECONDS) or "does not answer"
+        return f"the worker of rank {rank} ({process.name}) {how}{f' after {said}' if said else ''}"
+
+    def kill(self) -> None:
+        """End all processes at once: they may wait for one another."""
+        for process in self.processes:
+            process.kill()
+
+    def end(self) -> None:
+        """Have the processes end, by closing the connections that they listen to; kill those that do not."""
+        for link in self.links:
+            link.close()
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        for process in self.processes:
+            if process.wait(max(0.0, deadline - time.monotonic())) is None:
+                process.kill()
+                process.wait(LAST_WORDS_SECONDS)
+        self.undo.close()
