@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend import BlendConfig, EngineArgs
-from vllm_blend.config import ChunkDevice, ChunkFormat, LoadFormat, SchedulingPolicy
+from vllm_blend.config import ChunkDevice, ChunkFormat, ExecutorBackend, LoadFormat, SchedulingPolicy
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS
 from vllm_blend.features.kv_compress.config import Aggregation, AllocationChoice, KVCompressConfig
 from vllm_blend.features.offload.config import OffloadMode
@@ -93,6 +93,7 @@ OF_TYPE: dict[Any, tuple[list[Any], list[Any]]] = {
     Aggregation: (["L3", 2], ["L1-avg"]),
     AllocationChoice: (["row", 1], ["head"]),
     SchedulingPolicy: (["lifo", 1], ["priority"]),
+    ExecutorBackend: (["external_launcher", 2], ["mp"]),
 }
 OPTIONAL_IN_VLLM = {"attention_backend", "block_size", "enable_prefix_caching", "max_num_seqs", "seed"}
 

@@ -7,23 +7,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
 
-def start_module(module: str, settings: bytes, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that runs `module`, with `settings` on its standard input.
+def import_path() -> str:
+    """Return the PYTHONPATH with which another process imports what this one would."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+def start_module(
+    module: str, settings: bytes, pass_fds: Sequence[int] = (), variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that runs `module`, with `settings` on its standard input, and with `variables` besides
+    those of this process's environment.
 
     It imports nothing of the caller's `__main__`, and has a session of its own: a Ctrl-C or a SIGTERM to the caller's
     process group is the caller's affair. Settings go through a pipe, as they may hold the password of a store.
     """
     # It must import what this process would, features and registered classes included.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": import_path()} | dict(variables or {}),
         start_new_session=True,
         pass_fds=pass_fds,
     )

@@ -30,6 +30,7 @@ LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
 ChunkFormat = Literal["auto", "fp8", "int8"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ExecutorBackend = Literal["uni", "mp", "ray"]
 QUANTIZATIONS = ("fp8",)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Settings of a generation config that are sampling settings, and their names in SamplingParams.
@@ -307,6 +308,14 @@ class EngineConfig(OptionGroup):
     )
     tensor_parallel_size: int = option(
         1, "ranks that share the model, each a process and on GPUs a device of its own", check=at_least(1)
+    )
+    distributed_executor_backend: ExecutorBackend | None = option(
+        None,
+        "what starts the processes of several ranks: mp on this machine (the default), ray on the nodes of a Ray "
+        "cluster; uni is one process",
+    )
+    ray_placement_timeout: float = option(
+        60.0, "seconds that a Ray cluster has to find the resources of the ranks", check=positive
     )
     disable_log_stats: bool = option(True, "log no throughput and cache statistics while the engine runs")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_blend.checks import check_field_types
 from vllm_blend.command_line import add_flags, given
 from vllm_blend.config import EngineConfig
+from vllm_blend.executor.backends import choose_backend
 from vllm_blend.features import FEATURES, check_exclusions, check_ranks
 from vllm_blend.options import Option, OptionGroup
 from vllm_blend.unsupported import accept_defaults
@@ -93,10 +94,12 @@ class EngineArgs(_Options):
         return cls(**given(namespace, [*OPTIONS]))
 
     def create_engine_config(self) -> EngineConfig:
-        """Return the configuration. Raises ValueError naming the argument and the fix."""
+        """Return the configuration. Raises ValueError naming the argument and the fix, and ImportError naming the
+        extra that must be installed."""
         values = vars(self)
         features = tuple(kind.from_values(values) for kind in FEATURES)
         check_exclusions(features)
         config = EngineConfig.from_values(values, features=features)
         check_ranks(config)
+        choose_backend(config)  # whose errors are raised before anything is loaded
         return config

@@ -29,8 +29,8 @@ class RankLostError(RuntimeError):
 class Ranks:
     """The ranks of an engine, as one of them sees them. `ONE_RANK` is an engine without others.
 
-    All ranks call the same methods in the same order. `links` are the connections to the ranks 1, 2, ... on rank 0, and the
-    one to rank 0 on the others.
+    All ranks call the same methods in the same order. `links` are the connections to the ranks 1, 2, ... on rank 0, and
+    the one to rank 0 on the others.
     """
 
     def __init__(
@@ -133,21 +133,21 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-def store_in_folder(folder: str, size: int) -> dist.Store:
+def store_in_folder(folder: str, size: int) -> Any:
     """Return the store in which ranks of one machine find one another: a file in a folder that only they use."""
-    return dist.FileStore(f"{folder}/ranks", size)
+    return _c10d.FileStore(f"{folder}/ranks", size)
 
 
-def store_at(host: str, port: int, *, leads: bool) -> dist.TCPStore:
+def store_at(host: str, port: int, *, leads: bool) -> Any:
     """Return the store in which ranks of several machines find one another. Rank 0 keeps it, at a free port if `port`
     is 0, and the others call there."""
-    return dist.TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=MEETING)
+    return _c10d.TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=MEETING)
 
 
 def connect(
     rank: int,
     size: int,
-    store: dist.Store,
+    store: Any,
     device: torch.device,
     links: Sequence[Connection],
     host: str = LOOPBACK,

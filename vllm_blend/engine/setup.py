@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig, ModelConfig
 from vllm_blend.distributed.ranks import ONE_RANK
+from vllm_blend.executor.backends import choose_backend
 from vllm_blend.executor.base import Executor
 from vllm_blend.executor.multiproc import MultiProcExecutor
 from vllm_blend.executor.uniproc import UniProcExecutor
@@ -92,21 +93,26 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
 def make_executor(config: EngineConfig, settings: WorkerSettings) -> Executor:
     """Return what runs the model: a worker here, and in further processes if `tensor_parallel_size` asks for them.
 
-    Raises the errors of `Worker`, and ValueError if there are too few GPUs.
+    Raises the errors of `Worker` and of `choose_backend`, and ValueError if there are too few GPUs.
     """
-    size, device = config.tensor_parallel_size, settings.device
-    if size == 1:
+    size, device, backend = config.tensor_parallel_size, settings.device, choose_backend(config)
+    if backend == "uni":
         return UniProcExecutor(settings.build(ONE_RANK))
+    require(
+        device.type != "cuda" or config.blend.resolve_chunk_device(device) == device,
+        f"blend_chunk_device={config.blend.chunk_device!r} needs tensor_parallel_size=1, but it is {size}: leave "
+        "one of the two out",
+    )
+    if backend == "ray":
+        from vllm_blend.executor.ray import RayExecutor  # Ray may not be installed
+
+        return RayExecutor(settings, size)
     if device.type == "cuda":
         here = torch.cuda.device_count() - (device.index or 0)
         require(
             here >= size,
-            f"tensor_parallel_size={size} needs as many GPUs, but torch sees {here} from {device} on: lower it",
-        )
-        require(
-            config.blend.resolve_chunk_device(device) == device,
-            f"blend_chunk_device={config.blend.chunk_device!r} needs tensor_parallel_size=1, but it is {size}: leave "
-            "one of the two out",
+            f"tensor_parallel_size={size} needs as many GPUs, but torch sees {here} from {device} on: lower it, or "
+            "give distributed_executor_backend='ray' for those of other machines",
         )
     return MultiProcExecutor(settings, size)
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ import zmq
 from vllm_blend.child_process import describe_status, start_module
 from vllm_blend.config import EngineConfig
 from vllm_blend.engine.process.messages import FromEngine, ToEngine, new_encoder
+from vllm_blend.executor.backends import choose_backend
 from vllm_blend.log_lines import LogSettings
 
 logger = logging.getLogger(__name__)
 
+MODULE = "vllm_blend.engine.process.main"
 SOCKET_PATH_BYTES = 90  # a socket's path may have 107 bytes, and ours end in a name
 
 
@@ -66,7 +69,7 @@ class EngineProcess:
             self._receiver.bind(outbox)
             self._sender = self._socket(zmq.PUSH)
             self._sender.connect(inbox)  # what is sent before the process listens waits here
-            self._process = start_module("vllm_blend.engine.process.main", settings)
+            self._process = start_module(MODULE, settings, variables=_variables(config))
         except BaseException:
             self._close()
             raise
@@ -121,6 +124,15 @@ class EngineProcess:
     def _close(self) -> None:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _variables(config: EngineConfig) -> Mapping[str, str]:
+    """Return what the environment of the engine process has besides that of this one."""
+    if choose_backend(config) != "ray":
+        return {}
+    from vllm_blend.executor.ray_cluster import environment_of_engine  # Ray may not be installed
+
+    return environment_of_engine()
 
 
 def _private_folder() -> str:

@@ -1,0 +1,93 @@
+"""Connections between ranks on several machines: both ends prove themselves, and neither waits for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from vllm_blend.executor import tcp_links
+from vllm_blend.executor.tcp_links import Address, LinkListener, dial
+
+HOST = "127.0.0.1"
+SECONDS = 60.0  # for another thread to call, on any machine
+
+
+@pytest.fixture
+def listener() -> Iterator[LinkListener]:
+    made = LinkListener(HOST)
+    yield made
+    made.close()
+
+
+def call(address: Address, rank: int, results: list[Any]) -> threading.Thread:
+    """Call in another thread, which leaves what comes of it."""
+
+    def run() -> None:
+        try:
+            results.append(dial(address, rank))
+        except (OSError, EOFError, AuthenticationError) as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_messages_go_both_ways_until_an_end_is_closed(listener: LinkListener) -> None:
+    results: list[Any] = []
+    thread = call(listener.address, 3, results)
+    called = listener.accept(SECONDS)
+    thread.join(SECONDS)
+    assert called is not None
+    rank, own = called
+    [theirs] = results
+    assert rank == 3 and isinstance(theirs, Connection)
+    large = {"ids": list(range(100_000))}
+    sender = threading.Thread(target=own.send, args=(large,))  # larger than what a socket holds
+    sender.start()
+    assert theirs.recv() == large
+    sender.join(SECONDS)
+    theirs.send("ready")
+    assert own.recv() == "ready" and not own.poll()
+    theirs.close()
+    with pytest.raises(EOFError):
+        own.recv()
+    own.close()
+
+
+def test_a_link_waits_longer_than_its_handshake(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_links, "HANDSHAKE_SECONDS", 1)
+    results: list[Any] = []
+    thread = call(listener.address, 1, results)
+    called = listener.accept(SECONDS)
+    thread.join(SECONDS)
+    assert called is not None
+    later = threading.Timer(2.0, called[1].send, args=("a step",))
+    later.start()
+    assert results[0].recv() == "a step"
+    for link in (called[1], results[0]):
+        link.close()
+
+
+def test_a_wrong_key_is_refused_by_both_ends(listener: LinkListener, caplog: pytest.LogCaptureFixture) -> None:
+    results: list[Any] = []
+    thread = call(replace(listener.address, key=b"x" * 32), 1, results)
+    assert listener.accept(SECONDS) is None
+    thread.join(SECONDS)
+    assert isinstance(results[0], AuthenticationError | EOFError | OSError)
+    assert "a connection that is not from a rank is closed" in caplog.text
+    assert repr(listener.address) == f"Address(host='{HOST}', port={listener.address.port})"
+
+
+def test_one_that_says_nothing_is_given_up(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_links, "HANDSHAKE_SECONDS", 1)
+    with socket.create_connection((HOST, listener.address.port)):
+        assert listener.accept(SECONDS) is None
+    assert listener.accept(0.01) is None

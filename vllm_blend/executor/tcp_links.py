@@ -1,0 +1,95 @@
+"""Connections of Python's multiprocessing over TCP, between ranks that may be on several machines.
+
+Both ends prove that they know a key before anything is unpickled. What follows is not encrypted, like the tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10  # in which the other end of a new connection has to prove itself
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens, and the key that the others need."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+
+
+class LinkListener:
+    """Listens for the other ranks on rank 0."""
+
+    def __init__(self, host: str) -> None:
+        """Listen at a free port of one of this machine's addresses. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(32))
+
+    def accept(self, timeout: float) -> tuple[int, Connection] | None:
+        """Return the next rank that calls, and the connection to it; None if none does within `timeout` seconds."""
+        self._socket.settimeout(timeout)
+        try:
+            peer, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        link = _connection(peer)
+        try:
+            with _bounded(link):
+                deliver_challenge(link, self.address.key)
+                answer_challenge(link, self.address.key)
+                rank = link.recv()
+        except (OSError, EOFError, AuthenticationError) as error:  # a scan of ports, for example
+            logger.warning("a connection that is not from a rank is closed (%s: %s)", type(error).__name__, error)
+            link.close()
+            return None
+        return rank, link
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def dial(address: Address, rank: int) -> Connection:
+    """Return the connection of another rank to rank 0. Raises OSError, EOFError or AuthenticationError."""
+    link = _connection(socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS))
+    try:
+        with _bounded(link):
+            answer_challenge(link, address.key)
+            deliver_challenge(link, address.key)
+        link.send(rank)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _connection(peer: socket.socket) -> Connection:
+    peer.setblocking(True)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step must not wait for the one before it
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone sends no end
+    return Connection(peer.detach())
+
+
+@contextmanager
+def _bounded(link: Connection) -> Iterator[None]:
+    """Reading from the connection is an OSError meanwhile when nothing comes for a while."""
+    _set_read_timeout(link, HANDSHAKE_SECONDS)
+    yield
+    _set_read_timeout(link, 0)
+
+
+def _set_read_timeout(link: Connection, seconds: int) -> None:
+    with socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
