@@ -35,8 +35,34 @@ def test_replicas_by_the_length_of_queues() -> None:
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (5.0, 600.0)
 
 
+def test_ranks_that_ray_places_have_a_group() -> None:
+    ranks = {"model": MODEL, "tensor_parallel_size": 3, "distributed_executor_backend": "ray"}
+    config = read_options(ranks | {"num_gpus": 3.0, "num_cpus": 2.0, "resources": {"rack": 1}})
+    settings = engine_settings(config.engine, config.server, config.ray)
+    assert settings["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": 1.0, "resources": {"rack": 1}}
+    first, *others = settings["placement_group_bundles"]
+    assert first == {"CPU": 2.0, "GPU": 1.0, "rack": 1} and others == [{"GPU": 1.0}] * 2
+    config = read_options(ranks | {"num_gpus": 0.0, "num_cpus": 0.5})
+    settings = engine_settings(config.engine, config.server, config.ray)
+    assert settings["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 0.0}
+    assert settings["placement_group_bundles"] == [{"CPU": 0.5}, {"CPU": 1.0}, {"CPU": 1.0}]
+
+
+def test_ranks_of_one_machine_are_reserved_for_the_replica() -> None:
+    config = read_options({"model": MODEL, "tensor_parallel_size": 2, "num_gpus": 2.0})
+    settings = engine_settings(config.engine, config.server, config.ray)
+    assert settings["ray_actor_options"]["num_gpus"] == 2.0 and "placement_group_bundles" not in settings
+
+
 def test_what_is_wrong_is_said_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="max_model_len=4096 is above the 1024 positions"):
         build_app({"model": MODEL, "max_model_len": 4096, "replicas": 2})
     with pytest.raises(ValueError, match="replicas is given twice"):
         build_app({"model": MODEL, "replicas": 2}, replicas=3)
+    ranks = {"model": MODEL, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with pytest.raises(ValueError, match=r"num_gpus=1 with .* each of the 2 ranks has a GPU, or none has: give 2 or 0"):
+        build_app(ranks | {"num_gpus": 1.0})
+    with pytest.raises(ValueError, match="num_cpus=0 with distributed_executor_backend='ray'"):
+        build_app(ranks | {"num_cpus": 0.0, "num_gpus": 0.0})
+    with pytest.raises(ValueError, match="api_keys: /no/such/file cannot be read"):
+        build_app({"model": MODEL, "api_keys": "/no/such/file"})

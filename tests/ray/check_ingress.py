@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError
 from starlette.testclient import TestClient
 from starlette.types import Message
 
+from vllm_blend.entrypoints.openai.tenancy import Tenants
 from vllm_blend.ray import ingress
 from vllm_blend.ray.forwarding import ForwardedRequest, RoutingKey
 from vllm_blend.ray.ingress import make_ingress_app
@@ -66,7 +67,7 @@ def body(text: str, more: bool = False) -> Message:
 
 
 def client_of(handle: Handle, is_only: bool = False, max_body_size: int = 1000) -> TestClient:
-    return TestClient(make_ingress_app(lambda: handle, max_body_size, retries=1, is_only=is_only))
+    return TestClient(make_ingress_app(lambda: handle, Tenants(), max_body_size, retries=1, is_only=is_only))
 
 
 CHUNKED = {"prompt": {"chunks": ["A passage of some length."], "suffix": "?"}}
@@ -149,7 +150,7 @@ def test_health_is_503_while_no_replica_is_there(monkeypatch: pytest.MonkeyPatch
 
 def test_a_client_that_leaves_cancels_the_stream() -> None:
     handle = Handle([start(EVENTS), 5.0])
-    app: Callable[..., Any] = make_ingress_app(lambda: handle, 1000, 1, False)
+    app: Callable[..., Any] = make_ingress_app(lambda: handle, Tenants(), 1000, 1, False)
     request = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
     async def run() -> None:
@@ -170,3 +171,40 @@ def test_a_client_that_leaves_cancels_the_stream() -> None:
 
     asyncio.run(run())
     assert handle.streams[0].is_cancelled
+
+
+@pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer other", 401), ("Bearer mine", 200)])
+def test_a_key_is_looked_at_before_the_body(given: str, status: int) -> None:
+    handle = Handle([start(), body("{}")])
+    app: Callable[..., Any] = make_ingress_app(lambda: handle, Tenants([(None, "mine")]), 1000, 1, False)
+    reads: list[Message] = []
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        reads.append({"type": "http.request", "body": b"{}", "more_body": False})
+        return reads[-1]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", given.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == status
+    assert len(reads) == len(handle.seen) == (status == 200)
+
+
+def test_health_needs_no_key() -> None:
+    handle = Handle([start(), body("{}")])
+    app = make_ingress_app(lambda: handle, Tenants([(None, "mine")]), 1000, 1, False)
+    assert TestClient(app).get("/health").status_code == 200
+
+
+def test_a_route_prefix_is_no_part_of_the_path() -> None:
+    handle = Handle([start(), body("{}")], [start(), body("{}")])
+    app = make_ingress_app(lambda: handle, Tenants(), 1000, 1, True)
+    client = TestClient(app, root_path="/here")
+    for path in ("/here/v1/completions", "/here"):
+        assert client.post(path, json=CHUNKED).status_code == 200
+    assert [request.scope["path"] for request, _ in handle.seen] == ["/v1/completions", "/"]
+    assert handle.seen[0][1].passages and not handle.seen[1][1].passages

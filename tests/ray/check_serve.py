@@ -16,8 +16,10 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from ray.util.placement_group import placement_group_table
 
 from tests.checkout import ROOT
+from tests.waiting import wait_until
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.ray import build_app
 
@@ -43,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = tmp_path_factory.mktemp("store")
-    ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=4, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"port": port})
         serve.run(build_app(OPTIONS | {"chunk_store_path": str(store)}, replicas=2))
@@ -154,6 +156,24 @@ def test_a_killed_replica_costs_its_streams_only(client: httpx.Client) -> None:
         found += [client.post("/v1/completions", json=chunked(f"Fresh passage {next(fresh)}. " * 4)) for _ in range(4)]
         names = {each.headers["x-vllm-blend-replica"] for each in found}
     assert len(names) == 2
+
+
+def test_the_ranks_of_a_replica_are_in_its_group(client: httpx.Client) -> None:
+    """A replica with rank 0, and an actor of Ray's with the other rank, answer as one rank does."""
+    body = {"model": "demo", "prompt": "Tulmaris Works makes", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = client.post("/v1/completions", json=body).json()["choices"]
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "num_cpus": 0.25, "ingress_cpus": 0.25}
+    serve.run(build_app(OPTIONS | ranks), name="ranks", route_prefix="/ranks")
+    try:
+        assert client.post("/ranks/v1/completions", json=body).json()["choices"] == expected
+        assert [about["bundles"] for about in placement_groups()] == [{0: {"CPU": 0.25}, 1: {"CPU": 1.0}}]
+    finally:
+        serve.delete("ranks")
+    wait_until(lambda: not placement_groups(), every=0.1)
+
+
+def placement_groups() -> list[dict[str, Any]]:
+    return [about for about in placement_group_table().values() if about["state"] != "REMOVED"]
 
 
 def replicas() -> list[int]:

@@ -27,6 +27,7 @@ from vllm_blend.engine.setup import resolve_max_model_len
 from vllm_blend.engine_args import OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.serve import DEFAULTS, SERVER_OPTIONS, explain_unknown
+from vllm_blend.executor.backends import choose_backend
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.options import Option
 from vllm_blend.ray.options import RayOptions
@@ -113,10 +114,19 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
             "%d replicas share no store: each encodes passages for itself; give chunk_store_path or chunk_store_url",
             config.ray.most_replicas,
         )
-    gpus = config.ray.num_gpus
+    gpus, size = config.ray.num_gpus, engine_config.tensor_parallel_size
     if gpus is None:
-        on_gpus = resolve_device(config.engine.device).type == "cuda"
-        gpus = float(engine_config.tensor_parallel_size if on_gpus else 0)
+        gpus = float(size if resolve_device(config.engine.device).type == "cuda" else 0)
+    require(
+        choose_backend(engine_config) != "ray" or gpus in (0, size),
+        f"num_gpus={gpus:g} with distributed_executor_backend='ray': each of the {size} ranks has a GPU, or none has: "
+        f"give {size} or 0, or leave it out",
+    )
+    require(
+        choose_backend(engine_config) != "ray" or config.ray.num_cpus + gpus > 0,
+        "num_cpus=0 with distributed_executor_backend='ray': Ray has no group in which nothing is reserved for the "
+        "replica: give num_cpus=1",
+    )
     return make_application(config.engine, config.server, replace(config.ray, num_gpus=gpus))
 
 

@@ -155,13 +155,14 @@ def _last_event(path: str) -> str:
 
 
 def make_ingress_app(
-    get_handle: Callable[[], DeploymentHandle], max_body_size: int, retries: int, is_only: bool
+    get_handle: Callable[[], DeploymentHandle], tenants: Tenants, max_body_size: int, retries: int, is_only: bool
 ) -> ASGIApp:
-    """Return the ingress's application. Its limit on bodies, its request ids and its errors are those of the server:
-    what a `Forwarder` raises before an answer has begun becomes an answer. Keys are the replicas' affair."""
+    """Return the ingress's application. Its keys, its limit on bodies, its request ids and its errors are those of the
+    server: what a `Forwarder` raises before an answer has begun becomes an answer. A request without one of the keys is
+    refused before its body is read; the replica looks at the key again, to know the tenant."""
     app = RequestContext(
         Forwarder(get_handle, retries, is_only),
-        tenants=Tenants(),
+        tenants=tenants,
         max_body_size=max_body_size,
         logs_access=False,
         on_refused=lambda _: None,
@@ -174,6 +175,9 @@ def make_ingress_app(
                 message = {**message, "headers": kept}
             await send(message)
 
+        prefix = scope.get("root_path", "")  # Ray Serve's route_prefix, with which a path begins
+        if prefix and scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].removeprefix(prefix) or "/", "raw_path": None, "root_path": ""}
         await app(scope, receive, send_without)
 
     return without_request_id
