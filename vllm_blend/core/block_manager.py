@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +31,24 @@ class Published:
 
     digest: bytes
     token_ids: tuple[int, ...]
+    is_salted: bool = False  # whether only prompts with a certain cache_salt may share it
+
+
+class PrefixListener(Protocol):
+    """What is told of every change of the set of published blocks, in the order of the changes."""
+
+    def stored(self, digest: bytes, parent: bytes | None, token_ids: Sequence[int], is_salted: bool) -> None:
+        """Take note of a block that can be found from now on. `parent` is the digest of the block before it, None for
+        the first one of a prefix."""
+        ...
+
+    def removed(self, digest: bytes, is_salted: bool) -> None:
+        """Take note of a block that can no longer be found."""
+        ...
+
+    def cleared(self) -> None:
+        """Take note that no block can be found any more."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,7 @@ class BlockManager:
         self._by_digest: dict[bytes, int] = {}
         self._retained: dict[bytes, Retained] = {}
         self._retained_by: dict[int, bytes] = {}  # block -> the key of what it belongs to
+        self.listener: PrefixListener | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -92,7 +112,7 @@ class BlockManager:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             if block in self._published:
-                del self._by_digest[self._published.pop(block).digest]
+                self._withdraw(block)
             if block in self._retained_by:
                 self.forget_retained(self._retained_by[block])
             self._references[block] = 1
@@ -136,12 +156,27 @@ class BlockManager:
             matched.append(block)
         return matched
 
-    def publish(self, block: int, digest: bytes, token_ids: Sequence[int]) -> None:
-        """Make a full block findable. A second block with the same digest stays private."""
+    def publish(
+        self,
+        block: int,
+        digest: bytes,
+        token_ids: Sequence[int],
+        parent: bytes | None = None,
+        is_salted: bool = False,
+    ) -> None:
+        """Make a full block findable. A second block with the same digest stays private. `parent` is the digest of the
+        block before it, None for the first one."""
         if not self.enable_prefix_caching or digest in self._by_digest or block in self._published:
             return
-        self._published[block] = Published(digest, tuple(token_ids))
+        self._published[block] = Published(digest, tuple(token_ids), is_salted)
         self._by_digest[digest] = block
+        if self.listener is not None:
+            self.listener.stored(digest, parent, token_ids, is_salted)
+
+    @property
+    def published(self) -> Mapping[bytes, int]:
+        """Return the published blocks, by digest."""
+        return self._by_digest
 
     @property
     def retained(self) -> Mapping[bytes, Retained]:
@@ -183,3 +218,12 @@ class BlockManager:
         self._by_digest.clear()
         for key in list(self._retained):
             self.forget_retained(key)
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def _withdraw(self, block: int) -> None:
+        """Make a published block unfindable."""
+        published = self._published.pop(block)
+        del self._by_digest[published.digest]
+        if self.listener is not None:
+            self.listener.removed(published.digest, published.is_salted)

@@ -24,7 +24,8 @@ def publish_blocks(blocks: BlockManager, request: Request, start: int, stop: int
     _extend_digests(request, full, size)
     for index in range(first, full):
         tokens = request.token_slice(index * size, (index + 1) * size)
-        blocks.publish(request.block_table[index], request.block_digests[index], tokens)
+        parent = request.block_digests[index - 1] if index else None
+        blocks.publish(request.block_table[index], request.block_digests[index], tokens, parent, bool(request.salt))
 
 
 def _extend_digests(request: Request, count: int, size: int) -> None:

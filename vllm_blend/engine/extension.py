@@ -91,6 +91,10 @@ class Extension:
     def idle(self) -> None:
         """Let go of what no request needs: none is left."""
 
+    def close(self) -> None:
+        """Let go of what lives outside the engine, which is being shut down. It is called once, or not at all if the
+        engine is dropped without `shutdown`."""
+
     def gauges(self) -> list[Metric]:
         """Return what the feature counts."""
         return []

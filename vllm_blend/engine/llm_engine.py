@@ -78,6 +78,8 @@ class LLMEngine:
             try:
                 self._build(config, self.device)
             except BaseException:
+                for extension in self.__dict__.get("extensions", ()):
+                    extension.close()
                 if "model_executor" in self.__dict__:
                     self.model_executor.shutdown()
                 raise
@@ -294,6 +296,8 @@ class LLMEngine:
             loader.close()
         store.close()
         store.clear()
+        for extension in self.extensions:
+            extension.close()
         device, driver = self.model_executor.driver_worker.device, self.driver
         self.model_executor.shutdown()
         driver.lock.closed = "the engine has been shut down: make another LLM"
