@@ -320,6 +320,7 @@ setup(
         "ray": [*SERVER, "ray[serve,data]>=2.56,<2.61"],
         "otel": OTEL,
         "structured": ["llguidance>=1.9"],
+        "kv-events": ["pyzmq", "msgspec"],
         "dev": [
             *SERVER,
             *OTEL,

@@ -10,6 +10,7 @@ from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS
 from vllm_blend.features import EXCLUSIONS, FEATURES, check_exclusions
 from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
+from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.features.offload.config import OffloadConfig
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
 from vllm_blend.features.structured.config import StructuredOutputsConfig
@@ -20,6 +21,7 @@ ON = [
     KVCompressConfig(True),
     CascadeConfig(True),
     StructuredOutputsConfig(cache_size=1),
+    KVEventsConfig(enable_kv_cache_events=True),
 ]
 
 

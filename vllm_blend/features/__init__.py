@@ -13,6 +13,7 @@ from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig, FeatureConfig
 from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
+from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.features.offload.config import OffloadConfig
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
 from vllm_blend.features.structured.config import StructuredOutputsConfig
@@ -24,6 +25,7 @@ FEATURES: tuple[type[FeatureConfig], ...] = (
     KVCompressConfig,
     CascadeConfig,
     StructuredOutputsConfig,
+    KVEventsConfig,
 )
 
 _HEAD_PAGES = "pages of single heads can neither be verified against drafts, nor moved by chunk, nor shared"

@@ -76,7 +76,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "kv_offloading_size": Unsupported(None, _CHUNK_KV),
     "kv_offloading_backend": Unsupported("native", _CHUNK_KV),
     "kv_transfer_config": Unsupported(None, _CHUNK_KV),
-    "kv_events_config": Unsupported(None, "the engine publishes no events about its KV cache"),
     "ec_transfer_config": Unsupported(None, _TEXT_ONLY),
     "enable_sleep_mode": Unsupported(False, "the engine cannot sleep: shutdown() frees its memory"),
     "enable_cumem_allocator": Unsupported(False, "torch's allocator is used"),

@@ -1,6 +1,8 @@
-"""`vllm.config`: `ModelConfig` is what `llm_engine.model_config` is; settings are arguments of `LLM`, not objects."""
+"""`vllm.config`: `ModelConfig` is what `llm_engine.model_config` is, and `KVEventsConfig` an argument of `LLM`; other
+settings are arguments of `LLM`, not objects."""
 
 from vllm_blend.engine.setup import LoadedModelConfig as ModelConfig
+from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.unsupported import unsupported_class
 
 _FLAT = "give its settings to LLM or EngineArgs by name"
@@ -22,6 +24,7 @@ VllmConfig = unsupported_class("VllmConfig", _FLAT)
 __all__ = [
     "CacheConfig",
     "CompilationConfig",
+    "KVEventsConfig",
     "KVTransferConfig",
     "LoRAConfig",
     "LoadConfig",

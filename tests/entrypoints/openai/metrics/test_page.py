@@ -32,7 +32,8 @@ def rows() -> dict[str, tuple[str, tuple[str, ...], str]]:
 def families(folder: Path) -> dict[str, Family]:
     """Return what servers tell whose engines have all features between them, by name."""
     stored = blending_llm(folder, blend_controller=True)
-    compressing = new_llm(tiny_model("llama"), enable_kvc=True)
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*"}
+    compressing = new_llm(tiny_model("llama"), enable_kvc=True, kv_events_config=events)
     offloading = new_llm(tiny_model("llama"), enable_blending=True, offload_mode="exact", block_size=16)
     # known when something has been measured, or with a server of chunks
     measured = [Gauge(f"vllm_blend:controller_{name}", 1.5) for name in ("ratio", "prefill_tokens_per_second")]

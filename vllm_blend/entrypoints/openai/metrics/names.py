@@ -81,6 +81,8 @@ ENGINE_METRICS = {
     "vllm_blend:structured_requests": _total("Completions that were held to a schema, a grammar or the like."),
     "vllm_blend:grammars_compiled": _total("Schemas, grammars and the like that were compiled."),
     "vllm_blend:grammars_found": _total("Schemas, grammars and the like that were found compiled."),
+    "vllm_blend:kv_event_batches": _total("Batches of events about the prefix cache (kv_events_config)."),
+    "vllm_blend:kv_event_batches_dropped": _total("Batches of events that left a full queue unsent."),
     "vllm_blend:kv_compressions": _total("Times that a request's KV was compressed (enable_kvc)."),
     "vllm_blend:kvs_evicted": _total("KVs of a head that were evicted (enable_kvc)."),
     "vllm_blend:head_pages_freed": _total("Head pages that evictions have freed (enable_kvc)."),

@@ -1,0 +1,105 @@
+"""The options of KV events: vLLM's `KVEventsConfig`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Self, Union
+
+from vllm_blend.checks import at_least, check_field_types, closest, not_negative, require
+from vllm_blend.config import FeatureConfig
+from vllm_blend.options import Option
+
+_TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>\*|\d+)")
+_NAMED = re.compile(r"(ipc|inproc)://.+")
+
+
+@dataclass(frozen=True)
+class KVEventsConfig(FeatureConfig):
+    """Events about blocks that enter and leave the prefix cache, published over ZeroMQ in vLLM's format.
+
+    The fields are vLLM's and mean what they mean there. `publisher` is "zmq" if events are enabled and nothing else is
+    said. `endpoint` is bound if it has a `*` or `::`, or begins with ipc:// or inproc://; otherwise it is connected to.
+    `replay_endpoint` is always bound: there a subscriber asks for batches that it missed, of which the last
+    `buffer_steps` are kept. `hwm` batches may wait for each slow subscriber, `max_queue_size` for all of them.
+
+    `encoding` is this project's: events are tagged arrays, as vLLM wrote them for long, or maps, as newer versions do.
+
+    Raises ValueError naming the field and the fix.
+    """
+
+    title: ClassVar[str] = "KV events"
+    works_across_ranks: ClassVar[bool] = True  # the process that schedules publishes, and there is one
+    name: ClassVar[str] = "kv_events_config"
+    extension: ClassVar[str | None] = "vllm_blend.features.kv_events.extension:make_kv_events"
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    encoding: Literal["array", "map"] = "array"
+
+    def __post_init__(self) -> None:
+        label = f"{self.name}: "
+        check_field_types(self, label)
+        if self.publisher is None:
+            object.__setattr__(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
+        not_negative(f"{label}buffer_steps", self.buffer_steps)
+        at_least(1)(f"{label}hwm", self.hwm)
+        at_least(1)(f"{label}max_queue_size", self.max_queue_size)
+        _check_endpoint(f"{label}endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            _check_endpoint(f"{label}replay_endpoint", self.replay_endpoint)
+            require(
+                self.replay_endpoint != self.endpoint or self.endpoint.endswith(":*"),
+                f"{label}endpoint and replay_endpoint are both {self.endpoint!r}: give replay_endpoint another port",
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether events are published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """Return the one option, which has all of the fields, as in vLLM."""
+        keys = ", ".join(each.name for each in fields(cls))
+        text = (
+            'events about the prefix cache, as JSON: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; it '
+            f"may have {keys}"
+        )
+        kind = Union[dict[str, Any], cls, None]  # noqa: UP007 - a class that is being made has no operator |
+        return (Option(name=cls.name, type=kind, default=None, help=text),)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], **others: Any) -> Self:
+        given = values[cls.name] or {}
+        if isinstance(given, cls):
+            return given
+        known = [each.name for each in fields(cls)]
+        for name in given:
+            meant = closest(name, known)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            require(name in known, f"{cls.name} has no option {name!r}: use {', '.join(known)}{hint}")
+        return cls(**given)
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return whether the endpoint is an address of this machine, not one that a subscriber listens at: vLLM's rule."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _check_endpoint(name: str, endpoint: str) -> None:
+    tcp = _TCP.fullmatch(endpoint)
+    require(
+        tcp is not None or _NAMED.fullmatch(endpoint) is not None,
+        f"{name}={endpoint!r} is no ZeroMQ address: use 'tcp://*:5557', 'tcp://host:5557', 'ipc:///path' or "
+        "'inproc://name'",
+    )
+    if tcp is not None and tcp["port"] != "*":
+        require(0 < int(tcp["port"]) < 65536, f"{name}={endpoint!r}: the port must be in 1..65535, or * for a free one")

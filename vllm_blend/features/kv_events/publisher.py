@@ -1,0 +1,188 @@
+"""Sends batches of events to subscribers, from a thread of its own: the step loop never waits for one of them.
+
+The step loop puts batches into a queue, and gives each the next number. If the queue is full, the oldest batch leaves
+it unsent. Subscribers see the gap in the numbers, and can ask for what they missed: it is kept with what was sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from vllm_blend.features.kv_events.config import KVEventsConfig, is_bound
+from vllm_blend.features.kv_events.events import EventBatch, wire_form
+
+logger = logging.getLogger(__name__)
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+LINGER_MS = 1000  # how long sockets that are closed go on sending what they have
+CLOSE_SECONDS = 5.0  # how long closing waits for the thread
+
+
+@dataclass
+class NumberedBatch:
+    """A batch and its place in the stream. It is encoded by the thread that sends it."""
+
+    number: int
+    batch: EventBatch
+    payload: bytes | None = None
+
+
+class ZmqPublisher:
+    """A PUB socket for batches, and a ROUTER socket at which subscribers ask for earlier ones.
+
+    Raises ValueError if an endpoint cannot be used.
+    """
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        self._config, self._topic = config, config.topic.encode()
+        self._queue: deque[NumberedBatch] = deque()
+        self._history: deque[NumberedBatch] = deque(maxlen=config.buffer_steps)  # those that have left the queue
+        self._lock = threading.Lock()  # of both; never held while anything is encoded or sent
+        self._next_number = 0
+        self._is_closing = False
+        self.num_dropped = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._events = _open(zmq.PUB, "endpoint", config.endpoint, config.hwm, is_bound(config.endpoint))
+        self._replay: zmq.Socket[bytes] | None = None
+        if config.replay_endpoint is not None:
+            waiting = max(config.hwm, config.buffer_steps + 1)  # one whole answer, or ZeroMQ would drop a part of it
+            try:
+                self._replay = _open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True)
+            except BaseException:
+                self._events.close(linger=0)
+                raise
+        # The addresses, with the port where any free one was asked for.
+        self.endpoint = _address(self._events, config.endpoint)
+        self.replay_endpoint = None if self._replay is None else _address(self._replay, str(config.replay_endpoint))
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_published(self) -> int:
+        """Return how many batches there have been, including those that were dropped."""
+        return self._next_number
+
+    def publish(self, batch: EventBatch) -> None:
+        """Queue a batch, without delay. Call this from one thread at a time."""
+        with self._lock:
+            is_full = len(self._queue) >= self._config.max_queue_size
+            if is_full:
+                self._history.append(self._queue.popleft())
+                self.num_dropped += 1
+            self._queue.append(NumberedBatch(self._next_number, batch))
+            self._next_number += 1
+        if is_full and self.num_dropped.bit_count() == 1:  # 1, 2, 4, 8 ...: not a line for each
+            logger.warning(
+                "%d batches of KV events have left the queue unsent, as it is full: raise max_queue_size=%d in "
+                "kv_events_config. Subscribers can ask for them at replay_endpoint",
+                self.num_dropped,
+                self._config.max_queue_size,
+            )
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is queued and close the sockets."""
+        self._is_closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:  # which may collect an engine that was dropped
+            self._thread.join(CLOSE_SECONDS)
+
+    def _wake(self) -> None:
+        try:
+            self._waker.send(b"\0")
+        except BlockingIOError:
+            pass  # so much is unread that the thread wakes in any case
+        except OSError:
+            if not self._is_closing:
+                raise
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                is_closing = self._is_closing  # before the queue is read: what is put in later is not promised
+                if self._woken.fileno() in ready:
+                    self._woken.recv(1 << 16)
+                self._send_queued()
+                if self._replay is not None and self._replay in ready:
+                    self._answer(self._replay)
+                if is_closing:
+                    return
+        except zmq.ContextTerminated:
+            logger.warning("KV events end here: ZeroMQ's context of this process was terminated")
+        finally:
+            self._is_closing = True
+            self._events.close(linger=LINGER_MS)
+            if self._replay is not None:
+                self._replay.close(linger=LINGER_MS)
+            self._woken.close()
+            self._waker.close()
+
+    def _send_queued(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    return
+                first = self._queue.popleft()
+                self._history.append(first)
+            # A PUB socket never blocks: it drops what a subscriber with `hwm` waiting batches has no room for.
+            self._events.send_multipart((self._topic, first.number.to_bytes(8, "big"), self._encoded(first)))
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Send the batches from a requested number on that have left the queue, and the end marker."""
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            logger.warning(
+                "a request for KV events was ignored: it must be an empty frame and the first number wanted, as 8 "
+                "bytes, most significant first; it has frames of %s bytes",
+                [len(frame) for frame in frames[1:]],
+            )
+            return
+        client, start = frames[0], int.from_bytes(frames[2], "big")
+        with self._lock:
+            wanted = [each for each in self._history if each.number >= start]
+        for each in wanted:
+            replay.send_multipart((client, b"", each.number.to_bytes(8, "big"), self._encoded(each)))
+        replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+    def _encoded(self, numbered: NumberedBatch) -> bytes:
+        if numbered.payload is None:
+            numbered.payload = self._encoder.encode(wire_form(numbered.batch, self._config.encoding))
+            numbered.batch = EventBatch(numbered.batch.time, ())  # the payload has it all
+        return numbered.payload
+
+
+def _open(kind: int, field: str, endpoint: str, waiting: int, bind: bool) -> zmq.Socket[bytes]:
+    """Return a socket at an endpoint. Raises ValueError naming the field of the configuration."""
+    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    made.set_hwm(waiting)
+    try:
+        made.bind(endpoint) if bind else made.connect(endpoint)
+    except zmq.ZMQError as error:
+        made.close(linger=0)
+        fix = {
+            errno.EADDRINUSE: "another engine or program listens there; give this engine an address of its own",
+            errno.ENODEV: "use an address of this machine, such as tcp://*:5557",
+            errno.EACCES: "this user may not listen there; use another address",
+        }.get(error.errno, "use an address such as tcp://*:5557")
+        raise ValueError(f"kv_events_config: {field}={endpoint!r} cannot be used ({error}): {fix}") from error
+    return made
+
+
+def _address(opened: zmq.Socket[bytes], endpoint: str) -> str:
+    return opened.getsockopt_string(zmq.LAST_ENDPOINT) if "*" in endpoint else endpoint
