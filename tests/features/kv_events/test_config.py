@@ -16,7 +16,7 @@ from vllm_blend import EngineArgs
 from vllm_blend.features.kv_events.config import KVEventsConfig, is_bound
 
 ON = {"enable_kv_cache_events": True}
-SMALL = {"max_model_len": 64, "num_gpu_blocks_override": 8}
+SMALL: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 8}
 
 
 def config_of(args: EngineArgs) -> KVEventsConfig:
@@ -86,7 +86,7 @@ def test_events_need_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
 def test_a_port_in_use_is_named_and_the_other_one_is_free_again(field: str) -> None:
-    context = zmq.Context.instance()
+    context: zmq.Context[Any] = zmq.Context.instance()
     taken: zmq.Socket[bytes] = context.socket(zmq.PUB)
     taken.bind("tcp://127.0.0.1:*")
     port = taken.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

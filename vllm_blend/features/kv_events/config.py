@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self, Union
+from typing import Any, ClassVar, Literal, Self
 
 from vllm_blend.checks import at_least, check_field_types, closest, not_negative, require
 from vllm_blend.config import FeatureConfig
@@ -73,8 +73,7 @@ class KVEventsConfig(FeatureConfig):
             'events about the prefix cache, as JSON: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; it '
             f"may have {keys}"
         )
-        kind = Union[dict[str, Any], cls, None]  # noqa: UP007 - a class that is being made has no operator |
-        return (Option(name=cls.name, type=kind, default=None, help=text),)
+        return (Option(name=cls.name, type=dict[str, Any] | cls | None, default=None, help=text),)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], **others: Any) -> Self:

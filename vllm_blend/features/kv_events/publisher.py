@@ -179,7 +179,7 @@ def _open(kind: int, field: str, endpoint: str, waiting: int, bind: bool) -> zmq
             errno.EADDRINUSE: "another engine or program listens there; give this engine an address of its own",
             errno.ENODEV: "use an address of this machine, such as tcp://*:5557",
             errno.EACCES: "this user may not listen there; use another address",
-        }.get(error.errno, "use an address such as tcp://*:5557")
+        }.get(error.errno or 0, "use an address such as tcp://*:5557")
         raise ValueError(f"kv_events_config: {field}={endpoint!r} cannot be used ({error}): {fix}") from error
     return made
 
