@@ -321,6 +321,7 @@ setup(
         "otel": OTEL,
         "structured": ["llguidance>=1.9"],
         "kv-events": ["pyzmq", "msgspec"],
+        "gguf": ["gguf>=0.10"],
         "dev": [
             *SERVER,
             *OTEL,
@@ -337,6 +338,7 @@ setup(
             "peft",
             "redis",
             "fsspec",
+            "gguf>=0.10",
             "llguidance>=1.9",
             "jsonschema-rs",
             "setuptools>=77",

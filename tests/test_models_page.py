@@ -11,6 +11,7 @@ import torch
 from tests.models.tiny import ARCHITECTURES, FAMILIES, tiny_hf_model
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.decoder import DecoderForCausalLM
+from vllm_blend.models.gguf.families import GGUF_FAMILIES
 from vllm_blend.models.loader import load_model
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.models.weight_formats import WEIGHT_FORMATS
@@ -29,7 +30,8 @@ def test_the_page_is_current() -> None:
 
 def test_everything_that_is_registered_is_there() -> None:
     page = models_page()
-    assert all(f"| `{name}` | " in page for name in [*MODEL_REGISTRY, *WEIGHT_FORMATS])
+    assert all(f"| `{name}` | " in page for name in [*MODEL_REGISTRY, *WEIGHT_FORMATS, *GGUF_FAMILIES])
+    assert {family.architecture for family in GGUF_FAMILIES.values()} <= set(MODEL_REGISTRY)
     for model in MODEL_REGISTRY.values():
         assert issubclass(model, DecoderForCausalLM)
         assert model.serves

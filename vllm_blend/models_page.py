@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vllm_blend.finetune.attention import MODEL_TYPES
 from vllm_blend.models.decoder import DecoderForCausalLM
+from vllm_blend.models.gguf.families import GGUF_FAMILIES
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.models.text_parts import TextPart
 from vllm_blend.models.weight_formats import WEIGHT_FORMATS
@@ -45,9 +46,27 @@ unquantized model, and a warning says so. Other methods and options are refused,
 |---|---|---|
 """
 
+_GGUF = """
+## GGUF
+
+    pip install 'vllm-blend[gguf]'
+    vllm-blend serve /models/Qwen3-8B-Q8_0.gguf --tokenizer Qwen/Qwen3-8B
+
+`model` may be the path of a GGUF file of version 2 or 3, in F32, F16, BF16 or any quantized type that the package
+`gguf` can dequantize. Its config comes from its metadata, and its weights are **dequantized at load**, matrix by
+matrix, with a warning. The tokenizer is not read: give `tokenizer`, or `skip_tokenizer_init`. The families are compared
+with the models that files are written from, and all but Gemma 3 with `transformers`' reader of GGUF, too; other
+architectures are refused.
+
+| `general.architecture` | architecture |
+|---|---|
+"""
+
 _LATER = """
-GGUF is not read. With the package `gguf` installed, transformers converts it:
-`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)`, and the same for its tokenizer.
+RoPE's scaling is read as `linear` and `yarn`, and as that of Llama 3.1 and later from the factors that a file has
+(`rope_freqs.weight`), which `transformers` 5.23 leaves out. Files in several parts must be joined
+(`llama-gguf-split --merge`), and mixtures of experts are refused. `transformers` may know what is refused here:
+`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it.
 
 ## Not yet
 
@@ -61,8 +80,10 @@ GGUF is not read. With the package `gguf` installed, transformers converts it:
 
 
 def models_page() -> str:
-    """Return the page: a table of architectures, and one of weight formats."""
-    return _INTRODUCTION + "".join(_architectures()) + _FORMATS + "".join(_formats()) + _LATER
+    """Return the page: a table of architectures, one of weight formats, and one of the families of GGUF files."""
+    return (
+        _INTRODUCTION + "".join(_architectures()) + _FORMATS + "".join(_formats()) + _GGUF + "".join(_gguf()) + _LATER
+    )
 
 
 def _architectures() -> Iterator[str]:
@@ -85,6 +106,11 @@ def _formats() -> Iterator[str]:
             else "quantized anew"
         )
         yield f"| `{name}` | {kind.stores} | {kept} |\n"
+
+
+def _gguf() -> Iterator[str]:
+    for name in sorted(GGUF_FAMILIES):
+        yield f"| `{name}` | `{GGUF_FAMILIES[name].architecture}` |\n"
 
 
 def _yes(value: bool) -> str:

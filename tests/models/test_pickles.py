@@ -118,9 +118,9 @@ def test_weights_in_another_layout_say_how_to_convert(checkpoint: Path, name: st
         load_tiny(str(checkpoint))
 
 
-def test_gguf_says_how_to_convert(checkpoint: Path) -> None:
+def test_a_folder_of_gguf_names_the_file(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "model-Q4_K_M.gguf")
-    with pytest.raises(FileNotFoundError, match=r"GGUF weights only, .* gguf_file='model-Q4_K_M\.gguf'"):
+    with pytest.raises(FileNotFoundError, match=r"GGUF weights only: give the path .*model-Q4_K_M\.gguf', as"):
         load_tiny(str(checkpoint))
 
 

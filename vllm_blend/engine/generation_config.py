@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from vllm_blend.checks import is_whole, require
 from vllm_blend.config import GENERATION_SETTINGS, ModelConfig
+from vllm_blend.models.gguf.header import gguf_path
 from vllm_blend.models.loader import is_local
 from vllm_blend.sampling_params import SamplingParams
 
@@ -106,6 +107,8 @@ def _find(source: str, revision: str | None) -> Path | None:
 
     Raises FileNotFoundError if the Hub does not say whether a repository has one.
     """
+    if gguf_path(source) is not None:
+        return None
     if is_local(source):
         path = Path(source).expanduser() / FILE_NAME
         return path if path.is_file() else None

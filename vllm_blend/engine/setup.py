@@ -23,6 +23,7 @@ from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.causal_lm import attention_layers
+from vllm_blend.models.gguf.header import gguf_path
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.worker.worker import Worker
 
@@ -83,6 +84,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     """
     if config.skip_tokenizer_init:
         return None
+    require(
+        config.tokenizer is not None or gguf_path(config.model) is None,
+        f"model={config.model!r} is a GGUF file, whose tokenizer is not read: give tokenizer=, the directory or Hub id "
+        "of the model that it was made of, or skip_tokenizer_init=True",
+    )
     name = config.tokenizer or config.model
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
@@ -119,11 +125,11 @@ def make_executor(config: EngineConfig, settings: WorkerSettings) -> Executor:
 
 def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokenizerBase | None) -> ModelFingerprint:
     """Return what chunk KV of this engine depends on."""
-    directory = Path(config.model)
+    local = gguf_path(config.model) or Path(config.model)
     if config.load_format == "dummy":
         weights = f"dummy-{worker.num_layers}x{worker.shape.kv_heads}x{worker.shape.head_dim}"
     else:
-        weights = weights_digest(directory) if directory.is_dir() else f"{config.model}@{config.revision or 'main'}"
+        weights = weights_digest(local) if local.exists() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
     if worker.num_ranks > 1:  # its KV has this rank's heads only
@@ -135,8 +141,8 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
     scales = dict.fromkeys(getattr(layer.self_attn, "query_scale", None) for layer in model.model.layers)
     ropes += [str(scale) for scale in scales if scale is not None]  # it is one of rope_parameters, and shapes later KV
     return ModelFingerprint(
-        # A local directory is known by its content: moving it changes nothing.
-        model="" if directory.is_dir() else config.model,
+        # A local directory or file is known by its content: moving it changes nothing.
+        model="" if local.exists() else config.model,
         revision=config.revision or "",
         weights=weights,
         dtype=str(worker.dtype).removeprefix("torch."),

@@ -39,17 +39,20 @@ class ModelFingerprint:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def weights_digest(directory: Path) -> str:
-    """Return a digest of config.json and of every weight file in a model directory.
+def weights_digest(model: Path) -> str:
+    """Return a digest of config.json and of every weight file in a model directory, or of a model that is one file.
 
     Files up to 1 GiB are read whole. Of larger ones, the header and 4 KiB of every MiB are: a matrix of a model that
     size spans megabytes, so retraining any of them shows, and start-up stays a matter of seconds.
     """
     digest = hashlib.sha256()
-    config = directory / "config.json"
+    config = model / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    files = [path for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern)]
+    if model.is_file():
+        files = [model]
+    else:
+        files = [path for pattern in ("*.safetensors", "*.bin") for path in model.glob(pattern)]
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

@@ -21,6 +21,9 @@ from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
 from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.decoder import DecoderForCausalLM
+from vllm_blend.models.gguf.config import gguf_config
+from vllm_blend.models.gguf.header import gguf_path, read_header
+from vllm_blend.models.gguf.tensors import quantized_types
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.text_parts import TextPart, text_config
@@ -50,13 +53,17 @@ def load_hf_config(
     trust_remote_code: bool = False,
     hf_overrides: HfOverrides | None = None,
 ) -> Any:
-    """Return the transformers config of a local directory or a Hub id, changed by `hf_overrides`. Of a multimodal
-    model, it is that of the text part.
+    """Return the transformers config of a local directory, a GGUF file or a Hub id, changed by `hf_overrides`. Of a
+    multimodal model, it is that of the text part.
 
     Raises FileNotFoundError if the directory or its config.json is missing or the Hub does not have it, ValueError if
     config.json is damaged, or if it or the overrides describe something that transformers does not know.
     """
-    config = text_config(_load_hf_config(model, revision, trust_remote_code))
+    gguf = gguf_path(model)
+    if gguf is not None:
+        config = gguf_config(read_header(gguf))
+    else:
+        config = text_config(_load_hf_config(model, revision, trust_remote_code))
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
 
 
@@ -92,10 +99,10 @@ def load_model(
 ) -> CausalLM:
     """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
 
-    `model` is the directory or Hub id with the weights; `load_format="dummy"` fills small random weights of a fixed
-    seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes the RoPE
-    tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one at a time
-    is on the device in `dtype`. Of several `ranks` each builds, and reads, its own share of the layers.
+    `model` is the directory, GGUF file or Hub id with the weights; `load_format="dummy"` fills small random weights of
+    a fixed seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes
+    the RoPE tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one
+    at a time is on the device in `dtype`. Of several `ranks` each builds, and reads, its own share of the layers.
 
     Raises ValueError for an unsupported architecture, checkpoint or quantization, TypeError for a registered class that
     is no `CausalLM`, and FileNotFoundError if there are no weights.
@@ -108,9 +115,13 @@ def load_model(
         raise ValueError(f"{model!r} is quantized in a way that cannot be read: {error}") from error
     check_quantization(quantization, dtype, torch.device(device))
     model_class = resolve_model_class(hf_config)
-    files = find_weight_files(weights_directory(model, revision)) if load_format == "auto" else []
+    gguf = gguf_path(model)
+    files = []
+    if load_format == "auto":
+        files = find_weight_files(weights_directory(model, revision)) if gguf is None else [gguf]
     if files and issubclass(model_class, DecoderForCausalLM):
-        check_num_layers(files, hf_config.num_hidden_layers)
+        with _naming(gguf):
+            check_num_layers(files, hf_config.num_hidden_layers)
     if files and issubclass(model_class, TextPart):
         hf_config = copy.copy(hf_config)  # what the two configs say of it, or leave out, is not always true
         hf_config.tie_word_embeddings = not has_own_head(files)
@@ -118,9 +129,10 @@ def load_model(
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
-        if stored_as is not None and ranks.rank == 0:
-            _warn_of_dequantization(model, stored_as, dtype, quantization)
-        fill_from_files(built, files, stored_as)
+        if ranks.rank == 0:
+            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization)
+        with _naming(gguf):
+            fill_from_files(built, files, stored_as)
     else:
         fill_dummy(built)
     if quantization is not None:
@@ -129,16 +141,38 @@ def load_model(
     return causal_lm
 
 
-def _warn_of_dequantization(model: str, stored_as: WeightFormat, dtype: torch.dtype, quantization: str | None) -> None:
-    if quantization is not None and stored_as.keeps_fp8:
+@contextmanager
+def _naming(gguf: Path | None) -> Iterator[None]:
+    """Name the GGUF file in errors that are about its tensors, and say what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if gguf is None or str(error).startswith(str(gguf)):
+            raise
+        raise ValueError(
+            f"{gguf}: {error}; fetch the file again, or give the directory of the same model in safetensors"
+        ) from error
+
+
+def _warn_of_dequantization(
+    model: str, stored_as: WeightFormat | None, gguf: Path | None, dtype: torch.dtype, quantization: str | None
+) -> None:
+    keeps_fp8 = stored_as is not None and stored_as.keeps_fp8
+    if quantization is not None and keeps_fp8:
         return  # the linear layers are e4m3 again, and remain what they were if their scales are those of rows
-    hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it" if stored_as.keeps_fp8 else ""
+    if stored_as is not None:
+        name, stores = stored_as.name, stored_as.stores
+    else:
+        name, stores = "gguf", ", ".join(quantized_types(read_header(gguf))) if gguf is not None else ""
+    if not stores:
+        return
+    hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it" if keeps_fp8 else ""
     logger.warning(
         "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as no kernels here multiply them "
         "as they are: they take the memory, and give the speed, of an unquantized model%s",
         model,
-        stored_as.name,
-        stored_as.stores,
+        name,
+        stores,
         quantization or str(dtype).removeprefix("torch."),
         hint,
     )
@@ -166,7 +200,9 @@ def is_local(model: str) -> bool:
     if path.is_dir():
         return True
     if path.exists():
-        raise FileNotFoundError(f"model {model!r} is a file: give the directory that holds config.json and the weights")
+        raise FileNotFoundError(
+            f"model {model!r} is a file: give the directory that holds config.json and the weights, or a *.gguf file"
+        )
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist: give a directory or a Hugging Face id")
     return False

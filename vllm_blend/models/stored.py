@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm_blend.models.gguf.header import read_header
+from vllm_blend.models.gguf.tensors import GGUFTensor, gguf_tensors
 from vllm_blend.ops.fp8 import QuantizedRows
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -100,8 +102,10 @@ def opened(files: Iterable[Path]) -> Iterator[dict[str, StoredTensor]]:
         yield found
 
 
-def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor]:
-    if path.suffix == ".safetensors":
+def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor | GGUFTensor]:
+    if path.suffix.lower() == ".gguf":
+        yield from gguf_tensors(read_header(path)).values()
+    elif path.suffix == ".safetensors":
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)

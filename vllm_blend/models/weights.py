@@ -50,8 +50,7 @@ def find_weight_files(directory: Path) -> list[Path]:
     gguf = sorted(directory.glob("*.gguf"))
     if gguf:
         raise FileNotFoundError(
-            f"{directory} has GGUF weights only, which are not read: with the package gguf installed, "
-            + convert.format(f", gguf_file={gguf[0].name!r}")
+            f"{directory} has GGUF weights only: give the path of the file, {str(gguf[0])!r}, as the model"
         )
     others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in directory.glob(pattern))
     if others:

@@ -1,0 +1,172 @@
+"""GGUF files that are damaged, lie, or are of other models are refused by name, with what to do."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.models.gguf_files import Q8_0, gguf_model, write_gguf
+from tests.models.tiny import load_tiny
+from vllm_blend.models.gguf.config import gguf_config
+from vllm_blend.models.gguf.header import read_header
+from vllm_blend.models.gguf.tensors import gguf_tensors
+from vllm_blend.models.loader import load_hf_config
+from vllm_blend.models.registry import MODEL_REGISTRY
+
+pytestmark = pytest.mark.cpu_only
+REMEDY = "fetch the file again, or give the directory of the same model in safetensors"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return Path(write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2", num_hidden_layers=2), Q8_0))
+
+
+def whole_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        model = gguf_model("qwen2", num_hidden_layers=1)
+        return Path(write_gguf(Path(folder) / "model.gguf", "qwen2", model, Q8_0)).read_bytes()
+
+
+WHOLE = whole_file()
+HEADER = WHOLE.rindex(b"blk.0") + 200  # bytes of it, and some more
+
+
+@pytest.mark.parametrize("size", [0, 3, 4, 20, 24, 30, 200, 1500, 5000, -40])
+def test_a_truncated_file_is_named(size: int, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.gguf is damaged or not a GGUF file \(.*\): fetch it again"):
+        load_hf_config(str(path))
+
+
+def test_what_is_no_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("this is no model")
+    with pytest.raises(ValueError, match=r"text\.gguf is damaged or not a GGUF file \(it does not begin with GGUF\)"):
+        load_hf_config(str(tmp_path / "text.gguf"))
+    with pytest.raises(FileNotFoundError, match=r"GGUF file '.*none\.gguf' does not exist"):
+        load_hf_config(str(tmp_path / "none.gguf"))
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"is a file: give the directory .*, or a \*\.gguf file"):
+        load_hf_config(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "message"),
+    [
+        (4, "<I", 1, "its version is 1"),
+        (4, "<I", 3 << 24, "its version is 50331648, .* of little-endian machines"),
+        (8, "<Q", 1 << 60, "ends at byte|dimensions"),
+        (16, "<Q", 1 << 60, "ends at byte|there twice|no type|dimensions|unpack"),
+        (24, "<Q", 1 << 62, "it ends at byte"),
+    ],
+)
+def test_counts_that_lie_take_no_memory(at: int, form: str, value: int, message: str, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    struct.pack_into(form, content, at, value)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"model\.gguf is damaged or not a GGUF file \(.*({message})"):
+        load_hf_config(str(path))
+
+
+@given(st.lists(st.tuples(st.integers(0, HEADER), st.integers(0, 255)), min_size=1, max_size=4))
+@example([(24, 255)])
+@settings(deadline=None, max_examples=200)
+def test_any_damage_of_the_header_is_an_error_or_none(changes: list[tuple[int, int]]) -> None:
+    """A file is refused with a ValueError that names it, or its header is one that a file may have."""
+    content = bytearray(WHOLE)
+    for at, value in changes:
+        content[at] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        path.write_bytes(content)
+        try:
+            header = read_header(path)
+            config = gguf_config(header)
+        except ValueError as error:
+            assert "model.gguf" in str(error)
+            return
+        assert config.architectures[0] in MODEL_REGISTRY
+        for tensor in gguf_tensors(header).values():
+            assert tuple(tensor.read().shape) == tensor.shape
+
+
+def without(name: str) -> Any:
+    return lambda arrays: arrays.pop(name)
+
+
+def shaped(name: str, *shape: int) -> Any:
+    return lambda arrays: arrays.update({name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("blk.1.attn_q.weight"), r"missing: model\.layers\.1\.self_attn\.q_proj\.weight"),
+        (without("output_norm.weight"), r"missing: model\.norm\.weight"),
+        (shaped("blk.0.ffn_up.weight", 96, 32), r"mlp\.up_proj\.weight has shape \(96, 32\), the config asks for"),
+        (shaped("blk.0.attn_q.weight", 62, 64), r"q_proj\.weight has shape \(62, 64\)"),
+        (shaped("output_norm.weight", 63), r"model\.norm\.weight has shape \(63,\)"),
+        (shaped("blk.0.ffn_gate_exps.weight", 4, 96, 64), r"unexpected: blk\.0\.ffn_gate_exps\.weight"),
+        (shaped("v.patch_embd.weight", 4, 64), r"unexpected: v\.patch_embd\.weight"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tensors_that_do_not_fit_are_named(family: str, change: Any, message: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", family, gguf_model(family, num_hidden_layers=2), change=change)
+    with pytest.raises(ValueError, match=rf"model\.gguf: the checkpoint does not fit .*{message}.*{REMEDY}"):
+        load_tiny(path)
+
+
+def test_layers_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2"), metadata={"block_count": 90})
+    with pytest.raises(ValueError, match=rf"model\.gguf: .*the checkpoint has 3 layers.*{REMEDY}"):
+        load_tiny(path)
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2"), architecture="qwen2moe")
+    with pytest.raises(
+        ValueError,
+        match=r"model\.gguf: general\.architecture is 'qwen2moe' \(did you mean 'qwen2'\?\); of GGUF files gemma3, "
+        r"llama, qwen2, qwen3 are read\. .*from_pretrained\('.*', gguf_file='model\.gguf'\)\.save_pretrained",
+    ):
+        load_hf_config(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "message"),
+    [
+        ("llama", {"expert_count": 8}, r"llama\.expert_count is 8, which is not supported here"),
+        ("llama", {"attention.sliding_window": 64}, r"llama\.attention\.sliding_window is 64, which is not supported"),
+        ("llama", {"rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8, which is not supported"),
+        ("llama", {"attention.value_length": 8}, r"llama\.attention\.value_length is 8"),
+        ("qwen2", {"block_count": None}, r"qwen2\.block_count is missing, where a positive whole number is needed"),
+        ("qwen2", {"embedding_length": 0}, r"qwen2\.embedding_length is 0, where a positive whole number"),
+        ("qwen2", {"attention.head_count": [4, 2]}, r"qwen2\.attention\.head_count is \[4, 2\]"),
+        ("qwen2", {"attention.layer_norm_rms_epsilon": float("nan")}, r"rms_epsilon is nan, where a positive number"),
+        ("qwen2", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope': 'linear' and 'yarn' can be"),
+        ("qwen2", {"rope.scaling.type": "linear"}, r"qwen2\.rope\.scaling\.factor is missing"),
+        ("gemma3", {"attention.sliding_window": None}, r"gemma3\.attention\.sliding_window is missing"),
+        ("qwen2", {"/split.count": 3}, r"model\.gguf is one of 3 parts of a file: join them"),
+    ],
+)
+def test_metadata_that_cannot_be_read_are_named(
+    family: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", family, gguf_model(family), metadata=metadata)
+    with pytest.raises(ValueError, match=rf"model\.gguf.*{message}" if "parts" not in message else message):
+        load_hf_config(path)
+
+
+def test_the_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"GGUF files need the package gguf .*pip install 'vllm-blend\[gguf\]'"):
+        load_hf_config(str(path))
