@@ -58,4 +58,5 @@ def test_a_server_publishes_what_a_router_needs(tmp_path: Path) -> None:
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()
+    assert f"KV events are published at {events}, and replayed at {replay}" in log.read_text()
     assert "Traceback" not in log.read_text()

@@ -67,6 +67,8 @@ class ZmqPublisher:
         self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+        replayed = "nowhere" if self.replay_endpoint is None else f"at {self.replay_endpoint}"
+        logger.info("KV events are published at %s, and replayed %s", self.endpoint, replayed)
 
     @property
     def num_published(self) -> int:
