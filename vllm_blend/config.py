@@ -69,7 +69,7 @@ class ModelConfig(OptionGroup):
     title: ClassVar[str] = "Model"
 
     model: str = option(
-        help="model directory or Hugging Face id",
+        help="model directory, GGUF file or Hugging Face id",
         check=not_empty("give a model directory or a Hugging Face model id"),
     )
     tokenizer: str | None = option(None, "tokenizer directory or id, if it is not the model's")

@@ -79,10 +79,10 @@ def read_tensor(header: GGUFHeader, place: TensorPlace) -> torch.Tensor:
         stored = np.memmap(header.path, np.uint8, "r", place.start, (place.num_bytes,))
         rows = stored.reshape(*place.shape[:-1], -1)
         values = dequantize(rows, GGMLQuantizationType(place.kind))
-        read: torch.Tensor = torch.from_numpy(np.array(values, np.float32))
+        read: torch.Tensor = torch.from_numpy(np.array(values, np.float32)).reshape(place.shape)
     except (NotImplementedError, ValueError, OSError) as error:
         raise ValueError(f"{header.path}: the tensor {place.name!r} cannot be read: {error!r}") from error
-    return read.reshape(place.shape)
+    return read
 
 
 def _change_of(
@@ -102,5 +102,5 @@ def _change_of(
 
 def _halves(values: torch.Tensor, heads: int) -> torch.Tensor:
     """Return rows whose neighbours are rotated together with these half a head apart."""
-    pairs = values.unflatten(0, (heads, -1, 2))
+    pairs: torch.Tensor = values.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(values.shape)
