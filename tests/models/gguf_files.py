@@ -123,7 +123,12 @@ def write_gguf(
     writer.add_token_list([f"t{i}" for i in range(model.config.vocab_size)])
     writer.add_eos_token_id(2)
     for name, value in (metadata_of(family, model) | dict(metadata or {})).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add: dict[type, Any] = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         if value is not None:
             add[type(value)](name.removeprefix("/") if name.startswith("/") else f"{family}.{name}", value)
     arrays = arrays_of(family, model)

@@ -169,6 +169,25 @@ def test_a_router_knows_what_an_engine_finds(async_scheduling: bool) -> None:
         assert metrics["vllm_blend:kv_event_batches_dropped"] == 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"enable_kvc": True, "target_compression_rate": 0.5, "protected_window_size": 8, "kvc_interval": 4},
+        {"enable_blending": True, "offload_mode": "exact"},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_other_features_change_the_cache_and_events_follow(arguments: dict[str, Any]) -> None:
+    chance = random.Random(7)
+    with publishing(**arguments) as (llm, subscriber):
+        for _ in range(6):
+            asked = [prompt(chance.randrange(2), chance.randrange(20, 80)) for _ in range(2)]
+            run(llm, [{"prompt_token_ids": each} for each in asked], greedy(12))
+            assert set(index_of(llm, subscriber).parents) == held(llm)
+        assert held(llm) or "enable_kvc" in arguments
+
+
 def test_consecutive_blocks_are_one_event() -> None:
     with publishing() as (llm, subscriber):
         tokens = prompt(1, 30)
