@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -50,15 +51,21 @@ class ZmqPublisher:
         self._is_closing = False
         self.num_dropped = 0
         self._encoder = msgspec.msgpack.Encoder()
-        self._events = _open(zmq.PUB, "endpoint", config.endpoint, config.hwm, is_bound(config.endpoint))
-        self._replay: zmq.Socket[bytes] | None = None
-        if config.replay_endpoint is not None:
-            waiting = max(config.hwm, config.buffer_steps + 1)  # one whole answer, or ZeroMQ would drop a part of it
-            try:
-                self._replay = _open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True)
-            except BaseException:
-                self._events.close(linger=0)
-                raise
+        self._sockets: list[zmq.Socket[bytes]] = []
+        # Terminating a context of its own waits until the ports are free again. Subscribers in this process, at
+        # inproc:// addresses, must have the same context.
+        inproc = any(each.startswith("inproc://") for each in (config.endpoint, config.replay_endpoint or ""))
+        self._context: zmq.Context[Any] = zmq.Context.instance() if inproc else zmq.Context()
+        self._owns_context = not inproc
+        try:
+            self._events = self._open(zmq.PUB, "endpoint", config.endpoint, config.hwm, is_bound(config.endpoint))
+            self._replay: zmq.Socket[bytes] | None = None
+            if config.replay_endpoint is not None:
+                waiting = max(config.hwm, config.buffer_steps + 1)  # one whole answer, or ZeroMQ would drop some of it
+                self._replay = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True)
+        except BaseException:
+            self._close_sockets(linger=0)
+            raise
         # The addresses, with the port where any free one was asked for.
         self.endpoint = _address(self._events, config.endpoint)
         self.replay_endpoint = None if self._replay is None else _address(self._replay, str(config.replay_endpoint))
@@ -129,11 +136,31 @@ class ZmqPublisher:
             logger.warning("KV events end here: ZeroMQ's context of this process was terminated")
         finally:
             self._is_closing = True
-            self._events.close(linger=LINGER_MS)
-            if self._replay is not None:
-                self._replay.close(linger=LINGER_MS)
+            self._close_sockets(LINGER_MS)
             self._woken.close()
             self._waker.close()
+
+    def _open(self, kind: int, field: str, endpoint: str, waiting: int, bind: bool) -> zmq.Socket[bytes]:
+        """Return a socket at an endpoint. Raises ValueError naming the field of the configuration."""
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(made)
+        made.set_hwm(waiting)
+        try:
+            made.bind(endpoint) if bind else made.connect(endpoint)
+        except zmq.ZMQError as error:
+            fix = {
+                errno.EADDRINUSE: "another engine or program listens there; give this engine an address of its own",
+                errno.ENODEV: "use an address of this machine, such as tcp://*:5557",
+                errno.EACCES: "this user may not listen there; use another address",
+            }.get(error.errno or 0, "use an address such as tcp://*:5557")
+            raise ValueError(f"kv_events_config: {field}={endpoint!r} cannot be used ({error}): {fix}") from error
+        return made
+
+    def _close_sockets(self, linger: int) -> None:
+        for opened in self._sockets:
+            opened.close(linger)
+        if self._owns_context:
+            self._context.term()
 
     def _send_queued(self) -> None:
         while True:
@@ -167,23 +194,6 @@ class ZmqPublisher:
             numbered.payload = self._encoder.encode(wire_form(numbered.batch, self._config.encoding))
             numbered.batch = EventBatch(numbered.batch.time, ())  # the payload has it all
         return numbered.payload
-
-
-def _open(kind: int, field: str, endpoint: str, waiting: int, bind: bool) -> zmq.Socket[bytes]:
-    """Return a socket at an endpoint. Raises ValueError naming the field of the configuration."""
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    made.set_hwm(waiting)
-    try:
-        made.bind(endpoint) if bind else made.connect(endpoint)
-    except zmq.ZMQError as error:
-        made.close(linger=0)
-        fix = {
-            errno.EADDRINUSE: "another engine or program listens there; give this engine an address of its own",
-            errno.ENODEV: "use an address of this machine, such as tcp://*:5557",
-            errno.EACCES: "this user may not listen there; use another address",
-        }.get(error.errno or 0, "use an address such as tcp://*:5557")
-        raise ValueError(f"kv_events_config: {field}={endpoint!r} cannot be used ({error}): {fix}") from error
-    return made
 
 
 def _address(opened: zmq.Socket[bytes], endpoint: str) -> str:
