@@ -1,9 +1,11 @@
-"""Time a decode step of a batch that shares its beginning, with and without cascade attention, on a GPU.
+"""Time a decode step of a batch that shares its beginning, with and without cascade attention.
 
     python -m benchmarks.cascade_gpu [--batch 64] [--shared 8192] [--own 64]
+    OMP_NUM_THREADS=1 python -m benchmarks.cascade_gpu --device cpu --batch 4 16 64 --shared 800 --own 16
 
-Random weights in a 7B model's shape, bf16. Every request has the same `--shared` tokens before `--own` of its own; the
-shared pages are found by the exact prefix cache. Medians of the time between steps of one batch, CUDA graphs on.
+Random weights in a 7B model's shape, bf16, CUDA graphs on; on a CPU, the demo model in float32. Every request has
+the same `--shared` tokens before `--own` of its own; the shared pages are found by the exact prefix cache. Times are
+medians over the steps of one batch.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shared", type=int, nargs="*", default=[8192])
     parser.add_argument("--own", type=int, default=64)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     args = parser.parse_args(argv)
     times: dict[bool, dict[tuple[int, int], float]] = {}
     for cascade in (False, True):
-        llm = load(max(args.batch), max(args.shared) + args.own + 1024, cascade)
+        llm = (load if args.device == "cuda" else load_demo)(max(args.batch), max(args.shared) + args.own, cascade)
         times[cascade] = {
             (batch, shared): step_time(llm, batch, shared, args.own, args.steps)
             for batch in args.batch
@@ -42,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         del llm
         gc.collect()
-        torch.cuda.empty_cache()
-    print(
-        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, 7B shape in bf16, {args.own} own tokens each\n"
-    )
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    where = f"{torch.get_num_threads()} threads of a CPU", "demo model in float32"
+    if args.device == "cuda":
+        where = torch.cuda.get_device_name(), "7B shape in bf16"
+    print(f"\n{where[0]}, torch {torch.__version__}, {where[1]}, {args.own} own tokens each\n")
     print("| batch | shared tokens | plain, ms a step | cascade, ms a step | ratio |")
     print("|---|---|---|---|---|")
     for case, plain in times[False].items():
@@ -53,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"| {case[0]} | {case[1]} | {1e3 * plain:.2f} | {1e3 * ours:.2f} | {ours / plain:.2f}x |")
 
 
-def load(batch: int, max_model_len: int, cascade: bool) -> LLM:
+def load_demo(batch: int, tokens: int, cascade: bool) -> LLM:
+    return LLM(TOKENIZER, max_num_seqs=batch, device="cpu", cascade_attention=cascade)
+
+
+def load(batch: int, tokens: int, cascade: bool) -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MISTRAL_7B))
         start = time.perf_counter()
@@ -63,7 +72,7 @@ def load(batch: int, max_model_len: int, cascade: bool) -> LLM:
             load_format="dummy",
             device="cuda",
             max_num_seqs=batch,
-            max_model_len=max_model_len,
+            max_model_len=tokens + 1024,
             attention_backend="cuda",
             cascade_attention=cascade,
         )
