@@ -72,11 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path, help="new model directory")
     args = parser.parse_args(argv)
-    args.folder.mkdir(parents=True)
-    (args.folder / "config.json").write_text(json.dumps(SHAPES[args.shape], indent=1) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        shutil.copy(TOKENIZER / name, args.folder)
+    write_shape(args.shape, args.folder)
     print(f"{args.folder} has the shape of {args.shape}")
+
+
+def write_shape(shape: str, folder: Path) -> None:
+    """Write the configuration of a shape, with the demo model's tokenizer, into a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(TOKENIZER / name, folder)
 
 
 if __name__ == "__main__":

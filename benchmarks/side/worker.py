@@ -1,0 +1,263 @@
+"""Run the rows of one group on one engine: started by benchmarks/side/turns.py, under this or another interpreter.
+
+It must run where only the other engine is installed, so it imports nothing of this project but, on our side, the
+package's `LLM` and `SamplingParams`. Every side gets the same token ids, drawn from the same seeds, and the same clock
+around `generate`. Events (a line of JSON each) go to the file descriptor that the command names, apart from what
+engines print.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+Ids = list[int]
+
+
+def main() -> None:
+    spec, descriptor = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
+
+    def tell(event: str, **what: Any) -> None:
+        os.write(descriptor, (json.dumps({"event": event, **what}) + "\n").encode())
+
+    start = time.perf_counter()
+    try:
+        engine = ENGINES[spec["side"]](spec["model"], spec["options"])
+    except Exception as error:
+        tell("refused", error=f"{type(error).__name__}: {error}")
+        return
+    tell("ready", seconds=time.perf_counter() - start, versions=engine.versions())
+    for row in spec["rows"]:
+        tell("begin", row=row["name"])
+        try:
+            engine.salt = f"row {row['name']}"
+            work = KINDS[row["kind"]](row, spec)
+            for _ in range(row["warm_up"]):
+                work.sample(engine)
+            samples = []
+            for _ in range(row["repeats"]):
+                gc.collect()
+                samples.append(work.sample(engine))
+        except Exception as error:
+            tell("failed", row=row["name"], error=f"{type(error).__name__}: {error}")
+        else:
+            tell("end", row=row["name"], samples=samples, prompts=work.digest())
+    tell("done")
+
+
+class Ours:
+    """vllm_blend.LLM, from the checkout or wherever this interpreter finds it."""
+
+    package = "vllm_blend"
+    salt = ""  # of the row: rows with the same prompts share an engine, and must find nothing of each other's
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        module = __import__(self.package)
+        if module.LLM.__module__.partition(".")[0] != self.package:
+            raise ImportError(f"the name {self.package} is taken by {module.LLM.__module__}: this would time it twice")
+        self.module, self.torch = module, __import__("torch")
+        self.llm = module.LLM(model, **options)
+
+    def seconds(self, prompts: list[Any], tokens: list[int], temperature: float = 0.0) -> float:
+        """Return the wall time of `LLM.generate` for these prompts and this many tokens out of each."""
+        asked = [self._params(count, temperature) for count in tokens]
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, asked, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        for prompt, output, count in zip(prompts, outputs, tokens, strict=True):
+            self.check(prompt, output)
+            if (drawn := len(output.outputs[0].token_ids)) != count:
+                raise RuntimeError(f"{drawn} tokens were drawn, not {count}")
+        return elapsed
+
+    def _params(self, tokens: int, temperature: float) -> Any:
+        return self.module.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+        """Return a prompt of a prefix, passages and a question: in pieces where `more` says how to blend."""
+        if more is None:
+            return {"prompt_token_ids": joined(pieces), "cache_salt": self.salt}
+        more = dict(more)
+        if more.pop("scored", False):
+            more["relevance"] = scores
+        asked = {"prefix": pieces[0], "chunks": pieces[1:-1], "suffix": pieces[-1], "cache_salt": self.salt}
+        return asked | more
+
+    def check(self, prompt: Any, output: Any) -> None:
+        if output.error:
+            raise RuntimeError(output.error)
+        if "chunks" in prompt and output.blend is None:
+            raise RuntimeError("the prompt was not blended")
+
+    def versions(self) -> dict[str, str | None]:
+        return versions_of(self.package, self.module, self.torch)
+
+
+class VLLM(Ours):
+    """Upstream's vllm.LLM, in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, which turns.py sets)."""
+
+    package = "vllm"
+
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+        return {"prompt_token_ids": joined(pieces)}
+
+    def check(self, prompt: Any, output: Any) -> None:
+        if not output.finished:
+            raise RuntimeError("a request did not finish")
+
+
+class Transformers:
+    """The `generate` of Hugging Face transformers in float32, for prompts of equal length."""
+
+    salt = ""  # it has no cache between calls
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        self.torch, self.module = torch, transformers
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def seconds(self, prompts: list[Any], tokens: list[int], temperature: float = 0.0) -> float:
+        if len({len(prompt["prompt_token_ids"]) for prompt in prompts}) != 1 or len(set(tokens)) != 1:
+            raise ValueError("transformers runs prompts of one length, with answers of one length, at once")
+        ids = self.torch.tensor([prompt["prompt_token_ids"] for prompt in prompts])
+        options = {"max_new_tokens": tokens[0], "min_new_tokens": tokens[0], "do_sample": False, "pad_token_id": 0}
+        start = time.perf_counter()
+        with self.torch.inference_mode():
+            self.model.generate(ids, attention_mask=self.torch.ones_like(ids), **options)
+        return time.perf_counter() - start
+
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+        return {"prompt_token_ids": joined(pieces)}
+
+    def versions(self) -> dict[str, str | None]:
+        return versions_of("transformers", self.module, self.torch)
+
+
+def versions_of(name: str, module: Any, torch: Any) -> dict[str, str | None]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {name: module.__version__, "torch": torch.__version__, "CUDA": torch.version.cuda, "Python": python}
+
+
+class Work:
+    """The work of one row: `sample` does the next of it. What it draws depends on the row and its number alone."""
+
+    def __init__(self, row: dict[str, Any], spec: dict[str, Any]) -> None:
+        self.work, self.more, self.vocabulary = row["work"], row["ours"], spec["vocabulary"]
+        self.seed, self.count, self._digest = f"{spec['seed']}/{json.dumps(row['work'])}", 0, hashlib.sha256()
+
+    def rng(self, of: object) -> random.Random:
+        return random.Random(f"{self.seed}/{of}")
+
+    def ids(self, rng: random.Random, count: int) -> Ids:
+        return [rng.randrange(10, self.vocabulary) for _ in range(count)]
+
+    def run(
+        self, engine: Any, prompts: list[list[Ids]], tokens: list[int], scores: list[list[float]] | None = None
+    ) -> float:
+        """Return the seconds of a call, and note its prompts."""
+        for pieces in prompts:
+            self._digest.update(json.dumps(joined(pieces)).encode())
+        each = scores or [[] for _ in prompts]
+        asked = [engine.prompt(pieces, self.more, own) for pieces, own in zip(prompts, each, strict=True)]
+        seconds: float = engine.seconds(asked, tokens, self.work.get("temperature", 0.0))
+        return seconds
+
+    def digest(self) -> str:
+        """Return a hash of the token ids of all prompts so far: sides that agree ran the same."""
+        return self._digest.hexdigest()[:16]
+
+    def sample(self, engine: Any) -> float:
+        """Do the work once more, and return the seconds that one unit of it took."""
+        raise NotImplementedError
+
+
+class Prefill(Work):
+    """A prompt that no cache knows, and one token."""
+
+    def sample(self, engine: Any) -> float:
+        self.count += 1
+        return self.run(engine, [[self.ids(self.rng(self.count), self.work["tokens"])]], [1])
+
+
+class Decode(Work):
+    """A step of a batch: a longer call less a shorter one over the same prompts, by the number of steps between. After
+    the first warm-up an engine with a prefix cache computes no prompt in either."""
+
+    FEW = 8
+
+    def sample(self, engine: Any) -> float:
+        rng, batch, steps = self.rng(0), self.work["batch"], self.work["steps"]
+        prompts = [[self.ids(rng, self.work["context"])] for _ in range(batch)]
+        few = self.run(engine, prompts, [self.FEW] * batch)
+        many = self.run(engine, prompts, [self.FEW + steps] * batch)
+        seconds: float = (many - few) / steps
+        return seconds
+
+
+class Batch(Work):
+    """Requests of random lengths, all at once; the unit is a token out."""
+
+    def sample(self, engine: Any) -> float:
+        self.count += 1
+        rng, work = self.rng(self.count), self.work
+        prompts = [[self.ids(rng, rng.randint(*work["tokens_in"]))] for _ in range(work["requests"])]
+        tokens = [rng.randint(*work["tokens_out"]) for _ in range(work["requests"])]
+        return self.run(engine, prompts, tokens) / sum(tokens)
+
+
+class Rag(Work):
+    """Prompts of one prefix, some passages of a pool in any order, and a question; the unit is a request.
+
+    The first sample is preceded by prompts that hold every passage of the pool, so that what an engine can store is
+    stored, unless `cold` asks for a new pool in each sample. Many prompts draw the pool's first passages most often.
+    """
+
+    def sample(self, engine: Any) -> float:
+        self.count += 1
+        work, rng = self.work, self.rng(self.count)
+        prefix, size = self.ids(self.rng("prefix"), work["prefix"]), work["passages"]
+        cold = work.get("cold", False)
+        source = self.rng(f"pool {self.count}" if cold else "pool")
+        pool = [self.ids(source, work["passage"]) for _ in range(work["pool"])]
+        if self.count == 1 and not cold:
+            for at in range(0, len(pool), size):
+                passages = pool[at : at + size]
+                asked = [prefix, *passages, self.ids(rng, work["question"])]
+                self.run(engine, [asked], [1], [[1.0] * len(passages)])
+        prompts, scores = [], []
+        for _ in range(work["requests"]):
+            passages = zipf(rng, pool, size) if work["requests"] > 1 else rng.sample(pool, size)
+            prompts.append([prefix, *passages, self.ids(rng, work["question"])])
+            scores.append([rng.random() for _ in range(size)])
+        return self.run(engine, prompts, [work["tokens_out"]] * len(prompts), scores) / len(prompts)
+
+
+def zipf(rng: random.Random, pool: list[Ids], count: int) -> list[Ids]:
+    """Return `count` passages of the pool, in the order drawn: the k-th with a weight of 1/k, none twice."""
+    left, chosen = list(range(len(pool))), []
+    for _ in range(count):
+        at = rng.choices(range(len(left)), [1 / (1 + index) for index in left])[0]
+        chosen.append(pool[left.pop(at)])
+    return chosen
+
+
+def joined(pieces: list[Ids]) -> Ids:
+    return [token for piece in pieces for token in piece]
+
+
+ENGINES: dict[str, Any] = {"ours": Ours, "vllm": VLLM, "transformers": Transformers}
+KINDS: dict[str, type[Work]] = {"prefill": Prefill, "decode": Decode, "batch": Batch, "rag": Rag}
+
+if __name__ == "__main__":
+    # The folder of this file is no place to import from: its names are this benchmark's own.
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
+    main()
