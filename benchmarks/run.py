@@ -2,9 +2,11 @@
 
     python -m benchmarks.run cpu --output results/benchmarks
     python -m benchmarks.run gpu --only engine chunks --output results/benchmarks
+    python -m benchmarks.run gpu --vllm-python ../vllm-env/bin/python
 
 writes OUTPUT.json (hardware, versions, commit, every command with its output, its duration and the single measurements
-behind its medians, where it records them) and OUTPUT.md (the same to read, without those). Each benchmark is a module
+behind its medians, where it records them), OUTPUT.md (the same to read, without those) and OUTPUT.png (these single
+measurements; it needs matplotlib, `--no-png` does without). Each benchmark is a module
 of its own, which its `--help` explains; nothing else should run beside them. One that fails is in both files with the
 end of its error, the others go on, and the exit status is 1.
 """
@@ -23,14 +25,17 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.sample_picture import draw
 from benchmarks.samples import VARIABLE, read
 
 ROOT = Path(__file__).resolve().parents[1]
+SIDE_BY_SIDE = "side_by_side"  # the benchmark that --vllm-python is handed to
 BENCHMARKS = {  # device -> name -> what `python -m` runs
     "cpu": {
         "engine": "benchmarks.engine_cpu",
@@ -38,6 +43,7 @@ BENCHMARKS = {  # device -> name -> what `python -m` runs
         "disk": "benchmarks.disk_loading",
         "compression": "benchmarks.kvc_quality --datasets musique_s --samples 12 --metrics kv_compress keydiff random",
         "quality": "benchmarks.quality --quick --no-picture --output {folder}/quality",
+        "side_by_side": "benchmarks.side_by_side --profile cpu --output {output}_side_by_side",
     },
     "gpu": {
         "engine": "benchmarks.engine_gpu",
@@ -46,42 +52,58 @@ BENCHMARKS = {  # device -> name -> what `python -m` runs
         "rules": "benchmarks.first_token",
         "offload": "benchmarks.offload --device cuda --shape mistral-7b",
         "cascade": "benchmarks.cascade_gpu",
+        "side_by_side": "benchmarks.side_by_side --output {output}_side_by_side",
     },
 }
 # Other people's engines and tools -> the benchmarks, by device, that time them in the same run.
-PEERS: dict[str, dict[str, tuple[str, ...]]] = {"transformers": {"cpu": ("engine",)}, "vllm": {}, "kvpress": {}}
+PEERS: dict[str, dict[str, tuple[str, ...]]] = {"transformers": {"cpu": ("engine", SIDE_BY_SIDE)}, "kvpress": {}}
 PACKAGES = ("vllm-blend", "torch", "transformers", "numpy", "flashinfer-python", "xformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", choices=sorted(BENCHMARKS))
+    named = "; ".join(f"{device}: {', '.join(commands)}" for device, commands in sorted(BENCHMARKS.items()))
+    parser.epilog = f"The names: {named}. A new checkout begins with: python -m benchmarks.run cpu --only engine"
+    parser.add_argument("device", nargs="?", choices=sorted(BENCHMARKS), help="which machine's benchmarks to run")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of them (default: all)")
     parser.add_argument("--output", type=Path, default=Path("results/benchmarks"), help="files without their suffix")
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="for side_by_side: one that has vLLM")
+    parser.add_argument("--no-png", action="store_true", help="draw no picture, which needs matplotlib")
     args = parser.parse_args(argv)
+    if args.device is None:
+        parser.print_help(sys.stderr)
+        print(f"\n{parser.prog}: say which device: {' or '.join(sorted(BENCHMARKS))}", file=sys.stderr)
+        return 2
     known = BENCHMARKS[args.device]
     names = args.only or list(known)
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"--only {' '.join(unknown)}: on {args.device} there are {', '.join(known)}")
     if args.device == "gpu" and not torch.cuda.is_available():
         parser.error("torch sees no GPU: run `cpu`, or look at nvidia-smi and at torch's build")
+    if args.vllm_python is not None and SIDE_BY_SIDE not in names:
+        parser.error(f"--vllm-python is for {SIDE_BY_SIDE} alone: name it in --only, or leave one of the two out")
+    if not args.no_png and find_spec("matplotlib") is None:
+        parser.error('the picture needs matplotlib: pip install -e ".[bench]", or pass --no-png')
     args.output.parent.mkdir(parents=True, exist_ok=True)
     about, runs = describe(args.device), []
-    about["peers"] = peers(args.device, names)
+    about["peers"] = peers(args.device, names, args.vllm_python)
     for name in names:
         print(f"== {name}", flush=True)
-        runs.append(run(name, known[name]))
+        more = ["--vllm-python", str(args.vllm_python.absolute())] if args.vllm_python and name == SIDE_BY_SIDE else []
+        runs.append(run(name, known[name], args.output.absolute(), more))
         report = {"about": about, "runs": runs}  # written after each: a run that is interrupted keeps what it has
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         args.output.with_suffix(".md").write_text(render(report), encoding="utf-8")
+        if not args.no_png:
+            draw(report, args.output.with_suffix(".png"))
     return int(any(each["status"] for each in runs))
 
 
-def run(name: str, command: str) -> dict[str, Any]:
+def run(name: str, command: str, output: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Run one benchmark and show its output while it comes."""
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder, "samples.jsonl")
-        words = shlex.split(command.format(folder=folder))
+        words = [*(word.format(folder=folder, output=output) for word in shlex.split(command)), *more]
         start, lines = time.perf_counter(), []
         errors = Path(folder, "errors")
         with errors.open("w") as stderr:
@@ -96,10 +118,14 @@ def run(name: str, command: str) -> dict[str, Any]:
             lines += errors.read_text(errors="replace").splitlines()[-20:]
         return {
             "name": name,
-            "command": "python -m " + command.format(folder="FOLDER"),
+            "command": shlex.join(
+                ["python", "-m", *shlex.split(command.format(folder="FOLDER", output="OUTPUT")), *more]
+            ),
             "status": status,
             "seconds": round(time.perf_counter() - start, 1),
-            "output": [line.replace(folder, "FOLDER").replace(str(ROOT), ".") for line in lines],
+            "output": [
+                line.replace(folder, "FOLDER").replace(str(output), "OUTPUT").replace(str(ROOT), ".") for line in lines
+            ],
             "samples": read(samples),
         }
 
@@ -124,9 +150,11 @@ def describe(device: str) -> dict[str, Any]:
     return about
 
 
-def peers(device: str, names: Sequence[str]) -> dict[str, str]:
+def peers(device: str, names: Sequence[str], vllm_python: Path | None) -> dict[str, str]:
     """Return what this run says of each peer: where it is timed, or that it is absent or not compared."""
-    said = {}
+    said = {"vllm": "absent: no --vllm-python was given"}  # the name may be our alias here, so it is not looked for
+    if vllm_python is not None:
+        said["vllm"] = f"timed in {SIDE_BY_SIDE}, which says its version"
     for peer, timed_by in PEERS.items():
         timing = [name for name in timed_by.get(device, ()) if name in names]
         if (found := installed(peer)) is None:
