@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-LABEL = 60  # characters of a row's name
+LABEL = 90  # characters of a row's name
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -17,7 +17,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     if not panels:
         return
     heights = [len(rows) + 1.5 for _, rows in panels]
-    figure = Figure(figsize=(11, 1 + 0.28 * sum(heights)), layout="constrained")
+    figure = Figure(figsize=(13, 1 + 0.28 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, (name, rows) in zip(axes, panels, strict=True):
         for at, row in enumerate(rows):

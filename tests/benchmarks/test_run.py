@@ -78,7 +78,7 @@ def test_a_picture_shows_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.main(["cpu", "--output", str(tmp_path / "report")]) == 0
     picture = (tmp_path / "report.png").read_bytes()
     width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-    assert picture.startswith(b"\x89PNG") and width == 1320 and height > 100
+    assert picture.startswith(b"\x89PNG") and width == 1560 and height > 100
 
 
 def test_without_matplotlib_nothing_runs(
