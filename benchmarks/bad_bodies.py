@@ -1,5 +1,6 @@
-"""How long a running stream waits for its next token while another client sends a bad or a large body, beside how long
-it waits for a step that prefills another's prompts: what a well-behaved neighbour costs.
+"""Measure how long a running stream waits for its next token while another client sends a bad or a large body.
+
+Beside it stands how long it waits for a step that prefills another's prompts: what a well-behaved neighbour costs.
 
     vllm-blend serve inputs/demo-model-reuse --device cpu
     python -m benchmarks.bad_bodies --output gaps.json

@@ -1,4 +1,4 @@
-"""Checks and times every CUDA kernel on this GPU in one call; builds nothing.
+"""Check and time every CUDA kernel on this GPU in one call; builds nothing.
 
     python -m benchmarks.kernels_gpu [--only prefill,decode,few,memory,select]
 

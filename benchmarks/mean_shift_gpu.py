@@ -1,4 +1,4 @@
-"""Times the mean shift on this GPU, a layer at a time: the kernel, plain torch, and the memory that it moves.
+"""Time the mean shift on this GPU, a layer at a time: the kernel, plain torch, and the memory that it moves.
 
     python -m benchmarks.mean_shift_gpu
 

@@ -1,5 +1,6 @@
-"""What streams cost the engine's loop: CPU time per step of the engine's process under as many `AsyncLLM` streams as a
-step takes, beside that of `LLM.generate` for the same prompts without any text.
+"""Measure what streams cost the engine's loop, in CPU time per step of the engine's process.
+
+The engine runs as many `AsyncLLM` streams as a step takes, and beside it `LLM.generate` the same prompts without text.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stream_cost --output stream_cost.json
 

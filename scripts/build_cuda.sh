@@ -8,6 +8,8 @@
 #   DEFINES    extra compiler flags
 #   PYTHON     the interpreter (python3)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+no_arguments "${BASH_SOURCE[0]}" "$@"
 cd "$(dirname "$0")/.."
 BUILD_DIR=${BUILD_DIR:-build/cuda}
 "${PYTHON:-python3}" -I vllm_blend/ops/cuda_build.py --out "$BUILD_DIR" --jobs "${JOBS:-2}" ${NVCC:+--nvcc "$NVCC"} \

@@ -8,6 +8,7 @@ one it may have been meant to be, unless it is known to mean something else.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -8,6 +8,7 @@ what was computed is dark, what was reused is pale in its passage's colour.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -58,6 +59,7 @@ def draw(title: str, top: int, pieces: list[tuple[str, int]], computed: set[int]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     llm = LLM(str(ROOT / "inputs/demo-model"), enable_blending=True, device="cpu")
     prompts = [computed_positions(llm, order) for order in ("ABC", "CAB")]
     width = LEFT + max(sum(size for _, size in pieces) for pieces, _ in prompts) * (CELL + GAP) + 40

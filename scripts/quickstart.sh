@@ -12,6 +12,8 @@
 # MAX_SAMPLES  use only the first samples (all)
 # RESULTS_DIR  where to write (results)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+no_arguments "${BASH_SOURCE[0]}" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 check_variables

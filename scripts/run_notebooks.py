@@ -9,7 +9,7 @@ the notebook's folder, so paths that outputs show are relative.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import nbformat
@@ -33,4 +33,9 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(name).resolve() for name in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", type=Path, help="those to run (default: all of notebooks/)")
+    given = parser.parse_args().notebooks
+    if missing := [str(path) for path in given if not path.is_file()]:
+        parser.error(f"there is no notebook {', '.join(missing)}")
+    main([path.resolve() for path in given] or sorted(NOTEBOOKS.glob("*.ipynb")))

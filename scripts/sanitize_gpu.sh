@@ -11,6 +11,8 @@
 # JOBS       tests at a time (4): they share the GPU
 # PATIENCE   seconds until a test is given up (900)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+no_arguments "${BASH_SOURCE[0]}" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SANITIZER=${SANITIZER:-compute-sanitizer}
 command -v "$SANITIZER" >/dev/null || {

@@ -10,6 +10,15 @@
 # CONFIG  a YAML file of Ray Serve (configs/ray_serve.yaml)
 # PYTHON  the interpreter; by default the project's .venv, else python3
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "${BASH_SOURCE[0]}" "$@"
+for argument in "$@"; do
+  if [[ $argument != *=* ]]; then
+    echo "error: '$argument' is no NAME=VALUE:" >&2
+    print_usage "${BASH_SOURCE[0]}" >&2
+    exit 2
+  fi
+done
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if ! "$PYTHON" -c 'import ray.serve' 2>/dev/null; then

@@ -8,6 +8,8 @@
 # VENV    the environment's folder (.venv-test)
 # PYTHON  the interpreter that makes it (python3)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "${BASH_SOURCE[0]}" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 VENV=${VENV:-.venv-test}

@@ -10,6 +10,7 @@ TORCH_INDEX  another index to ask instead of PyTorch's; empty: none
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import ssl
@@ -25,7 +26,9 @@ SEES_GPU = Path(__file__).parents[1] / "vllm_blend" / "ops" / "cuda_build.py"
 
 
 def main() -> None:
-    [release] = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("release", help="the release of torch that is to be installed, such as 2.13.0")
+    release = parser.parse_args().release
     index = os.environ.get("TORCH_INDEX", CPU_INDEX).rstrip("/")
     if not index or sys.platform != "linux" or runpy.run_path(str(SEES_GPU))["sees_gpu"]():
         return

@@ -193,7 +193,7 @@ def _report(footprint: ModelFootprint, budget: TokenBudget, chunk_tokens: int) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="How many chunks of KV cache fit, and what context they make.")
+    parser = argparse.ArgumentParser(description="Compute how many chunks of KV cache fit, and what context they make.")
     add: Any = parser.add_argument
     add("--model", default="inputs/demo-model", help="model directory or hub id (default: %(default)s)")
     add(
