@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def copy_checkout(folder: Path) -> Path:
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md", "CITATION.cff"):
         shutil.copy(ROOT / name, folder)
     unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for name in ("csrc", "vllm_blend"):

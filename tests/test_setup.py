@@ -66,6 +66,8 @@ def test_a_source_distribution_carries_the_sources(checkout: Path, nvcc: FakeNvc
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert CUDA_SOURCES | {STATUS_PAGE, "setup.py", "vllm_blend/ops/cuda_build.py", "csrc/vllm_blend_cpu.h"} <= names
+    assert {"CHANGELOG.md", "CITATION.cff"} <= names
+    assert not [name for name in names if name.startswith("tests")]  # a part of them cannot run
 
 
 def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc: FakeNvcc) -> None:
@@ -120,19 +122,42 @@ def test_a_wheel_made_without_a_compiler_runs_the_example_of_the_readme(checkout
     built = subprocess.run(command, cwd=checkout, env=bare, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*pip, str(wheel)], env=bare, check=True, timeout=300)
+    site = install(wheel, tmp_path / "site", bare)
     assert not list(site.rglob("libvllm_blend*.so"))
+    assert "plain torch runs" in run_the_readme(site, tmp_path, bare)
 
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_source_distribution_installs_and_runs_the_example_of_the_readme(
+    checkout: Path, nvcc: FakeNvcc, tmp_path: Path
+) -> None:
+    done = setup(checkout, nvcc, "sdist", "--dist-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.glob("*.tar.gz")
+    plain = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "VLLM_BLEND_BUILD_CUDA": "0"}
+    site = install(path, tmp_path / "site", plain, "--no-build-isolation")
+    assert (site / "vllm_blend" / "libvllm_blend_cpu.so").is_file()
+    assert "plain torch runs" not in run_the_readme(site, tmp_path, plain)
+
+
+def install(package: Path, site: Path, environment: dict[str, str], *options: str) -> Path:
+    """Install a wheel or a source distribution without what it depends on; return the folder."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*pip, *options, str(package)], env=environment, check=True, timeout=600)
+    return site
+
+
+def run_the_readme(site: Path, folder: Path, environment: dict[str, str]) -> str:
+    """Run the example with what is installed, and compare what it prints; return its messages."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [(code, printed)] = re.findall(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", text, re.DOTALL)
     code = f"import sys; sys.path.insert(0, {str(site)!r})\nimport vllm_blend; print(vllm_blend.__file__)\n{code}"
-    (tmp_path / "inputs").symlink_to(ROOT / "inputs")
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=bare, capture_output=True, text=True, timeout=300
-    )
+    (folder / "inputs").symlink_to(ROOT / "inputs")
+    command = [sys.executable, "-P", "-c", code]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     home, *lines = run.stdout.splitlines()
-    assert home == str(site / "vllm_blend" / "__init__.py") and "plain torch runs" in run.stderr
+    assert home == str(site / "vllm_blend" / "__init__.py")
     assert [line.strip() for line in lines] == [line.strip() for line in printed.splitlines()]
+    return run.stderr
