@@ -1,0 +1,63 @@
+"""Every row for a GPU is work that our engine does or refuses by name: here on a tiny model, and a 32nd of its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import shapes
+from benchmarks.kv_compress import TINY
+from benchmarks.side.rows import PROFILES, Group, Row
+from benchmarks.side.turns import OURS, Limits, Side, Turn, run_turn
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
+GPU = PROFILES["gpu"]()
+SIZES = ("tokens", "context", "passage", "requests", "batch", "tokens_in", "tokens_out")
+SMALLER = {
+    "device": "cpu",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": 400,
+    "blend_chunk_cache_gib": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shape") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(shapes.SHAPES, "tiny", TINY | {"max_position_embeddings": 32768})
+        shapes.write_shape("tiny", folder)
+    return folder
+
+
+def smaller(work: dict[str, Any]) -> dict[str, Any]:
+    def scale(value: int | list[int]) -> int | list[int]:
+        return max(4, value // 32) if isinstance(value, int) else [max(4, each // 32) for each in value]
+
+    one = work.get("requests") == 1
+    return work | {
+        name: scale(work[name]) for name in SIZES if name in work and not (one and name in ("requests", "tokens_out"))
+    }
+
+
+def told(row: Row) -> dict[str, Any]:
+    counts = {"warm_up": 1, "repeats": 1}
+    return {"name": row.name, "kind": row.kind, "work": smaller(row.work), "ours": row.ours, **counts}
+
+
+@pytest.mark.parametrize("group", GPU.groups, ids=lambda group: group.name)
+def test_our_engine_does_the_work_of_every_row(group: Group, model: Path) -> None:
+    given = group.options | group.ours
+    options = given | {name: value for name, value in SMALLER.items() if name in given or name == "device"}
+    rows = [row for row in GPU.rows if row.group == group.name]
+    turn = Turn(OURS, group.name, 0)
+    spec = {"model": str(model), "options": options, "seed": 0, "vocabulary": 512, "rows": [told(row) for row in rows]}
+    run_turn(Side(OURS), turn, spec, Limits(300, 300))
+    if "kv_cache_dtype" in options:
+        assert all("kv_cache_dtype='fp8' is not supported" in reason for reason in turn.failed.values())
+        assert len(turn.failed) == len(rows)
+    else:
+        assert turn.failed == {} and set(turn.samples) == {row.name for row in rows}
