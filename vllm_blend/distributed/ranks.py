@@ -44,6 +44,18 @@ class Ranks:
         """Return whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def waits_on_device(self) -> bool:
+        """Return whether an exchange is queued on a GPU, where the host does not see that another rank has ended."""
+        return isinstance(self._group, getattr(dist, "ProcessGroupNCCL", ()))
+
+    def leave(self) -> None:
+        """Take part in no exchange any more. Those that are queued on a GPU end with wrong results. It may be called
+        again, from any thread."""
+        if self._group is not None and self.waits_on_device:
+            # Not its destructor: that waits for the others to leave too, and for CUDA graphs that hold it.
+            self._group.abort()
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `part`, which may be overwritten."""
         return self._reduce(part, dist.ReduceOp.SUM)

@@ -143,6 +143,8 @@ class StepLoop:
 
     def _read(self, step: Step) -> list[RequestGroup]:
         """Wait for a step's tokens and enter them; return the groups of the requests that advanced."""
+        with dead_if_lost():
+            self.executor.settle(step.result)
         self.scheduler.settle(step.scheduled)
         touched = self.results.process(step.scheduled, step.result)
         if self.controller is not None and step.launched is not None:

@@ -25,6 +25,9 @@ class Executor(Protocol):
     def execute_model(self, output: SchedulerOutput) -> RunnerOutput:
         """Run a step, or queue it. Raises WorkerLostError."""
 
+    def settle(self, result: RunnerOutput) -> None:
+        """Wait for a step's tokens. Raises WorkerLostError if a worker has ended meanwhile: they may then be wrong."""
+
     def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
         """Compute the KV of a chunk at once, as `ModelRunner.prefill_chunk` does. Raises WorkerLostError."""
 

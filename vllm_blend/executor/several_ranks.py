@@ -60,6 +60,11 @@ class SeveralRanksExecutor(ABC):
         runner = self.driver_worker.model_runner
         return self._run_together(self._leader.step(output), partial(runner.execute, output))
 
+    def settle(self, result: RunnerOutput) -> None:
+        if result.tokens is not None:
+            result.tokens.result()
+        self.check()
+
     def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
         runner = self.driver_worker.model_runner
         message, parts = self._leader.prefill(request, max_tokens)
@@ -100,7 +105,9 @@ class SeveralRanksExecutor(ABC):
 
     def _build(self, settings: WorkerSettings, meet: Callable[[], Ranks]) -> Worker:
         try:
-            return settings.build(meet())
+            ranks = meet()
+            self._team.part_from(ranks)
+            return settings.build(ranks)
         except RuntimeError as error:  # perhaps because another rank has failed
             found = self._reason()
             if found is None:

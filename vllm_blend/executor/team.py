@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from vllm_blend.distributed.ranks import Ranks
+
+WATCH_SECONDS = 1.0  # between two looks at whether the other ranks live
 LAST_WORDS_SECONDS = 5.0  # in which a worker that fails says why, and one that is told to end does
 
 
@@ -32,6 +36,22 @@ class Team:
         self.processes: list[RankProcess] = []
         self.links: list[Connection] = []
         self.undo = ExitStack()
+
+    def part_from(self, ranks: Ranks) -> None:
+        """Have rank 0 leave the exchange in the end, and as soon as another rank has ended: on a GPU the host would
+        wait for its tensors for ever, as nothing else tells it."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(WATCH_SECONDS):
+                if any(process.wait(0.0) is not None for process in self.processes):
+                    ranks.leave()
+                    return
+
+        if ranks.waits_on_device:
+            threading.Thread(target=watch, daemon=True, name="watch-ranks").start()
+        self.undo.callback(ranks.leave)
+        self.undo.callback(ended.set)
 
     def end_of(self, rank: int) -> str | None:
         """Return how a rank has ended, or why it is about to; None if it lives. After "ready" it says nothing else."""

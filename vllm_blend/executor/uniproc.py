@@ -20,6 +20,9 @@ class UniProcExecutor:
     def execute_model(self, output: SchedulerOutput) -> RunnerOutput:
         return self.driver_worker.model_runner.execute(output)
 
+    def settle(self, result: RunnerOutput) -> None:
+        """Do nothing: whoever reads the tokens waits for them."""
+
     def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
         return self.driver_worker.model_runner.prefill_chunk(request, max_tokens)
 

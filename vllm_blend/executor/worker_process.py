@@ -20,7 +20,7 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, store_in_folder
+from vllm_blend.distributed.ranks import ONE_RANK, RankLostError, Ranks, connect, store_in_folder
 from vllm_blend.executor.follower import Follower
 from vllm_blend.log_lines import LogSettings
 from vllm_blend.worker.worker import Worker
@@ -94,9 +94,11 @@ def run_rank(bootstrap: Bootstrap) -> int:
 def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable[[], Ranks]) -> int:
     """Tell rank 0 through `link` how far this rank is, build its worker when `meet` has found the other ranks, and run
     what comes through `link` to its end. Return the exit status for the process."""
+    ranks = ONE_RANK
     try:
         link.send("started")
-        worker = settings.build(meet())
+        ranks = meet()
+        worker = settings.build(ranks)
         link.send("ready")
         Follower(worker.model_runner).serve(link)
     except (RankLostError, BrokenPipeError, ConnectionResetError):
@@ -109,6 +111,8 @@ def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable
         except OSError:
             logger.debug("rank 0 is gone", exc_info=True)
         return 1
+    finally:
+        ranks.leave()
     return 0
 
 

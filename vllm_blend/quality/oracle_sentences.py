@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.blend.relevance.words import WordIndex
+from vllm_blend.blend.relevance.words import WordIndex, lower_words, split_words
 from vllm_blend.inputs import ChunkedPrompt
 from vllm_blend.pipeline.datasets import Sample
 from vllm_blend.quality.oracles import gold_passages, rank_gold_names
@@ -85,20 +85,23 @@ def _sentences(session: Session, sample: Sample, prompt: ChunkedPrompt) -> list[
     seen: set[str] = set()
     for index, (begin, ids) in enumerate(place_pieces(session.engine, prompt)[:-1]):
         page = sample.passages[index].page_id or f"passage {index}"
-        passage = words.read(ids)
-        for number, sentence in enumerate(passage.sentences):
-            text = str(tokenizer.decode(list(ids[sentence.start : sentence.stop]))).casefold()
+        stops = words.read(ids).stops.tolist()
+        bounds = list(zip([0, *stops], stops, strict=False))
+        texts = [str(tokenizer.decode(list(ids[start:stop]))) for start, stop in bounds]
+        lower = {word for text in texts for word in lower_words(text)}
+        head_names = frozenset(split_words(texts[0])) - lower
+        for number, ((start, stop), text) in enumerate(zip(bounds, texts, strict=True)):
             found.append(
                 _Placed(
                     index,
                     page,
-                    begin + sentence.start,
-                    begin + sentence.stop,
+                    begin + start,
+                    begin + stop,
                     number == 0,
                     number == 0 and page not in seen,
-                    any(answer in text for answer in answers),
-                    frozenset(sentence.places),
-                    passage.head_names,
+                    any(answer in text.casefold() for answer in answers),
+                    frozenset(split_words(text)),
+                    head_names,
                 )
             )
         seen.add(page)
