@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.engine_gpu import CHUNK, load
 from benchmarks.ranking import make_passages
@@ -116,7 +117,9 @@ def about(llm: LLM) -> dict[str, str]:
     """Return what the samples were taken on."""
     config = llm.llm_engine.hf_config
     shape = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
-    return {"device": str(llm.llm_engine.device), "shape": shape, "dtype": str(llm.llm_engine.model_config.dtype)}
+    device = llm.llm_engine.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return {"device": name, "shape": shape, "dtype": str(llm.llm_engine.model_config.dtype)}
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ _GGUF = """
 `model` may be the path of a GGUF file of version 2 or 3, in F32, F16, BF16 or any quantized type that the package
 `gguf` can dequantize. Its config comes from its metadata, and its weights are **dequantized at load**, matrix by
 matrix, with a warning. The tokenizer is not read: give `tokenizer`, or `skip_tokenizer_init`. The families are compared
-with the models that files are written from, and all but Gemma 3 with `transformers`' reader of GGUF, too; other
-architectures are refused.
+with the models from which the test files are written, and all but Gemma 3 with `transformers`' reader of GGUF, too.
+Other architectures are refused.
 
 | `general.architecture` | architecture |
 |---|---|

@@ -58,7 +58,7 @@ class Follower:
         self._kept: dict[int, ChunkKV] = {}
 
     def serve(self, link: Connection) -> None:
-        """Run what comes through the pipe from rank 0 until that end is closed."""
+        """Run what comes from rank 0 through the connection until that end is closed."""
         while True:
             try:
                 message = link.recv()

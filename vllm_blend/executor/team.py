@@ -30,7 +30,7 @@ class RankProcess(Protocol):
 
 
 class Team:
-    """The ranks 1, 2, ... of an engine. `undo` holds what is called when they have ended."""
+    """The ranks 1, 2, ... of an engine. `undo` holds the calls that clean up when they have ended."""
 
     def __init__(self) -> None:
         self.processes: list[RankProcess] = []
@@ -39,7 +39,7 @@ class Team:
 
     def part_from(self, ranks: Ranks) -> None:
         """Have rank 0 leave the exchange in the end, and as soon as another rank has ended: on a GPU the host would
-        wait for its tensors for ever, as nothing else tells it."""
+        wait for its tensors for ever, as nothing else notifies it."""
         ended = threading.Event()
 
         def watch() -> None:

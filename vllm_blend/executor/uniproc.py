@@ -21,7 +21,7 @@ class UniProcExecutor:
         return self.driver_worker.model_runner.execute(output)
 
     def settle(self, result: RunnerOutput) -> None:
-        """Do nothing: whoever reads the tokens waits for them."""
+        """Do nothing: the code that reads the tokens waits for them."""
 
     def prefill_chunk(self, request: Request, max_tokens: int) -> ChunkKV:
         return self.driver_worker.model_runner.prefill_chunk(request, max_tokens)

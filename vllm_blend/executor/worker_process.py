@@ -1,6 +1,6 @@
 """The process of a rank other than 0: builds a worker, and runs the steps that rank 0 tells of.
 
-It ends when rank 0 has closed the pipe to it or is gone, and when a step fails here, as the ranks then disagree.
+It ends when rank 0 has closed the connection to it or is gone, and when a step fails here, as the ranks then disagree.
 """
 
 from __future__ import annotations

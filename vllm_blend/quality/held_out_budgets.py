@@ -16,7 +16,8 @@ RULE = "relevant_passages"
 ORACLE = "oracle: "
 HIGHEST = "the highest oracle"
 LEGEND = f"""\
-Exact match in percent, with its 95% interval over the worlds (a bootstrap), and after the semicolon the cost: all that
+The worlds are synthetic. Exact match in percent, with its 95% interval over the worlds (a bootstrap), and after the
+semicolon the cost: all that
 the prefill put through the model, the question and passes that only choose tokens included, in percent of full
 prefill's token-layers. Of an oracle, finding out what it names costs nothing here. A column is a budget: the share of
 the context that may be computed again. Oracles that name less than the budget spend less. "Others damped": the keys of

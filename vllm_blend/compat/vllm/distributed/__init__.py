@@ -1,4 +1,4 @@
-"""`vllm.distributed`: the engine runs in one process, so there is one rank and nothing to tear down."""
+"""`vllm.distributed`: this process is rank 0 of every engine, whose groups are its own: nothing is to tear down."""
 
 from .parallel_state import (
     cleanup_dist_env_and_memory,

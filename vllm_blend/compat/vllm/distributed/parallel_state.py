@@ -34,12 +34,8 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def init_distributed_environment(*args: Any, **arguments: Any) -> None:
-    raise NotImplementedError(
-        "init_distributed_environment is not supported: the engine runs in one process on one device"
-    )
+    raise NotImplementedError("init_distributed_environment is not supported: give tensor_parallel_size to LLM")
 
 
 def initialize_model_parallel(*args: Any, **arguments: Any) -> None:
-    raise NotImplementedError(
-        "initialize_model_parallel is not supported: the engine runs in one process on one device"
-    )
+    raise NotImplementedError("initialize_model_parallel is not supported: give tensor_parallel_size to LLM")
