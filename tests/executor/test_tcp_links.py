@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -91,3 +92,30 @@ def test_one_that_says_nothing_is_given_up(listener: LinkListener, monkeypatch: 
     with socket.create_connection((HOST, listener.address.port)):
         assert listener.accept(SECONDS) is None
     assert listener.accept(0.01) is None
+
+
+def test_idle_callers_do_not_cost_a_rank_its_place(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One says nothing, one sends a byte now and then; the rank that calls behind them waits for its turn."""
+    monkeypatch.setattr(tcp_links, "HANDSHAKE_SECONDS", 1.0)
+    ended = threading.Event()
+
+    def drip(peer: socket.socket) -> None:
+        with suppress(OSError):  # it is cut off
+            while not ended.wait(0.2):
+                peer.sendall(b"\0")
+
+    results: list[Any] = []
+    with ExitStack() as stack:
+        idle, dripping = (stack.enter_context(socket.create_connection((HOST, listener.address.port))) for _ in "12")
+        dripper = threading.Thread(target=drip, args=(dripping,))
+        dripper.start()
+        thread = call(listener.address, 1, results)
+        assert listener.accept(SECONDS) is None
+        assert listener.accept(SECONDS) is None
+        called = listener.accept(SECONDS)
+        thread.join(SECONDS)
+        ended.set()
+        dripper.join(SECONDS)
+    assert called is not None and called[0] == 1 and idle.fileno() == -1
+    for link in (called[1], results[0]):
+        link.close()

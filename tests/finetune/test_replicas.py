@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from tests.engine.engines import ROOT, tiny_model
 from vllm_blend.finetune.command import main
-from vllm_blend.finetune.replicas import Replicas
+from vllm_blend.finetune.replicas import Replicas, joined
+from vllm_blend.finetune.run import _check_rows
 
 pytestmark = pytest.mark.cpu_only
 
@@ -53,6 +54,22 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
     assert Replicas(1, 2).share_of("--batch-size", 6) == 3
     with pytest.raises(ValueError, match="--batch-size 5 must be a multiple of the 2 processes"):
         Replicas(0, 2).share_of("--batch-size", 5)
+
+
+def test_a_batch_has_room_for_the_longest_rows_of_each_process() -> None:
+    _check_rows(8, [512, 4096], Replicas(0, 2))
+    with pytest.raises(ValueError, match=r"--batch-size 14 has too few tokens for rows of 4096 .* use 16 or more"):
+        _check_rows(7, [512, 4096], Replicas(0, 2))
+
+
+@pytest.mark.parametrize(("size", "fault"), [("", "WORLD_SIZE is ''"), ("2", "LOCAL_RANK is not set")])
+def test_variables_of_another_launcher_are_refused(size: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ValueError, match=fault), joined(torch.device("cpu")):
+        pass
 
 
 def _weights(folder: Path) -> torch.Tensor:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import struct
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10  # in which the other end of a new connection has to prove itself
+HANDSHAKE_SECONDS = 10.0  # in which a caller has to prove itself
+DIAL_SECONDS = 120.0  # in which rank 0 has to answer: it hears callers one after another, idle ones too
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LinkListener:
             return None
         link = _connection(peer)
         try:
-            with _bounded(link):
+            with _bounded(link, HANDSHAKE_SECONDS):
                 deliver_challenge(link, self.address.key)
                 answer_challenge(link, self.address.key)
                 rank = link.recv()
@@ -65,7 +66,7 @@ def dial(address: Address, rank: int) -> Connection:
     """Return the connection of another rank to rank 0. Raises OSError, EOFError or AuthenticationError."""
     link = _connection(socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS))
     try:
-        with _bounded(link):
+        with _bounded(link, DIAL_SECONDS):
             answer_challenge(link, address.key)
             deliver_challenge(link, address.key)
         link.send(rank)
@@ -83,13 +84,19 @@ def _connection(peer: socket.socket) -> Connection:
 
 
 @contextmanager
-def _bounded(link: Connection) -> Iterator[None]:
-    """Reading from the connection is an OSError meanwhile when nothing comes for a while."""
-    _set_read_timeout(link, HANDSHAKE_SECONDS)
-    yield
-    _set_read_timeout(link, 0)
-
-
-def _set_read_timeout(link: Connection, seconds: int) -> None:
+def _bounded(link: Connection, seconds: float) -> Iterator[None]:
+    """Cut the connection off if what is done with it takes longer: reading is an EOFError then. (A limit for each read
+    would not end a caller that sends a byte now and then.)"""
     with socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+        timer = threading.Timer(seconds, _cut_off, (same,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _cut_off(peer: socket.socket) -> None:
+    with suppress(OSError):  # the other end has been quicker
+        peer.shutdown(socket.SHUT_RDWR)

@@ -72,11 +72,23 @@ class Replicas:
 ALONE = Replicas()
 
 
+def _world_size() -> int:
+    """Return how many processes torchrun has started. Raises ValueError if it was something else that set only a part
+    of torchrun's variables."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"the environment variable WORLD_SIZE is {text!r}: unset it, or start with torchrun")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if int(text) > 1 and missing:
+        raise ValueError(f"WORLD_SIZE is {text}, but {missing[0]} is not set: unset WORLD_SIZE, or start with torchrun")
+    return int(text)
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[tuple[Replicas, torch.device]]:
     """Yield the processes that torchrun has started, and this one's device: its own GPU, or the CPU. Without torchrun
     it is alone on `device`."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _world_size()
     if size == 1:
         yield ALONE, device
         return

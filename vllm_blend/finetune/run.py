@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def run_training(
     several replicas, rank 0 writes. Raises ValueError if they cannot share a batch."""
     device = student.model.device
     rows = replicas.share_of("--batch-size", plan.batch_size)
+    _check_rows(rows, source.lengths, replicas)
     pools = source.pools(rows, device, plan.seed + replicas.rank + (0 if resumed is None else resumed.step))
     evaluate = None
     if source.development:
@@ -77,3 +78,13 @@ def run_training(
     epochs = max(pool.epoch for pool in pools.pools)
     say(f"{last.step} steps over {len(pools)} prompts (pass {epochs}), {last.ended}; model in {output}")
     return last
+
+
+def _check_rows(rows: int, lengths: Sequence[int], replicas: Replicas) -> None:
+    """Raise ValueError if the part of a batch that a replica has, in tokens, has no room for the longest rows."""
+    needed = -(-max(lengths) // min(lengths))
+    if replicas.size > 1 and rows < needed:
+        raise ValueError(
+            f"--batch-size {rows * replicas.size} has too few tokens for rows of {max(lengths)} in each of "
+            f"{replicas.size} processes: use {needed * replicas.size} or more"
+        )
