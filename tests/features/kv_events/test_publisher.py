@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from tests.features.kv_events import subscriber as wire
 from tests.features.kv_events.subscriber import Subscriber, subscribed
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE, wait_until
 from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.features.kv_events.events import (
     AllBlocksCleared,
@@ -180,6 +182,120 @@ def test_a_subscriber_that_reads_nothing_holds_nothing_up() -> None:
             wait_until(lambda: len(quick.replay(count)) == 200)
         assert len(slow.replay(count)) == 200  # what it has missed by now can be asked for
         assert publisher.num_dropped == 0
+
+
+def counted_answers(publisher: ZmqPublisher, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that grows by one with each request that has been answered."""
+    answered: list[None] = []
+    answer = publisher._answer
+
+    def answer_and_count(replay: zmq.Socket[bytes]) -> None:
+        answer(replay)
+        answered.append(None)
+
+    monkeypatch.setattr(publisher, "_answer", answer_and_count)
+    return answered
+
+
+@contextmanager
+def asking(publisher: ZmqPublisher) -> Iterator[zmq.Socket[bytes]]:
+    """A client at an inproc:// address: nothing but the sockets' queues lies between it and the publisher."""
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    client.setsockopt(zmq.RCVHWM, 1)
+    client.connect(str(publisher.replay_endpoint))
+    try:
+        yield client
+    finally:
+        client.close(linger=0)
+
+
+def test_a_client_that_asks_and_does_not_read_is_sent_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    with publishing(buffer_steps=3, replay_endpoint="inproc://greedy") as publisher, asking(publisher) as client:
+        for name in range(3):
+            publisher.publish(removed(name))
+        wait_until(lambda: len(publisher._history) == 3)
+        answered = counted_answers(publisher, monkeypatch)
+        for _ in range(50):
+            client.send_multipart([b"", bytes(8)])
+        wait_until(lambda: len(answered) == 50)
+        numbers = []
+        while client.poll(0):
+            numbers.append(int.from_bytes(client.recv_multipart()[1], "big", signed=True))
+        assert numbers[:4] == [0, 1, 2, wire.END]
+        assert len(numbers) <= 8  # of 200: two answers
+
+
+def test_every_answer_is_whole_if_each_is_read_before_the_next_request() -> None:
+    with publishing(buffer_steps=3, replay_endpoint="inproc://polite") as publisher, asking(publisher) as client:
+        for name in range(3):
+            publisher.publish(removed(name))
+        wait_until(lambda: len(publisher._history) == 3)
+        for _ in range(50):
+            client.send_multipart([b"", bytes(8)])
+            for number in (0, 1, 2, wire.END):
+                assert client.poll(int(DEADLINE * 1000)), "the answer is not whole"
+                assert int.from_bytes(client.recv_multipart()[1], "big", signed=True) == number
+
+
+@pytest.mark.parametrize("num_blocks", [1, 20_000])
+def test_what_waits_for_a_client_is_what_is_kept(num_blocks: int) -> None:
+    """An answer shares its payloads with the history, below and above the size from which pyzmq shares by itself."""
+    with publishing(replay_endpoint="inproc://shared") as publisher, asking(publisher) as client:
+        blocks = [2**63 + i for i in range(num_blocks)]
+        publisher.publish(EventBatch(0.0, [BlockRemoved(blocks)]))
+        wait_until(lambda: len(publisher._history) == 1)
+        client.send_multipart([b"", bytes(8)])
+        assert client.poll(int(DEADLINE * 1000))
+        payload = client.recv_multipart(copy=False)[2]
+        kept = publisher._history[0].payload
+        assert kept is not None and address_of(payload) == address_of(kept)
+        assert wire.decode(payload.bytes).events == [wire.BlockRemoved([*blocks], "GPU")]
+
+
+def address_of(message: zmq.Frame) -> int:
+    return np.frombuffer(message.buffer, np.uint8).ctypes.data
+
+
+def test_batches_are_dropped_and_counted_once_the_thread_has_ended() -> None:
+    with publishing() as publisher:
+        publisher.publish(removed(0))
+        publisher.close()
+        assert not publisher._thread.is_alive()
+        for name in range(1, 6):
+            publisher.publish(removed(name))
+        assert (publisher.num_published, publisher.num_dropped, len(publisher._queue)) == (6, 5, 0)
+
+
+def test_batches_in_the_queue_of_a_thread_that_an_error_ends_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def terminated() -> None:
+        raise zmq.ContextTerminated
+
+    with publishing() as publisher, caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(publisher, "_send_queued", terminated)
+        for name in range(5):
+            publisher.publish(removed(name))
+        publisher._thread.join(DEADLINE)
+        publisher.publish(removed(5))
+        assert (publisher.num_published, publisher.num_dropped, len(publisher._queue)) == (6, 6, 0)
+    assert "KV events end here" in caplog.text
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("endpoint", ["tcp://[::]:*", "tcp://[::1]:*"])
+def test_ipv6_addresses_are_bound(endpoint: str) -> None:
+    with publishing(endpoint=endpoint, replay_endpoint=endpoint) as publisher:
+        for bound in (publisher.endpoint, publisher.replay_endpoint):
+            socket.create_connection(("::1", int(str(bound).rpartition(":")[2]))).close()
 
 
 def test_what_is_queued_is_sent_before_the_publisher_closes() -> None:

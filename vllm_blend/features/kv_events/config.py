@@ -11,6 +11,7 @@ from vllm_blend.checks import at_least, check_field_types, closest, not_negative
 from vllm_blend.config import FeatureConfig
 from vllm_blend.options import Option
 
+ZEROMQ_MAX = 2**31 - 1  # the limits of sockets are C's ints
 _TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>\*|\d+)")
 _NAMED = re.compile(r"(ipc|inproc)://.+")
 
@@ -52,6 +53,11 @@ class KVEventsConfig(FeatureConfig):
         not_negative(f"{label}buffer_steps", self.buffer_steps)
         at_least(1)(f"{label}hwm", self.hwm)
         at_least(1)(f"{label}max_queue_size", self.max_queue_size)
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            require(value < ZEROMQ_MAX, f"{label}{name}={value} is too large: use at most {ZEROMQ_MAX - 1}")
+        for name in ("endpoint", "replay_endpoint", "topic"):
+            _check_text(f"{label}{name}", getattr(self, name) or "")
         _check_endpoint(f"{label}endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             _check_endpoint(f"{label}replay_endpoint", self.replay_endpoint)
@@ -91,6 +97,15 @@ class KVEventsConfig(FeatureConfig):
 def is_bound(endpoint: str) -> bool:
     """Return whether the endpoint is an address of this machine, not one that a subscriber listens at: vLLM's rule."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _check_text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={value!r} is no text in UTF-8 ({error.reason}): leave {value[error.start]!r} out"
+        ) from error
 
 
 def _check_endpoint(name: str, endpoint: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from vllm_blend.features.kv_events.config import KVEventsConfig, is_bound
+from vllm_blend.features.kv_events.config import ZEROMQ_MAX, KVEventsConfig, is_bound
 from vllm_blend.features.kv_events.events import EventBatch, wire_form
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,15 @@ CLOSE_SECONDS = 5.0  # how long closing waits for the thread
 
 @dataclass
 class NumberedBatch:
-    """A batch and its place in the stream. It is encoded by the thread that sends it."""
+    """A batch and its place in the stream. It is encoded by the thread that sends it.
+
+    The payload is a message of ZeroMQ, which all sockets and clients share: one that waits in many queues takes its
+    bytes once.
+    """
 
     number: int
     batch: EventBatch
-    payload: bytes | None = None
+    payload: zmq.Frame | None = None
 
 
 class ZmqPublisher:
@@ -61,7 +65,9 @@ class ZmqPublisher:
             self._events = self._open(zmq.PUB, "endpoint", config.endpoint, config.hwm, is_bound(config.endpoint))
             self._replay: zmq.Socket[bytes] | None = None
             if config.replay_endpoint is not None:
-                waiting = max(config.hwm, config.buffer_steps + 1)  # one whole answer, or ZeroMQ would drop some of it
+                # What a client that does not read may leave waiting. A whole answer has buffer_steps + 1 messages, and
+                # ZeroMQ may take up to half of its limit of those read before for unread: more would be dropped.
+                waiting = min(2 * config.buffer_steps + 1, ZEROMQ_MAX)
                 self._replay = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True)
         except BaseException:
             self._close_sockets(linger=0)
@@ -83,8 +89,15 @@ class ZmqPublisher:
         return self._next_number
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue a batch, without delay. Call this from one thread at a time."""
+        """Queue a batch, without delay. Call this from one thread at a time.
+
+        A batch that comes when the publisher is closed, or its thread has ended, is dropped and counted.
+        """
         with self._lock:
+            if self._is_closing:
+                self._next_number += 1
+                self.num_dropped += 1
+                return
             is_full = len(self._queue) >= self._config.max_queue_size
             if is_full:
                 self._history.append(self._queue.popleft())
@@ -135,7 +148,10 @@ class ZmqPublisher:
         except zmq.ContextTerminated:
             logger.warning("KV events end here: ZeroMQ's context of this process was terminated")
         finally:
-            self._is_closing = True
+            with self._lock:
+                self._is_closing = True
+                self.num_dropped += len(self._queue)  # of a thread that an error has ended
+                self._queue.clear()
             self._close_sockets(LINGER_MS)
             self._woken.close()
             self._waker.close()
@@ -144,7 +160,8 @@ class ZmqPublisher:
         """Return a socket at an endpoint. Raises ValueError naming the field of the configuration."""
         made: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(made)
-        made.set_hwm(waiting)
+        made.setsockopt(zmq.SNDHWM, waiting)
+        made.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             made.bind(endpoint) if bind else made.connect(endpoint)
         except zmq.ZMQError as error:
@@ -173,7 +190,10 @@ class ZmqPublisher:
             self._events.send_multipart((self._topic, first.number.to_bytes(8, "big"), self._encoded(first)))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send the batches from a requested number on that have left the queue, and the end marker."""
+        """Send the batches from a requested number on that have left the queue, and the end marker.
+
+        This never waits: ROUTER drops what a client that does not read has no room for.
+        """
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             logger.warning(
@@ -189,9 +209,10 @@ class ZmqPublisher:
             replay.send_multipart((client, b"", each.number.to_bytes(8, "big"), self._encoded(each)))
         replay.send_multipart((client, b"", END_OF_REPLAY, b""))
 
-    def _encoded(self, numbered: NumberedBatch) -> bytes:
+    def _encoded(self, numbered: NumberedBatch) -> zmq.Frame:
         if numbered.payload is None:
-            numbered.payload = self._encoder.encode(wire_form(numbered.batch, self._config.encoding))
+            encoded = self._encoder.encode(wire_form(numbered.batch, self._config.encoding))
+            numbered.payload = zmq.Frame(encoded, copy=False)  # also below pyzmq's threshold of 64 KiB
             numbered.batch = EventBatch(numbered.batch.time, ())  # the payload has it all
         return numbered.payload
 
