@@ -63,10 +63,13 @@ Other architectures are refused.
 """
 
 _LATER = """
-RoPE's scaling is read as `linear` and `yarn`, and as that of Llama 3.1 and later from the factors that a file has
-(`rope_freqs.weight`), which `transformers` 5.23 leaves out. Files in several parts must be joined
-(`llama-gguf-split --merge`), and mixtures of experts are refused. `transformers` may know what is refused here:
-`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it.
+RoPE's scaling is read as `linear` (also of a factor without a type, as in llama.cpp) and `yarn`, and as that of Llama
+3.1 and later from the factors that a file has (`rope_freqs.weight`), which `transformers` 5.23 leaves out.
+`dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3, whose activations leave
+float16's range. Metadata that would change the model and are not supported, such as `attention.scale`, are refused.
+Files in several parts must be joined (`llama-gguf-split --merge`), and mixtures of experts are refused. `transformers`
+may know what is refused here: `AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)`
+converts it.
 
 ## Not yet
 

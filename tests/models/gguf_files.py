@@ -124,6 +124,7 @@ def write_gguf(
     writer.add_eos_token_id(2)
     for name, value in (metadata_of(family, model) | dict(metadata or {})).items():
         add: dict[type, Any] = {
+            bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
             str: writer.add_string,

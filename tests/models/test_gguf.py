@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.distributed.ranks import CPU, on_ranks
 from tests.engine.engines import greedy, new_llm, run, tokens_of
 from tests.engine.tiny_tokenizers import byte_level
-from tests.models.gguf_files import BF16, F16, F32, Q4_0, Q8_0, gguf_model, write_gguf
+from tests.models.gguf_files import BF16, F16, F32, Q4_0, Q8_0, TRAITS, arrays_of, gguf_model, write_gguf
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
@@ -116,6 +116,11 @@ def test_llama_3s_rope_is_read_from_its_factors(tmp_path: Path) -> None:
         write_gguf(tmp_path / "model.gguf", "llama", model, change=with_factors(other))
         with pytest.raises(ValueError, match=r"model\.gguf: rope_freqs\.weight are not those of Llama 3\.1's"):
             load_hf_config(path)
+    write_gguf(
+        tmp_path / "model.gguf", "llama", model, change=with_factors(factors), metadata={"rope.scaling.factor": 8.0}
+    )
+    with pytest.raises(ValueError, match=r"llama\.rope\.scaling\.factor is 8\.0, which is not supported here"):
+        load_hf_config(path)  # llama.cpp would divide by both
     write_gguf(tmp_path / "model.gguf", "llama", plain, change=with_factors(np.ones(8)))
     torch.testing.assert_close(ours(path), hf_logits(plain, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
 
@@ -128,6 +133,10 @@ PLAIN = {"rope_type": "default"}
     [
         ({"type": "none"}, {"rope_type": "default"}),
         ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # llama.cpp's default
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # an old name
+        ({"factor": 0.0}, {"rope_type": "default"}),
+        ({"factor": 1.0, "attn_factor": 1.0}, {"rope_type": "default"}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 24},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
@@ -136,10 +145,39 @@ PLAIN = {"rope_type": "default"}
 )
 def test_other_scaling_of_rope_is_read(metadata: dict[str, Any], rope: dict[str, Any], tmp_path: Path) -> None:
     model = gguf_model("qwen2", rope_parameters=rope | {"rope_theta": 10000.0})
-    stated = {f"rope.scaling.{name}": value for name, value in metadata.items()}
+    stated = {f"rope.{'' if name == 'scale_linear' else 'scaling.'}{name}": each for name, each in metadata.items()}
     path = write_gguf(tmp_path / "model.gguf", "qwen2", model, metadata=stated)
     torch.testing.assert_close(ours(path), hf_logits(model, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
     assert context_lengths(load_hf_config(path)) is not None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "traits"),
+    [
+        ({"rope.scaling.factor": 8.0}, {"full": {"rope_type": "linear", "factor": 8.0}}),
+        ({"rope.freq_base_swa": 500.0}, {"sliding": {"rope_theta": 500.0}}),
+        ({"attention.sliding_window_pattern": 3}, {"layer_types": 3}),
+        ({"final_logit_softcapping": 2.0}, {"final_logit_softcapping": 2.0}),
+        ({"final_logit_softcapping": 0.0, "attention.scale": 0.25, "attn_logit_softcapping": 0.0}, {}),
+    ],
+)
+def test_what_a_file_may_say_of_gemma_3_is_read(
+    metadata: dict[str, Any], traits: dict[str, Any], tmp_path: Path
+) -> None:
+    own = dict(traits)
+    if pattern := own.get("layer_types"):
+        own["layer_types"] = [f"{'sliding' if (i + 1) % pattern else 'full'}_attention" for i in range(7)]
+    rope = TRAITS["gemma3"]["rope_parameters"]
+    own["rope_parameters"] = {
+        f"{kind}_attention": rope[f"{kind}_attention"] | own.pop(kind, {}) for kind in ("full", "sliding")
+    }
+    model = gguf_model("gemma3", **own)
+    path = write_gguf(tmp_path / "model.gguf", "gemma3", model, metadata=metadata)
+    expected = hf_logits(model, prompt(LENGTH))
+    torch.testing.assert_close(ours(path), expected, rtol=1e-4, atol=2e-4)
+    if traits:
+        plain = write_gguf(tmp_path / "plain.gguf", "gemma3", model)
+        assert (ours(plain) - expected).abs().max() > 1e-2
 
 
 def test_a_warning_says_that_weights_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,6 +195,19 @@ def test_the_models_dtype_is_that_of_the_matrices(tmp_path: Path) -> None:
     for kind, dtype in expected.items():
         path = write_gguf(tmp_path / f"{kind.name}.gguf", "qwen3", gguf_model("qwen3"), kind)
         assert load_hf_config(path).dtype == dtype
+        # float16 has too small a range for Gemma 3
+        path = write_gguf(tmp_path / f"{kind.name}.gguf", "gemma3", gguf_model("gemma3"), kind)
+        assert load_hf_config(path).dtype == (torch.bfloat16 if dtype == torch.float16 else dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(BF16, torch.bfloat16), (F16, torch.float16), (Q8_0, torch.float16)])
+def test_one_matrix_in_float32_changes_no_dtype(
+    kind: gguf.GGMLQuantizationType, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, name = gguf_model("qwen3"), "token_embd.weight"
+    stored = {name: (arrays_of("qwen3", model)[name], "F32")}
+    path = write_gguf(tmp_path / "model.gguf", "qwen3", model, kind, stored=stored)
+    assert load_hf_config(path).dtype == dtype
 
 
 def test_ranks_have_their_shares(tmp_path: Path) -> None:

@@ -127,8 +127,20 @@ def test_tensors_that_do_not_fit_are_named(family: str, change: Any, message: st
 
 def test_layers_that_are_missing_are_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2"), metadata={"block_count": 90})
-    with pytest.raises(ValueError, match=rf"model\.gguf: .*the checkpoint has 3 layers.*{REMEDY}"):
-        load_tiny(path)
+    with pytest.raises(ValueError, match=r"model\.gguf: qwen2\.block_count is 90, but the file has tensors of 3 "):
+        load_hf_config(path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_count_of_layers_that_lies_takes_no_memory(family: str, tmp_path: Path) -> None:
+    """Neither with the tensors of a model nor with a tensor of the last layer that it lies about."""
+    lie = 2**32 - 1
+    model = gguf_model(family)
+    for change, layers in ((lambda arrays: None, 0), (shaped(f"blk.{lie - 1}.attn_norm.weight", 64), 1)):
+        path = write_gguf(tmp_path / "model.gguf", family, model, change=change, metadata={"block_count": lie})
+        found = model.config.num_hidden_layers + layers
+        with pytest.raises(ValueError, match=rf"{family}\.block_count is {lie}, but the file has tensors of {found} "):
+            load_hf_config(path)
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
@@ -154,6 +166,24 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ("qwen2", {"attention.layer_norm_rms_epsilon": float("nan")}, r"rms_epsilon is nan, where a positive number"),
         ("qwen2", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope': 'linear' and 'yarn' can be"),
         ("qwen2", {"rope.scaling.type": "linear"}, r"qwen2\.rope\.scaling\.factor is missing"),
+        ("llama", {"attention.causal": False}, r"llama\.attention\.causal is False, which is not supported here"),
+        ("llama", {"attention.scale": 0.5}, r"llama\.attention\.scale is 0\.5, which is not supported here"),
+        ("gemma3", {"attention.scale": 0.5}, r"gemma3\.attention\.scale is 0\.5, which is not supported here"),
+        ("qwen2", {"rope.scaling.attn_factor": 1.5}, r"qwen2\.rope\.scaling\.attn_factor is 1\.5, which is not"),
+        ("qwen2", {"rope.scaling.factor": -2.0}, r"qwen2\.rope\.scaling\.factor is -2\.0, where a positive number"),
+        ("qwen2", {"rope.scale_linear": "much"}, r"qwen2\.rope\.scale_linear is 'much', where a positive number"),
+        (
+            "gemma3",
+            {"attn_logit_softcapping": 50.0},
+            r"gemma3\.attn_logit_softcapping is 50\.0, which is not",
+        ),
+        ("gemma3", {"final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1\.0, where a positive number"),
+        (
+            "gemma3",
+            {"attention.sliding_window_pattern": [1, 0]},
+            r"sliding_window_pattern is \[1, 0\], where a ",
+        ),
+        ("gemma3", {"rope.freq_base_swa": 0.0}, r"gemma3\.rope\.freq_base_swa is 0\.0, where a positive number"),
         ("gemma3", {"attention.sliding_window": None}, r"gemma3\.attention\.sliding_window is missing"),
         ("qwen2", {"/split.count": 3}, r"model\.gguf is one of 3 parts of a file: join them"),
     ],

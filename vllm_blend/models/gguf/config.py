@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ EMBEDDING = "token_embd.weight"
 GEMMA3_27B_LAYERS = 62  # whose attention is scaled by hidden_size / heads; of the others by head_dim
 GEMMA3_PATTERN = 6  # every sixth layer sees everything
 GEMMA3_LOCAL_THETA = 10000.0
+FULL_PRECISION, BF16 = {0, 28}, 30  # ggml's numbers of F32 and F64, and of BF16
 LLAMA3_LENGTH = 8192  # on which Llama 3's scaling builds; a GGUF file has only what follows from it
 
 
@@ -43,11 +45,21 @@ class _Unfit(Exception):
     """Why there is no config for a file."""
 
 
+def _equal(value: Any, other: Any) -> bool:
+    """Return whether a file's value is another one, which has been float32 if it is a number."""
+    if is_number(value) and is_number(other):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)
+
+
 class _Metadata:
     """The metadata of a file's own architecture, by names without it."""
 
     def __init__(self, header: GGUFHeader, architecture: str) -> None:
         self._found, self._prefix = header.metadata, f"{architecture}."
+
+    def full_name(self, name: str) -> str:
+        return self._prefix + name
 
     def get(self, name: str) -> Any:
         return self._found.get(self._prefix + name)
@@ -70,7 +82,7 @@ class _Metadata:
 
     def refuse(self, name: str, *fine: Any) -> None:
         value = self.get(name)
-        if value is not None and value not in fine:
+        if value is not None and not any(_equal(value, each) for each in fine):
             raise _Unfit(f"{self._prefix}{name} is {_shown(value)}, which is not supported here")
 
 
@@ -83,11 +95,12 @@ def _fields(own: _Metadata, header: GGUFHeader, family: GGUFFamily) -> dict[str,
     head_dim = own.count("attention.key_length", max(1, hidden // heads))
     own.refuse("attention.value_length", head_dim)
     own.refuse("rope.dimension_count", head_dim)
+    own.refuse("attention.causal", True)
     fields: dict[str, Any] = {
         "vocab_size": header.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": own.count("feed_forward_length"),
-        "num_hidden_layers": own.count("block_count"),
+        "num_hidden_layers": _num_layers(own, header),
         "num_attention_heads": heads,
         "num_key_value_heads": own.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -96,7 +109,7 @@ def _fields(own: _Metadata, header: GGUFHeader, family: GGUFFamily) -> dict[str,
         "rope_theta": own.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(own, header, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": _dtype(header),
+        "dtype": _dtype(header, family),
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token: Any = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -104,40 +117,62 @@ def _fields(own: _Metadata, header: GGUFHeader, family: GGUFFamily) -> dict[str,
     if family.name == "gemma3":
         return fields | _gemma3_fields(own, fields)
     own.refuse("attention.sliding_window", 0)
+    own.refuse("attention.scale", 0.0, head_dim**-0.5)
     if family.name == "llama":
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     return fields
 
 
+def _num_layers(own: _Metadata, header: GGUFHeader) -> int:
+    """Return how many layers there are, no more than there are tensors of: configs have a list of them."""
+    layers = own.count("block_count")
+    parts = [name.split(".") for name in header.tensors]
+    found = len({part[1] for part in parts if len(part) > 2 and part[0] == "blk" and part[1].isdecimal()})
+    if layers > found:
+        raise _Unfit(f"{own.full_name('block_count')} is {layers}, but the file has tensors of {found} layers")
+    return layers
+
+
 def _gemma3_fields(own: _Metadata, fields: dict[str, Any]) -> dict[str, Any]:
-    layers = fields["num_hidden_layers"]
+    layers, head_dim = fields["num_hidden_layers"], fields["head_dim"]
     is_27b = layers == GEMMA3_27B_LAYERS
-    kinds = ["full_attention" if (i + 1) % GEMMA3_PATTERN == 0 else "sliding_attention" for i in range(layers)]
+    pattern = own.count("attention.sliding_window_pattern", GEMMA3_PATTERN)
+    kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if is_27b else head_dim
+    own.refuse("attention.scale", 0.0, max(1, scalar) ** -0.5)
+    own.refuse("attn_logit_softcapping", 0.0)
+    capped = own.get("final_logit_softcapping") not in (None, 0.0)
     return {
-        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
-        if is_27b
-        else fields["head_dim"],
+        "query_pre_attn_scalar": scalar,
         "sliding_window": own.count("attention.sliding_window"),
         "layer_types": kinds,
-        "rope_local_base_freq": GEMMA3_LOCAL_THETA,
+        "rope_local_base_freq": own.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA),
         "rope_theta": own.number("rope.freq_base", 1e6),
         "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": own.number("final_logit_softcapping") if capped else None,
     }
 
 
 def _rope_scaling(own: _Metadata, header: GGUFHeader, head_dim: int) -> dict[str, Any] | None:
     kind = own.get("rope.scaling.type")
+    own.refuse("rope.scaling.attn_factor", 1.0)  # by which llama.cpp multiplies cosines and sines
+    # An old file has its factor elsewhere. llama.cpp takes a factor without a type for linear, and 0 for none.
+    factor = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if own.get(name) is not None), None)
     if ROPE_FACTORS in header.tensors:
         own.refuse("rope.scaling.type", "none")
+        if kind is None and factor is not None:
+            own.refuse(factor, 0.0, 1.0)
         return _llama3_scaling(own, header, head_dim)
-    if kind in (None, "none"):
+    if kind is None:
+        kind = "none" if factor is None or own.get(factor) in (0.0, 1.0) else "linear"
+    if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise _Unfit(f"rope.scaling.type is {_shown(kind)}: 'linear' and 'yarn' can be read")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": own.number("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": own.number(factor or "rope.scaling.factor")}
     if kind == "yarn":
-        for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor", "yarn_ext_factor"):
+        for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor", "yarn_ext_factor"):
             own.refuse(f"rope.scaling.{name}")
         scaling["original_max_position_embeddings"] = own.count("rope.scaling.original_context_length")
     return scaling
@@ -166,11 +201,12 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray:
     return np.asarray(1 / (np.clip(kept, 0, 1) + (1 - np.clip(kept, 0, 1)) / factor))
 
 
-def _dtype(header: GGUFHeader) -> torch.dtype:
+def _dtype(header: GGUFHeader, family: GGUFFamily) -> torch.dtype:
     """Return the dtype of the model: that of its matrices, or half precision for quantized ones."""
     kinds = {place.kind for place in header.tensors.values() if len(place.shape) == 2}
-    known = {frozenset({0}): torch.float32, frozenset({30}): torch.bfloat16}
-    return known.get(frozenset(kinds), torch.float16)
+    if kinds <= FULL_PRECISION:
+        return torch.float32
+    return torch.bfloat16 if family.overflows_float16 or kinds <= {*FULL_PRECISION, BF16} else torch.float16
 
 
 def _shown(value: Any) -> str:

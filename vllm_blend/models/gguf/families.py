@@ -34,7 +34,7 @@ class GGUFFamily:
 
     With `interleaves_heads` the rows of Q and K stand in llama.cpp's order for RoPE, where the two numbers that are
     rotated together are neighbours; in a Hugging Face checkpoint they are half a head apart. With `adds_one` norms
-    are stored as what is multiplied by, 1 + weight.
+    are stored as what is multiplied by, 1 + weight. With `overflows_float16` activations may leave float16's range.
     """
 
     name: str
@@ -43,6 +43,7 @@ class GGUFFamily:
     in_layer: Mapping[str, str] = field(default_factory=lambda: _IN_LAYER, repr=False)
     interleaves_heads: bool = False
     adds_one: bool = False
+    overflows_float16: bool = False
 
     def checkpoint_name(self, name: str) -> str:
         """Return what a tensor is called in a Hugging Face checkpoint; as it is, if it has no name there."""
@@ -60,6 +61,13 @@ _FAMILIES = (
     GGUFFamily("llama", "llama", "LlamaForCausalLM", interleaves_heads=True),
     GGUFFamily("qwen2", "qwen2", "Qwen2ForCausalLM"),
     GGUFFamily("qwen3", "qwen3", "Qwen3ForCausalLM"),
-    GGUFFamily("gemma3", "gemma3_text", "Gemma3ForCausalLM", _IN_LAYER | _GEMMA3_NORMS, adds_one=True),
+    GGUFFamily(
+        "gemma3",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _IN_LAYER | _GEMMA3_NORMS,
+        adds_one=True,
+        overflows_float16=True,
+    ),
 )
 GGUF_FAMILIES: Registry[GGUFFamily] = Registry("GGUF family", "general.architecture", _FAMILIES)
