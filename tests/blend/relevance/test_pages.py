@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import bm25s
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from tests.blend.relevance.texts import (
     links_of,
     page_words,
 )
+from vllm_blend.blend.relevance import pages as relevance_pages
 from vllm_blend.blend.relevance.bm25 import bm25_scores, length_norms, rarities, rarity
-from vllm_blend.blend.relevance.pages import LATER_SHARE, group_pages
+from vllm_blend.blend.relevance.numbers import mark, places_of
+from vllm_blend.blend.relevance.pages import LATER_SHARE, PageWords, group_pages
 
 pytestmark = pytest.mark.cpu_only
 
@@ -143,6 +147,36 @@ def test_a_page_that_shares_a_surname_is_linked_less_than_one_that_has_the_whole
     pages = [["Kejoux Works: clocks."], ["Lia Works: tiles. Founded late."], ["Ole Finn: Kejoux Works was his."]]
     _, namesake, founder = links_of(page_words(pages, "Who founded Kejoux Works?"), 0)
     assert 0 < namesake.score < founder.score
+
+
+def test_words_of_other_prompts_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts share the numbering, which outlives passages, so another may have filled it with words that begin as
+    those of the question do."""
+    looked_up: list[int] = []
+
+    def counting(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def counted(numbers: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+            looked_up.append(len(numbers))
+            return function(numbers, size)
+
+        return counted
+
+    monkeypatch.setattr(relevance_pages, "mark", counting(mark))
+    monkeypatch.setattr(relevance_pages, "places_of", counting(places_of))
+
+    words = page_words([[text] for text in PASSAGES], "Which river stands in the birthplace of Ada Brix, founder?")
+    numbering, ranked = words.pages[0][0].numbering, []
+    for others in (1, 500):
+        for word in words.question:
+            for number in range(others):
+                numbering[f"{word}{number}"]
+        looked_up.clear()
+        anew = PageWords(words.pages, words.question)
+        said = [(anew.matches(page), anew.with_names(page), links_of(anew, page)) for page in range(len(PASSAGES))]
+        in_sentences = sum(len(each.numbers) for each in anew._rare_stems.values())
+        ranked.append((anew.scores(), said, sum(looked_up), in_sentences))
+    assert len(numbering) > 500 * len(words.question) and ranked[0] == ranked[1]
+    assert ranked[0][0] == words.scores()
 
 
 def test_names_do_not_only_begin_sentences() -> None:

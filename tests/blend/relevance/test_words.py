@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer
 from tests.blend.relevance.texts import counts_of, spans_of, texts_of, words_by_sentence
 from tests.engine.engines import DEMO
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level, slow
+from vllm_blend.blend.relevance.numbers import Numbering
 from vllm_blend.blend.relevance.words import PassageWords, WordIndex, split_words
 
 pytestmark = pytest.mark.cpu_only
@@ -102,7 +105,9 @@ def test_what_is_read(tokenizer: Any) -> None:
     assert counts_of(words) == {"founded": 1, "late": 1, "the": 2, "founder": 1, "left": 1, "firm": 1}
     assert words.length == 7 and texts_of(words, words.head) == ["founded", "late"]
     assert words_by_sentence(words) == [{"founded", "late"}, {"the", "founder", "left", "firm"}]
-    assert texts_of(words, words.numbering.with_stem["fou"]) == ["founded", "founder"]
+    numbers, _ = words.words
+    alike = numbers[words.numbering.stems_of(numbers) == words.numbering.stems["fou"]]
+    assert sorted(texts_of(words, alike)) == ["founded", "founder"]
     assert dict(zip(*words.words.tolist(), strict=True))[words.numbering["founded"]] & 1  # in the first sentence
     assert not dict(zip(*words.words.tolist(), strict=True))[words.numbering["founder"]] & 1
 
@@ -124,14 +129,18 @@ def test_without_a_tokenizer_tokens_are_words() -> None:
 
 
 def test_what_was_used_last_is_remembered(tokenizer: Any) -> None:
-    index = WordIndex(tokenizer, max_tokens=36)  # each passage counts 16 besides its tokens
+    index = WordIndex(tokenizer)
+    sizes = [index.read(ids).num_bytes for ids in ([5, 6], [7], [8, 9])]
+    index = WordIndex(tokenizer, max_passage_bytes=sum(sizes) - 1)
     first = passage(index, "a", [5, 6])
     passage(index, "b", [7])
     assert passage(index, "a", [5, 6]) is first
     passage(index, "c", [8, 9])  # "b" leaves
     assert passage(index, "a", [5, 6]) is first
     assert set(index._known) == {"a", "c"}
-    assert passage(index, "long", [5] * 21).num_tokens == 21 and not index._known  # too long to be remembered
+    ids = tokenizer.encode("How many " + " ".join(map(str, range(100))), add_special_tokens=False)
+    long = passage(index, "long", ids)
+    assert long.num_bytes > sum(sizes) and not index._known  # too large to be remembered
 
 
 def test_a_prompt_is_read_whole_whatever_is_remembered(tokenizer: Any) -> None:
@@ -139,28 +148,91 @@ def test_a_prompt_is_read_whole_whatever_is_remembered(tokenizer: Any) -> None:
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("Ada left.", "Brix came.", "Who left, Ada?")]
     stops = [0, *accumulate(map(len, ids))]
     flat, (first, second, last) = [token for own in ids for token in own], list(pairwise(stops))
-    for max_tokens in (1 << 20, 1):
-        index = WordIndex(tokenizer, max_tokens)
+    for max_bytes in (1 << 20, 1):
+        index = WordIndex(tokenizer, max_bytes)
         passages, question = index.prompt(flat, [first, second, first], last, ["a", "b", "a"])
         assert [list(counts_of(each)) for each in passages] == [["ada", "left"], ["brix", "came"], ["ada", "left"]]
         assert question == ["who", "left", "ada"]
-        assert (passages[0] is passages[2]) == (max_tokens > 1) and len(index._known) == (2 if max_tokens > 1 else 0)
+        assert (passages[0] is passages[2]) == (max_bytes > 1) and len(index._known) == (2 if max_bytes > 1 else 0)
 
 
 def test_a_prompt_behind_too_many_different_words_begins_with_none(tokenizer: Any) -> None:
     """Its passages have numbers of one numbering, also those that were read before."""
     ids = tokenizer.encode("Ada left early.", add_special_tokens=False)
-    index = WordIndex(tokenizer, max_words=2)
+    index = WordIndex(tokenizer, max_word_bytes=2)
     [first], _ = index.prompt(ids, [(0, len(ids))], (0, 0), ["a"])
     (again, other), _ = index.prompt(ids * 2, [(0, len(ids)), (len(ids), 2 * len(ids))], (0, 0), ["a", "b"])
     assert again is not first and counts_of(again) == counts_of(first)
     assert again.numbering is other.numbering is not first.numbering
 
 
+def held_bytes(work: Callable[[], object]) -> int:
+    """Return the memory that what `work` returns takes."""
+    gc.collect()
+    tracemalloc.start()
+    kept = work()
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del kept
+    return held
+
+
+@pytest.mark.parametrize(("lines", "most"), [(30, 1.5), (3000, 1.1)])
+def test_a_passage_counts_by_the_memory_that_it_takes(lines: int, most: float) -> None:
+    """One with a word on each line takes a bit for each word and sentence, so tokens would tell little."""
+    tokenizer: Any = Pieces("\n", *(f"w{number}" for number in range(lines)))
+    ids = [token for number in range(lines) for token in (number + 1, 0)]
+    index = WordIndex(tokenizer)
+    words = index.read(ids)  # what all passages share
+    held = held_bytes(lambda: index.read(ids))
+    assert 0.9 * held <= words.num_bytes <= most * held
+
+
+def test_what_is_remembered_is_bounded_by_memory() -> None:
+    """Also where a passage has as many sentences as words."""
+    tokenizer: Any = Pieces("\n", *(f"w{number}" for number in range(1000)))
+    ids = [token for number in range(1000) for token in (number + 1, 0)]
+    size = WordIndex(tokenizer).read(ids).num_bytes
+    index = WordIndex(tokenizer, max_passage_bytes=3 * size)
+    for number in range(5):
+        passage(index, str(number), ids)
+        assert sum(each.num_bytes for each in index._known.values()) == index._num_bytes <= 3 * size
+    assert list(index._known) == ["2", "3", "4"]
+    plain = WordIndex(tokenizer).read([token for token in ids if token])  # the same words in one sentence
+    assert size > 2 * plain.num_bytes
+
+
+@pytest.mark.parametrize("text", ["w{}", "{}" + "_" * 10_000, "{}京", "京{}" + "\U00020000" * 3])
+def test_the_numbers_of_words_are_bounded_by_memory(text: str) -> None:
+    """Also where the words are long, or all begin differently."""
+
+    def fill() -> Numbering:
+        numbering = Numbering()
+        for number in range(2000):
+            numbering[text.format(number)]
+        return numbering
+
+    held = held_bytes(fill)
+    assert held <= fill().num_bytes <= 2 * held
+
+
+def test_long_words_begin_a_new_numbering() -> None:
+    tokenizer: Any = Pieces(*(f"{number}" + "_" * 10_000 for number in range(40)))
+    index = WordIndex(tokenizer, max_word_bytes=100_000)
+    sizes = []
+    for number in range(40):
+        passage(index, str(number), [number])
+        sizes.append(index._numbering.num_bytes)
+    assert max(sizes) < 100_000 + 11_000  # at most one prompt's words above the bound
+    assert len(index._numbering) == 10 and len(index._known) == 10  # the last of four numberings
+
+
 def test_another_tokenizer_reads_all_anew() -> None:
     first: Any = Pieces("no ", "yes. ", "so")
     second: Any = Pieces("tea. ", "milk", "sugar")
-    index = WordIndex(first, max_tokens=35)
+    small = max(WordIndex(each).read(ids).num_bytes for each in (first, second) for ids in ([0, 1], [2]))
+    index = WordIndex(first, max_passage_bytes=2 * small)
     assert counts_of(passage(index, "a", [0, 1])) == {"no": 1, "yes": 1}
     index.set_tokenizer(second)
     read = passage(index, "a", [0, 1])

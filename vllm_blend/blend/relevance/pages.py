@@ -253,20 +253,23 @@ class PageWords:
         return [numbering[word] for word in self.question if word in numbering]
 
     @cached_property
-    def _asked_stems(self) -> dict[str, list[int]]:
-        """Return the beginnings of the question's words, and the numbers of all words that begin so."""
-        with_stem = self._numbering.with_stem
-        return {stem: with_stem.get(stem, []) for stem in [word[:STEM_LETTERS] for word in self.question]}
+    def _asked_stems(self) -> dict[str, int]:
+        """Return those beginnings of the question's words that have a number, and their numbers."""
+        stems = self._numbering.stems
+        return {stem: stems[stem] for stem in [word[:STEM_LETTERS] for word in self.question] if stem in stems}
 
     @cached_property
-    def _hits(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the pages have words that begin as the question's do: pages, numbers of words, and counts."""
+    def _hits(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the pages have words that begin as the question's do: pages, numbers of words, which of
+        `_asked_stems` they begin with, and counts."""
         words, counts = self._all
-        places, passages = words.find(mark(list(chain(*self._asked_stems.values())), len(self._numbering)))
-        counts = counts[places]
+        asked, size = list(self._asked_stems.values()), len(self._numbering.stems)
+        stems = self._numbering.stems_of(words.numbers)
+        places, passages = Groups(stems, words.stops).find(mark(asked, size))
+        counts, columns = counts[places], places_of(asked, size)[stems[places]]
         if len(self._passages) > len(self.pages):  # a passage that continues another does not begin its page
             counts &= np.where(np.diff(self._page_of, prepend=-1), -1, -2)[passages]
-        return self._page_of[passages], words.numbers[places], counts
+        return self._page_of[passages], words.numbers[places], columns, counts
 
     @cached_property
     def _words(self) -> _Counts:
@@ -286,7 +289,7 @@ class PageWords:
     @cached_property
     def _word_hits(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `_hits` of the question's own words, which are columns of tables."""
-        pages, numbers, counts = self._hits
+        pages, numbers, _, counts = self._hits
         asked, size = self._asked_numbers, len(self._numbering)
         own = mark(asked, size)[numbers].nonzero()[0]
         return pages[own], places_of(asked, size)[numbers[own]], counts[own]
@@ -294,11 +297,8 @@ class PageWords:
     @cached_property
     def _stems(self) -> _Counts:
         """Return what the pages have of the beginnings of the question's words."""
-        pages, numbers, counts = self._hits
-        stems = list(self._asked_stems.values())
-        column_of = np.empty(len(self._numbering), np.int64)
-        column_of[list(chain(*stems))] = np.arange(len(stems)).repeat(list(map(len, stems)))
-        return self._count(pages, column_of[numbers], counts >> 1, len(stems))
+        pages, _, columns, counts = self._hits
+        return self._count(pages, columns, counts >> 1, len(self._asked_stems))
 
     def _count(self, pages: np.ndarray, columns: np.ndarray, counts: np.ndarray, width: int) -> _Counts:
         num_pages = len(self.pages)
@@ -315,13 +315,12 @@ class PageWords:
     @cached_property
     def _rare_stems(self) -> dict[str, WeighedWords]:
         """Return the beginnings of the question's words that not most pages have, with their weights in `matches`."""
-        is_there, stems = mark(self._hits[1], len(self._numbering)), self._stems
-        rare = {}
-        for (stem, numbers), num_with, weight in zip(
-            self._asked_stems.items(), stems.num_with, stems.weights.tolist(), strict=True
-        ):
-            if 0 < 2 * num_with <= len(self.pages):
-                rare[stem] = WeighedWords(weight, [number for number in numbers if is_there[number]])
+        _, numbers, columns, _ = self._hits
+        num_with, weights, rare = self._stems.num_with, self._stems.weights.tolist(), {}
+        for column, stem in enumerate(self._asked_stems):
+            if 0 < 2 * num_with[column] <= len(self.pages):
+                own = set(numbers[columns == column].tolist())
+                rare[stem] = WeighedWords(weights[column], sorted(own))
         return rare
 
     @cached_property

@@ -8,6 +8,7 @@ prompt's own passages the common ones weigh next to nothing anyway, in any langu
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,10 @@ _DIGITS = "0123456789"
 _INCOMPLETE = "\ufffd"  # what a decoder gives for a part of a character
 _MAX_BYTES = 4  # of a character, each of which may be a token
 _MOST_CLOSING = 16  # characters behind the end of a sentence that are looked at
-_TOKENS_BESIDES = 16  # which take as much memory as a passage takes beside its tokens
-MAX_WORDS = 1 << 20  # different ones, of 130 bytes: behind more, all is read anew
-MAX_TOKENS = 1 << 20  # of passages whose words are kept: measured, 31 (of 512 tokens) to 47 MB (of 45)
+MAX_WORD_BYTES = 1 << 27  # of different words, some 850,000 in English: behind more, all is read anew
+MAX_PASSAGE_BYTES = 1 << 26  # of passages whose words are kept: some 2 million tokens by 512, or 0.8 million by 45
+_PASSAGE_BYTES = 1200  # of a passage besides its words
+_WORD_BYTES = 40  # of a different word of a passage besides the arrays and the sentences that have it
 
 
 def split_words(text: str) -> list[str]:
@@ -95,6 +97,14 @@ class PassageWords:
     def num_tokens(self) -> int:
         return int(self.stops[-1])
 
+    @property
+    def num_bytes(self) -> int:
+        """Return about how much memory this takes. Each word takes a bit for each sentence up to the last one that
+        has it, so a passage of many short sentences takes much more than others of its length."""
+        arrays = (self.words, self.stops, self.head, self.lower, self.capitals, self.names)
+        bits = sum(map(sys.getsizeof, self.sentences_with.values()))
+        return _PASSAGE_BYTES + sum(array.nbytes for array in arrays) + len(self.sentences_with) * _WORD_BYTES + bits
+
     def sentences_with_any(self, numbers: Iterable[int]) -> int:
         """Return a number whose bits say which sentences have one of some words."""
         found, sentences_with = 0, self.sentences_with
@@ -117,17 +127,20 @@ class WordIndex:
     several threads at once, as tokenizers are not."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int = MAX_TOKENS, max_words: int = MAX_WORDS
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_passage_bytes: int = MAX_PASSAGE_BYTES,
+        max_word_bytes: int = MAX_WORD_BYTES,
     ) -> None:
         """Without a tokenizer each token is a word, and a passage is one sentence."""
-        self._max_tokens, self._max_words = max_tokens, max_words
+        self._max_passage_bytes, self._max_word_bytes = max_passage_bytes, max_word_bytes
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Read passages with this tokenizer from now on, and forget what was read."""
         self._tokenizer = tokenizer
         self._known: OrderedDict[str, PassageWords] = OrderedDict()
-        self._num_tokens = 0
+        self._num_bytes = 0  # of what is known
         self._token_texts: dict[int, str] = {}
         self._numbering = Numbering()
 
@@ -140,7 +153,7 @@ class WordIndex:
     ) -> tuple[list[PassageWords], list[str]]:
         """Return the words of a prompt's passages, and the different words of its question, each given by where it
         starts and stops. `keys` are those of the passages' chunks, so what a salt keeps apart is apart here too."""
-        if len(self._numbering) > self._max_words:  # now, as all passages of a prompt need the same numbers
+        if self._numbering.num_bytes > self._max_word_bytes:  # now, as all passages of a prompt need the same numbers
             self.set_tokenizer(self._tokenizer)
         find, move_to_end = self._known.get, self._known.move_to_end
         words = []
@@ -155,9 +168,9 @@ class WordIndex:
 
     def _remember(self, key: str, token_ids: Sequence[int]) -> PassageWords:
         words = self._known[key] = self.read(token_ids)
-        self._num_tokens += words.num_tokens + _TOKENS_BESIDES
-        while self._num_tokens > self._max_tokens:
-            self._num_tokens -= self._known.popitem(last=False)[1].num_tokens + _TOKENS_BESIDES
+        self._num_bytes += words.num_bytes
+        while self._num_bytes > self._max_passage_bytes:
+            self._num_bytes -= self._known.popitem(last=False)[1].num_bytes
         return words
 
     def read(self, token_ids: Sequence[int]) -> PassageWords:
