@@ -89,8 +89,8 @@ class Session:
         again = self._run(prompts, max_tokens)
         if self.engine.composer.num_encoded != encoded:
             raise RuntimeError(
-                f"the chunks of {len(prompts)} prompts do not fit the store: raise blend_chunk_cache_gib, or use a "
-                "smaller batch"
+                f"the chunks of {len(prompts)} prompts do not fit the store beside those used more often: raise "
+                "blend_chunk_cache_gib, use a smaller batch, or share the questions among more workers"
             )
         return Answers(again.answers, again.token_layers, max(0.0, answers.token_layers - again.token_layers))
 
