@@ -26,6 +26,15 @@ def closest(name: object, known: Iterable[str], similarity: float = 0.6) -> str 
     return close[0] if close else None
 
 
+def check_keys(option: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ValueError, with the key that was probably meant, if an option that is a dict has an unknown key."""
+    for name in given:
+        if name not in known:
+            meant = closest(name, known)
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise ValueError(f"{option} has no option {name!r}: use {', '.join(known)}{hint}")
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a real number, of Python or NumPy. True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def versions_of(name: str, module: Any, torch: Any) -> dict[str, str | None]:
     return {name: module.__version__, "torch": torch.__version__, "CUDA": torch.version.cuda, "Python": python}
 
 
-class Work:
+class Work(ABC):
     """The work of one row: `sample` does the next of it. What it draws depends on the row and its number alone."""
 
     def __init__(self, row: dict[str, Any], spec: dict[str, Any]) -> None:
@@ -175,9 +176,9 @@ class Work:
         """Return a hash of the token ids of all prompts so far: sides that agree ran the same."""
         return self._digest.hexdigest()[:16]
 
+    @abstractmethod
     def sample(self, engine: Any) -> float:
         """Do the work once more, and return the seconds that one unit of it took."""
-        raise NotImplementedError
 
 
 class Prefill(Work):

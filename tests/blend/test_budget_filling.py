@@ -1,4 +1,4 @@
-"""Which sentences relevant_passages chooses, against the same said plainly: sentence by sentence."""
+"""`relevant_passages` chooses the sentences that a plain loop over them chooses."""
 
 from __future__ import annotations
 

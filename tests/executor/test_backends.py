@@ -1,4 +1,4 @@
-"""Which backend starts the ranks of an engine, and what is said where it cannot."""
+"""The backend that starts the ranks of an engine is the one asked for, or an error says why it cannot be."""
 
 from __future__ import annotations
 

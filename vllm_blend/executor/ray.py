@@ -59,8 +59,7 @@ class ActorProcess:
             return f"has died: {_one_line(error)}"
 
     def kill(self) -> None:
-        if is_connected(self._connection):
-            ray.kill(self._actor)
+        _kill(self._actor, self._connection)
 
 
 class RayExecutor(SeveralRanksExecutor):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from vllm_blend.checks import check_field_types, closest
+from vllm_blend.checks import check_field_types, check_keys
 from vllm_blend.config import FeatureConfig
 from vllm_blend.features.spec_decode.drafters import Drafter, make_drafter
 from vllm_blend.features.spec_decode.length import ROW_COST
@@ -94,12 +94,7 @@ class SpeculativeConfig(FeatureConfig):
                 f"speculative_config is a {type(options).__name__}: give a dict such as "
                 '{"method": "ngram", "num_speculative_tokens": 8}'
             )
-        known = [item.name for item in fields(cls)]
-        for name in options:
-            if name not in known:
-                meant = closest(name, known)
-                hint = f"; did you mean {meant!r}?" if meant else ""
-                raise ValueError(f"speculative_config has no option {name!r}: use {', '.join(known)}{hint}")
+        check_keys("speculative_config", options, [item.name for item in fields(cls)])
         if options.get("method") is None:
             raise ValueError("speculative_config has no method: give one, such as 'ngram' or 'suffix'")
         return cls(**options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
-from vllm_blend.checks import at_least, check_field_types, closest, positive, require
+from vllm_blend.checks import at_least, check_field_types, check_keys, positive
 from vllm_blend.config import FeatureConfig
 from vllm_blend.options import Option
 
@@ -55,9 +55,5 @@ class StructuredOutputsConfig(FeatureConfig):
     @classmethod
     def from_values(cls, values: Mapping[str, Any], **others: Any) -> Self:
         given = values[cls.name] or {}
-        known = [each.name for each in fields(cls)]
-        for name in given:
-            meant = closest(name, known)
-            hint = f"; did you mean {meant!r}?" if meant else ""
-            require(name in known, f"{cls.name} has no option {name!r}: use {', '.join(known)}{hint}")
+        check_keys(cls.name, given, [each.name for each in fields(cls)])
         return cls(**given)
