@@ -140,16 +140,24 @@ class SegmentFiles:
             flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
             try:
                 file = _OpenFile(self._path(segment), flags)
-            except (FileNotFoundError, NotRegular):
+            except FileNotFoundError:
+                if not create:
+                    raise
+                file = self._create(segment, flags)  # or open it: another process may have made it by now
+            except NotRegular:
                 if not create:
                     raise
                 _unlink(self._path(segment))  # what has taken the place of a segment: its chunks are lost either way
-                file = _OpenFile(self._path(segment), flags | os.O_CREAT)
-                _sync_folder(self.folder)
+                file = self._create(segment, flags)
             self._files[segment] = file
             if len(self._files) > MAX_OPEN:
                 self._files.popitem(last=False)
             return file
+
+    def _create(self, segment: str, flags: int) -> _OpenFile:
+        file = _OpenFile(self._path(segment), flags | os.O_CREAT)
+        _sync_folder(self.folder)
+        return file
 
     def _probe(self, direct: bool) -> tuple[bool, bool]:
         """Return whether the file system can do direct reads and writes of pages, and punch holes."""
