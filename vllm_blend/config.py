@@ -134,6 +134,12 @@ class SchedulerConfig(OptionGroup):
     async_scheduling: bool | None = option(
         None, "queue a step before the last one is read; by default on a GPU, while nothing is drafted"
     )
+    max_cudagraph_capture_size: int | None = option(
+        None,
+        "tokens of the largest step with prompts or blends that is replayed as a CUDA graph; by default decode steps "
+        "alone are. Steps with prompts have not been replayed on a GPU yet",
+        check=positive,
+    )
     policy: SchedulingPolicy = option(
         "fcfs",
         "fcfs (first come, first served) or priority (requests of a lower number first)",
@@ -331,6 +337,12 @@ class EngineConfig(OptionGroup):
                 f"{name}={redact_repr(given)}, but the engine does not blend: give enable_blending=True too, or leave "
                 "it out",
             )
+
+        rows = self.scheduler.max_cudagraph_capture_size
+        require(
+            rows is None or not self.model.enforce_eager,
+            f"max_cudagraph_capture_size={rows}, but enforce_eager=True runs without CUDA graphs: leave one out",
+        )
 
     def feature(self, kind: type[Feature]) -> Feature:
         """Return the options of a feature: those given, or its defaults, with which it is off."""

@@ -41,6 +41,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": (QWEN3, {}),
     "fp8": (LLAMA, {"quantization": "fp8"}),
     "drafts": (LLAMA, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}),
+    "prompts": (LLAMA, {"max_cudagraph_capture_size": 256}),
     "question": (LLAMA, {"enable_blending": True, "blend_chunk_cache_gib": 0.25}),
     # All chunks stay: when a copy to the host ends is up to the GPU, and what a step sees would depend on it.
     "tapped": (
@@ -86,7 +87,8 @@ def answers(llm: LLM) -> list[list[int]]:
 def graph_holders(llm: LLM) -> list[Any]:
     worker = llm.llm_engine.model_executor.driver_worker
     block_pass = worker.model_runner.block_pass
-    holders = [block_pass.decode_graphs, block_pass.question_graphs, *worker.extensions]
+    own = (block_pass.decode_graphs, block_pass.question_graphs, block_pass.step_graphs)
+    holders = [*own, *worker.extensions]
     return [holder for holder in holders if holder is not None]
 
 

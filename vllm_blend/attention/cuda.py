@@ -43,6 +43,7 @@ class CUDABackend(AttentionBackend):
     name = "cuda"
     smallest_block = 16
     capturable_decode = True
+    capturable_prefill = True
     capturable_mass = True
     capturable_cascade = True
 

@@ -115,6 +115,7 @@ class AttentionBackend(ABC):
     name: str
     smallest_block: int = 1  # tokens of a page of the cache, at least
     capturable_decode: bool = False  # whether steps of one row a request may be captured into a CUDA graph
+    capturable_prefill: bool = False  # whether steps of any rows may, and follow `device_query_start_loc`
     capturable_mass: bool = False  # whether passes that measure attention mass may, for any number of rows and keys
     capturable_cascade: bool = False  # whether `attend_with_lse` may, and follows `device_query_start_loc`
 

@@ -119,7 +119,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "optimization_level": Unsupported(2, _NO_COMPILER, (0,)),
     "performance_mode": Unsupported("balanced", "max_num_seqs and max_num_batched_tokens weigh latency and throughput"),
     "cudagraph_capture_sizes": Unsupported(None, _NO_COMPILER),
-    "max_cudagraph_capture_size": Unsupported(None, _NO_COMPILER),
     "cuda_graph_sizes": Unsupported(None, _NO_COMPILER, ([],)),
     "max_seq_len_to_capture": Unsupported(8192, _NO_COMPILER),
     "attention_config": Unsupported({}, _KERNELS),

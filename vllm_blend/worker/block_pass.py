@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
-from vllm_blend.attention.metadata import AttentionMetadata
+from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
 from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import prompt_logprobs
@@ -15,7 +16,7 @@ from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE
 from vllm_blend.outputs import Logprob
 from vllm_blend.request import Request
-from vllm_blend.worker.batch import Drawn, Span, build_batch
+from vllm_blend.worker.batch import Batch, Drawn, Span, build_batch
 from vllm_blend.worker.blend_runner import first_positions
 from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
@@ -25,22 +26,33 @@ from vllm_blend.worker.mean_shift import mean_shift_hook
 from vllm_blend.worker.passes import PassOutput, WorkerExtension
 from vllm_blend.worker.question_graphs import QuestionGraphs
 from vllm_blend.worker.runner_output import BlendResult, RunnerOutput
+from vllm_blend.worker.step_graphs import StepGraphs
+
+
+class Graphs(NamedTuple):
+    """The passes over blocks that are replayed as CUDA graphs; None for those that are not."""
+
+    decode: DecodeGraphs | None = None
+    question: QuestionGraphs | None = None
+    step: StepGraphs | None = None
+
+
+NO_GRAPHS = Graphs()
 
 
 class BlockPass:
-    """Runs the model over requests in blocks, by a CUDA graph where all of them decode and one fits."""
+    """Runs the model over requests in blocks, by a CUDA graph where one fits."""
 
     def __init__(
         self,
         parts: DeviceParts,
-        decode_graphs: DecodeGraphs | None = None,
-        question_graphs: QuestionGraphs | None = None,
+        graphs: Graphs = NO_GRAPHS,
         staging: StagingRing | None = None,
         extensions: Sequence[WorkerExtension] = (),
     ) -> None:
         self.parts, self.model, self.cache = parts, parts.model, parts.cache
         self.extensions = extensions
-        self.decode_graphs, self.question_graphs = decode_graphs, question_graphs
+        self.decode_graphs, self.question_graphs, self.step_graphs = graphs
         self.placement = ChunkPlacement(parts.model, parts.cache, staging)
 
     def accepts(self, item: ScheduledRequest) -> bool:
@@ -79,21 +91,33 @@ class BlockPass:
         backend = self.parts.backend
         for extension in self.extensions:
             backend = extension.wrap_backend(backend, spans, batch.metadata)
-        context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
-        with forward_context(context):
-            hidden = self.model(batch.input_ids)
-        output = self._read_out(items, hidden, context.metadata, result)
+        hidden, final, computed = self._run_model(items, batch, backend, hooks)
+        output = self._read_out(items, hidden, final, result)
         for index, item in enumerate(items):
             request = item.request
             if capture is not None and index in capture.first_rows:
                 request.collected[_first_row_position(item)] = capture.captured(index)
             if item.is_blend and item.part is None:
-                result.blends[request] = _blend_result(request, batch.metadata, context.computed, index)
+                result.blends[request] = _blend_result(request, batch.metadata, computed, index)
             elif item.part is not None and item.part.is_last:
                 result.blends[request] = self._divided_result(request)
         if narrowing is not None:
             result.errors |= {items[index].request: text for index, text in narrowing.errors.items()}
         return output
+
+    def _run_model(
+        self, items: Sequence[ScheduledRequest], batch: Batch, backend: AttentionBackend, hooks: Sequence[LayerHook]
+    ) -> tuple[torch.Tensor, AttentionMetadata, AttentionMetadata]:
+        """Return the hidden states [rows, hidden_size] of a step, the metadata of these rows, and that of the rows
+        whose K and V the last layer computed."""
+        if self.step_graphs is not None and not hooks and backend is self.parts.backend:
+            replayed = self.step_graphs.run(batch)
+            if replayed is not None:
+                return replayed, batch.metadata, batch.metadata
+        context = ForwardContext(batch.metadata, self.cache.layers, backend, hooks, _num_outputs(items))
+        with forward_context(context):
+            hidden = self.model(batch.input_ids)
+        return hidden, context.metadata, context.computed
 
     def _spans(
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput

@@ -19,7 +19,8 @@ from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.models.loader import load_model
-from vllm_blend.worker.block_pass import BlockPass
+from vllm_blend.ops.graph_capture import CUDAGraphs
+from vllm_blend.worker.block_pass import BlockPass, Graphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.kv_cache import CacheShape, KVCache
@@ -29,6 +30,7 @@ from vllm_blend.worker.passes import GraphHook, WorkerExtension, WorkerSpec, mak
 from vllm_blend.worker.profile_run import NUM_BLOCKS, StepLimits, measure_activations
 from vllm_blend.worker.question_graphs import QuestionGraphs
 from vllm_blend.worker.shared_heads import SharedHeads
+from vllm_blend.worker.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +92,10 @@ class Worker:
         with must_fit("the KV cache", "lower gpu_memory_utilization or num_gpu_blocks_override", device):
             parts = DeviceParts(model, self._allocate(self.pool.num_blocks), backend, self._heads)
         with must_fit("the CUDA graphs", GRAPHS_REMEDY, device):
-            graphs, question_graphs = self._capture(parts)
+            graphs = self._capture(parts)
         for extension in self.extensions:
-            extension.build(parts, None if graphs is None else graphs.pool)
-        block_pass = BlockPass(parts, graphs, question_graphs, staging, self.extensions)
+            extension.build(parts, None if graphs.decode is None else graphs.decode.pool)
+        block_pass = BlockPass(parts, graphs, staging, self.extensions)
         others = [one for extension in self.extensions for one in extension.passes()]
         shares_draws = ranks.size > 1 and config.scheduler.runs_ahead(device)
         self.model_runner = ModelRunner(block_pass, config.model.seed, others, shares_draws)
@@ -126,19 +128,28 @@ class Worker:
         return KVCache.allocate(self.shape, num_blocks, self.config.cache.block_size, self.device)
 
     @torch.inference_mode()
-    def _capture(self, parts: DeviceParts) -> tuple[DecodeGraphs | None, QuestionGraphs | None]:
-        """Return the steps that are replayed as CUDA graphs, None for those that are not."""
-        config = self.config
-        if not (self.wants_graphs and parts.backend.capturable_decode):
-            return None, None
-        decode = DecodeGraphs(parts, config.scheduler.max_num_seqs, self.max_model_len, self._graph_hooks)
+    def _capture(self, parts: DeviceParts) -> Graphs:
+        """Return the passes that are replayed as CUDA graphs. They share their memory."""
+        config, backend = self.config, parts.backend
+        max_num_seqs, max_rows = config.scheduler.max_num_seqs, config.scheduler.max_cudagraph_capture_size
+        if not (self.wants_graphs and backend.capturable_decode):
+            if max_rows is not None:
+                logger.warning(
+                    "max_cudagraph_capture_size=%d does nothing: this engine runs without CUDA graphs", max_rows
+                )
+            return Graphs()
+        decode = DecodeGraphs(parts, max_num_seqs, self.max_model_len, self._graph_hooks)
+        question, step = None, None
         alone = self.num_ranks == 1  # else the mass of all ranks' heads is added up, which is not captured
-        if not (alone and config.blend.enable_blending and parts.backend.capturable_mass):
-            return decode, None
-        look = make_selector(config.blend.selector).look(self.num_layers)
-        if not look.is_plain or look.tokens is not None:
-            look = Look(look.stop)
-        return decode, QuestionGraphs(parts, self.max_model_len, look, decode.pool)
+        if alone and config.blend.enable_blending and backend.capturable_mass:
+            look = make_selector(config.blend.selector).look(self.num_layers)
+            if not look.is_plain or look.tokens is not None:
+                look = Look(look.stop)
+            question = QuestionGraphs(parts, self.max_model_len, look, decode.pool)
+        if max_rows is not None:
+            capture = CUDAGraphs(parts.device, decode.pool)
+            step = StepGraphs(parts, max_rows, max_num_seqs, self.max_model_len, capture)
+        return Graphs(decode, question, step)
 
     def _graph_hooks(self) -> list[GraphHook]:
         hooks = (extension.graph_hook() for extension in self.extensions)
