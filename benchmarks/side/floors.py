@@ -124,4 +124,4 @@ def _rag(shape: Shape, row: Row) -> tuple[float, float, float]:
     return operations, traffic, requests
 
 
-COSTS = {"prefill": _prefill, "decode": _decode, "batch": _batch, "rag": _rag}
+COSTS = {"prefill": _prefill, "decode": _decode, "batch": _batch, "rag": _rag, "gap": _decode}

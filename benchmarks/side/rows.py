@@ -21,7 +21,7 @@ class Row:
     name: str
     label: str
     group: str
-    kind: str  # prefill, decode, batch or rag: a class of benchmarks/side/worker.py
+    kind: str  # prefill, decode, batch, rag or gap: a class of benchmarks/side/worker.py
     unit: str
     work: dict[str, Any]
     ours: dict[str, Any] | None = None
@@ -97,7 +97,10 @@ NO_BATCHING = {"transformers": "it has no batching of requests that differ in le
 NO_PREFIX_CACHE = {"transformers": "its generate has no cache of prefixes"}
 ONE_RAG = {"prefix": 32, "passage": 512, "passages": 8, "question": 32, "pool": 64, "requests": 1, "tokens_out": 1}
 MANY_RAG = ONE_RAG | {"requests": 128, "tokens_out": 32, "running": 64}
+# A prompt of 31,808 tokens comes while 32 others decode; the next comes 24 steps after its first token.
+GAP = ONE_RAG | {"passages": 62, "requests": 4, "batch": 32, "context": 512, "running_tokens": 2048, "between": 24}
 LONG = {"requests": 128, "tokens_in": [6000, 6000], "tokens_out": [256, 256]}
+GAP_OPTIONS = {"max_model_len": 32768, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
 LONG_OPTIONS = {"max_model_len": 6272, "max_num_batched_tokens": 8192, "max_num_seqs": 128, "block_size": 16}
 COMMON_GPU = {"gpu_memory_utilization": 0.85, "load_format": "dummy", "enable_prefix_caching": True}
 POOL_BLOCKS = 24 * 2**30 // (128 * 2**10 * 16)  # 24 GiB in blocks of 16 tokens, 128 KiB of K and V a token
@@ -127,11 +130,14 @@ def gpu() -> Profile:
         Group("0.6b", "qwen3-0.6b", COMMON_GPU | small | uncached),
         Group("rag-uncached", "mistral-7b", COMMON_GPU | rag | uncached),
         Group("rag", "mistral-7b", COMMON_GPU | rag, {"enable_blending": True, "blend_chunk_cache_gib": 12}),
+        Group("gap", "mistral-7b", COMMON_GPU | GAP_OPTIONS, {"enable_blending": True, "blend_chunk_cache_gib": 12}),
         Group("long", "mistral-7b", COMMON_GPU | uncached | LONG_OPTIONS | {"num_gpu_blocks_override": POOL_BLOCKS}),
         Group("long-kvc", "mistral-7b", COMMON_GPU | uncached | LONG_OPTIONS, kvc | compressed_pool()),
     )
     one = Row("rag_one", f"one RAG prompt{CACHED}", "rag", "rag", "ms", ONE_RAG)
     many = Row("rag_many", "128 RAG prompts at once, 32 tokens out", "rag", "rag", "req/s", MANY_RAG)
+    between = "99th percentile between two tokens of 32 requests while prompts of 31,808 arrive"
+    gap = Row("gap", between, "gap", "gap", "ms", GAP)
     long = Row("long", "128 requests of 6000 in, 256 out, on 24 GiB of KV", "long", "batch", "tok/s", LONG)
     mix = {"requests": 256, "tokens_in": [100, 1024], "tokens_out": [100, 1024], "temperature": 0.6}
     cold = MANY_RAG | {"cold": True}
@@ -150,6 +156,8 @@ def gpu() -> Profile:
             {"auto_8": RULES["auto_8"]},
             "rag_many",
         ),
+        gap,
+        *blends(gap, {name: RULES[name] for name in ("question_15", "relevant_15")}, "gap"),
         long,
         Row(
             "long_kvc_8x",
@@ -179,6 +187,7 @@ def cpu() -> Profile:
         Group("demo", "inputs/demo-model", options),
         Group("demo-uncached", "inputs/demo-model", options | {"enable_prefix_caching": False}),
         Group("demo-rag", "inputs/demo-model", options, {"enable_blending": True}),
+        Group("demo-gap", "inputs/demo-model", options | {"max_num_batched_tokens": 64}, {"enable_blending": True}),
     )
     rag = {"prefix": 16, "passage": 64, "passages": 8, "question": 16, "pool": 16, "requests": 1, "tokens_out": 1}
     one = Row("rag_one", f"one RAG prompt{CACHED}", "demo-rag", "rag", "ms", rag, None, None, NO_PREFIX_CACHE)
@@ -194,6 +203,9 @@ def cpu() -> Profile:
         None,
         NO_BATCHING,
     )
+    gap_work = rag | {"requests": 2, "batch": 4, "context": 64, "running_tokens": 256, "between": 6}
+    between = "99th percentile between two tokens of 4 requests while prompts of 544 arrive"
+    gap = Row("gap", between, "demo-gap", "gap", "ms", gap_work, None, None, NO_BATCHING)
     mix = {"requests": 8, "tokens_in": [20, 100], "tokens_out": [8, 32], "temperature": 0.6}
     rows = [
         prefill("demo", 256),
@@ -206,6 +218,8 @@ def cpu() -> Profile:
         *blends(one, RULES, "rag_full"),
         many,
         *blends(many, {name: RULES[name] for name in ("reuse", "auto_8")}, "rag_many"),
+        gap,
+        *blends(gap, {"question_15": RULES["question_15"]}, "gap"),
     ]
     return Profile(groups, tuple(rows))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import random
 import sys
@@ -57,6 +58,7 @@ class Ours:
     """vllm_blend.LLM, from the checkout or wherever this interpreter finds it."""
 
     package = "vllm_blend"
+    calls = 0  # of `gaps`: requests need names of their own
     salt = ""  # of the row: rows with the same prompts share an engine, and must find nothing of each other's
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
@@ -77,6 +79,39 @@ class Ours:
             if (drawn := len(output.outputs[0].token_ids)) != count:
                 raise RuntimeError(f"{drawn} tokens were drawn, not {count}")
         return elapsed
+
+    def gaps(self, running: list[Any], tokens: int, arriving: list[Any], between: int) -> list[float]:
+        """Return the seconds between two steps that give the `running` prompts tokens, while the `arriving` ones come
+        one after another, each `between` such steps after the last has got its first token."""
+        inner, left, waited = self.llm.llm_engine, list(arriving), 0
+        self.calls += 1
+        names = {f"running {self.calls}.{index}": prompt for index, prompt in enumerate(running)}
+        for name, prompt in names.items():
+            inner.add_request(name, prompt, self._params(tokens, 0.0))
+        unheard, gaps, newcomer = set(names), list[float](), ""
+        while unheard:
+            unheard -= {output.request_id for output in inner.step()}
+        last = time.perf_counter()
+        while left or newcomer:
+            if waited >= between and not newcomer:
+                newcomer = f"arriving {self.calls}.{len(left)}"
+                prompt = left.pop(0)
+                inner.add_request(newcomer, prompt, self._params(1, 0.0))
+            outputs = inner.step()
+            now = time.perf_counter()
+            if any(output.request_id in names for output in outputs):
+                gaps.append(now - last)
+                last, waited = now, waited + 1
+            for output in outputs:
+                if output.request_id == newcomer and output.finished:
+                    self.check(prompt, output)
+                    newcomer, waited = "", 0
+                elif output.finished:
+                    raise RuntimeError(f"a running request ended after {tokens} tokens: there is nothing to measure")
+        inner.abort_request(list(names))
+        while inner.has_unfinished_requests():
+            inner.step()
+        return gaps
 
     def _params(self, tokens: int, temperature: float) -> Any:
         return self.module.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -161,14 +196,18 @@ class Work(ABC):
     def ids(self, rng: random.Random, count: int) -> Ids:
         return [rng.randrange(10, self.vocabulary) for _ in range(count)]
 
-    def run(
-        self, engine: Any, prompts: list[list[Ids]], tokens: list[int], scores: list[list[float]] | None = None
-    ) -> float:
-        """Return the seconds of a call, and note its prompts."""
+    def asked(self, engine: Any, prompts: list[list[Ids]], scores: list[list[float]] | None = None) -> list[Any]:
+        """Return prompts as the engine takes them, and note their token ids."""
         for pieces in prompts:
             self._digest.update(json.dumps(joined(pieces)).encode())
         each = scores or [[] for _ in prompts]
-        asked = [engine.prompt(pieces, self.more, own) for pieces, own in zip(prompts, each, strict=True)]
+        return [engine.prompt(pieces, self.more, own) for pieces, own in zip(prompts, each, strict=True)]
+
+    def run(
+        self, engine: Any, prompts: list[list[Ids]], tokens: list[int], scores: list[list[float]] | None = None
+    ) -> float:
+        """Return the seconds of a call."""
+        asked = self.asked(engine, prompts, scores)
         seconds: float = engine.seconds(asked, tokens, self.work.get("temperature", 0.0))
         return seconds
 
@@ -223,6 +262,11 @@ class Rag(Work):
     """
 
     def sample(self, engine: Any) -> float:
+        prompts, scores = self.draw(engine)
+        return self.run(engine, prompts, [self.work["tokens_out"]] * len(prompts), scores) / len(prompts)
+
+    def draw(self, engine: Any) -> tuple[list[list[Ids]], list[list[float]]]:
+        """Return the next prompts and the scores of their passages, with the pool in store."""
         self.count += 1
         work, rng = self.work, self.rng(self.count)
         prefix, size = self.ids(self.rng("prefix"), work["prefix"]), work["passages"]
@@ -239,7 +283,20 @@ class Rag(Work):
             passages = zipf(rng, pool, size) if work["requests"] > 1 else rng.sample(pool, size)
             prompts.append([prefix, *passages, self.ids(rng, work["question"])])
             scores.append([rng.random() for _ in range(size)])
-        return self.run(engine, prompts, [work["tokens_out"]] * len(prompts), scores) / len(prompts)
+        return prompts, scores
+
+
+class Gap(Rag):
+    """The 99th percentile of the time between two tokens of a batch that decodes while such prompts arrive."""
+
+    def sample(self, engine: Any) -> float:
+        prompts, scores = self.draw(engine)
+        rng, work = self.rng(0), self.work
+        running = [{"prompt_token_ids": self.ids(rng, work["context"])} for _ in range(work["batch"])]
+        arriving = self.asked(engine, prompts, scores)
+        gaps = sorted(engine.gaps(running, work["running_tokens"], arriving, work["between"]))
+        worst: float = gaps[math.ceil(0.99 * len(gaps)) - 1]
+        return worst
 
 
 def zipf(rng: random.Random, pool: list[Ids], count: int) -> list[Ids]:
@@ -256,7 +313,7 @@ def joined(pieces: list[Ids]) -> Ids:
 
 
 ENGINES: dict[str, Any] = {"ours": Ours, "vllm": VLLM, "transformers": Transformers}
-KINDS: dict[str, type[Work]] = {"prefill": Prefill, "decode": Decode, "batch": Batch, "rag": Rag}
+KINDS: dict[str, type[Work]] = {"prefill": Prefill, "decode": Decode, "batch": Batch, "rag": Rag, "gap": Gap}
 
 if __name__ == "__main__":
     # The folder of this file is no place to import from: its names are this benchmark's own.

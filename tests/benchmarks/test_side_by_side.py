@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from benchmarks import side_by_side
 from benchmarks.side.rows import PROFILES, Group, Profile, Row
 from benchmarks.side.turns import OURS, ROOT, TRANSFORMERS, VLLM, DeviceMemory, Limits, Side, Turn, run_turn
-from benchmarks.side.worker import KINDS, joined
+from benchmarks.side.worker import KINDS, Ours, joined
 from tests.benchmarks.other_engine import DIES, HANGS, RAISES, write_interpreter
 
 pytestmark = pytest.mark.cpu_only
@@ -205,3 +206,72 @@ def test_blended_and_plain_prompts_have_the_same_tokens() -> None:
     assert len(stored) == one.work["pool"] // one.work["passages"]
     length = one.work["prefix"] + one.work["passages"] * one.work["passage"] + one.work["question"]
     assert len(first[0]) == len(second[0]) == length and first != second
+
+
+class _Stepping:
+    """An engine whose running requests get a token in every step, and others after three."""
+
+    salt = ""
+
+    def __init__(self, ends: bool = False) -> None:
+        self.llm = SimpleNamespace(llm_engine=self)
+        self.left: dict[str, int] = {}
+        self.steps, self.ends, self.arrived = 0, ends, list[int]()
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        assert name not in self.left
+        self.left[name] = 3 if name.startswith("arriving") else -1
+        if self.left[name] == 3:
+            self.arrived.append(self.steps)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        outputs = []
+        for name, left in list(self.left.items()):
+            self.left[name] = left - 1
+            if left < 0 or left == 1:
+                finished = left == 1 or (self.ends and self.steps > 5)
+                outputs.append(SimpleNamespace(request_id=name, finished=finished, error=None, blend=None))
+            if left == 1:
+                del self.left[name]
+        return outputs
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.left[name]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+
+def _ours(stepping: _Stepping) -> Ours:
+    engine = Ours.__new__(Ours)
+    engine.llm = stepping.llm
+    engine.__dict__["module"] = SimpleNamespace(SamplingParams=dict)
+    return engine
+
+
+def test_gaps_are_those_between_tokens_of_running_requests() -> None:
+    """A prompt arrives when as many steps have passed since the one before it was answered, and a gap is one step."""
+    stepping = _Stepping()
+    gaps = _ours(stepping).gaps([[1], [2]], 100, [{}, {}], between=4)
+    assert len(gaps) == 2 * (4 + 3) and all(gap >= 0 for gap in gaps)
+    assert stepping.arrived == [1 + 4, 1 + 4 + 3 + 4] and stepping.left == {}
+    with pytest.raises(RuntimeError, match="a running request ended after 100 tokens"):
+        _ours(_Stepping(ends=True)).gaps([[1]], 100, [{}], between=8)
+
+
+def test_a_gap_row_takes_the_99th_percentile() -> None:
+    row = {"work": next(row for row in PROFILES["cpu"]().rows if row.name == "gap").work, "ours": None}
+    work = KINDS["gap"](row, {"vocabulary": 500, "seed": 0})
+    asked: list[tuple[int, int, int]] = []
+
+    class Engine:
+        prompt, seconds = staticmethod(lambda pieces, more, scores: joined(pieces)), staticmethod(lambda *_: 0.0)
+
+        def gaps(self, running: list[Any], tokens: int, arriving: list[Any], between: int) -> list[float]:
+            asked.append((len(running), len(arriving), between))
+            return [float(value) for value in range(200, 0, -1)]
+
+    assert work.sample(Engine()) == 198.0
+    assert asked == [(4, 2, 6)]
