@@ -15,13 +15,14 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend import BlendConfig, EngineArgs
-from vllm_blend.config import ChunkDevice, ChunkFormat, ExecutorBackend, LoadFormat, SchedulingPolicy
+from vllm_blend.config import ChunkDevice, ExecutorBackend, LoadFormat, SchedulingPolicy
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS
 from vllm_blend.features.kv_compress.config import Aggregation, AllocationChoice, KVCompressConfig
 from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.features.offload.config import OffloadMode
 from vllm_blend.features.spec_decode.config import SpeculativeConfig
 from vllm_blend.features.structured.config import StructuredOutputsConfig
+from vllm_blend.kv_store.options import ChunkFormat
 from vllm_blend.options import OptionGroup
 
 

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_blend.checks import check_field_types
-from vllm_blend.config import ChunkStoreConfig
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store import objects
+from vllm_blend.kv_store.options import ChunkStoreConfig
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.store_config import RemoteStoreConfig
 from vllm_blend.urls import HIDDEN, redact_repr, redact_secrets, redact_url

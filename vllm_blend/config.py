@@ -6,7 +6,7 @@ The groups here are those of the core; a feature's is in its folder (`features/*
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -23,12 +23,12 @@ from vllm_blend.checks import (
     require,
     share_of,
 )
+from vllm_blend.kv_store.options import ChunkStoreConfig
 from vllm_blend.options import OptionGroup, option
 from vllm_blend.urls import redact_repr
 
 LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
-ChunkFormat = Literal["auto", "fp8", "int8"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["uni", "mp", "ray"]
 QUANTIZATIONS = ("fp8",)
@@ -226,57 +226,6 @@ class BlendConfig(OptionGroup):
 
 
 @dataclass(frozen=True)
-class ChunkStoreConfig(OptionGroup):
-    """The places that keep chunk KV besides memory: a disk for other processes, a server for other machines."""
-
-    title: ClassVar[str] = "Chunk store"
-    prefix: ClassVar[str] = "chunk_store_"
-
-    path: str | None = option(
-        None,
-        "folder of a local file system in which chunk KV outlives the process",
-        check=not_empty("name a folder, or leave it out"),
-    )
-    gib: float = option(32.0, "disk space for chunk KV", check=positive)
-    format: ChunkFormat = option(
-        "auto", "on the disk and the server: auto (the model's dtype, bit for bit), fp8 or int8"
-    )
-    url: str | None = option(  # it may hold a password
-        None,
-        "server that keeps chunk KV: redis://, valkey://, s3:// or another one that fsspec knows",
-        check=not_empty("give a URL, or leave it out"),
-        shown=False,
-    )
-    key_file: str | None = option(
-        None,
-        "file with the secret that chunks on the disk and the server are signed with: others are not used",
-        check=not_empty("name a file of at least 32 bytes, or leave it out"),
-    )
-    admit_on_second_use: bool = option(False, "store a chunk on the disk when it is computed for the second time")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.format == "auto" or self.is_used,
-            f"chunk_store_format={self.format!r} is that of a disk or a server: give chunk_store_path or "
-            "chunk_store_url too",
-        )
-        require(
-            self.key_file is None or self.is_used,
-            f"chunk_store_key_file={self.key_file!r} signs what is on a disk or a server: give chunk_store_path or "
-            "chunk_store_url too",
-        )
-        require(
-            not self.admit_on_second_use or self.path is not None,
-            "chunk_store_admit_on_second_use is a rule of the disk: give chunk_store_path too",
-        )
-
-    @property
-    def is_used(self) -> bool:
-        return self.path is not None or self.url is not None
-
-
-@dataclass(frozen=True)
 class FeatureConfig(OptionGroup):
     """Base of a feature's options: a dataclass in the feature's folder, which `features/__init__.py` lists.
 
@@ -305,7 +254,7 @@ class EngineConfig(OptionGroup):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     blend: BlendConfig = BlendConfig()
-    chunk_store: ChunkStoreConfig = ChunkStoreConfig()
+    chunk_store: ChunkStoreConfig = field(default_factory=ChunkStoreConfig)
     features: tuple[FeatureConfig, ...] = ()  # a feature that is left out is off
     attention_backend: str = option(
         "auto",

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from vllm_blend.blend.controller import LoadingController
-from vllm_blend.config import BlendConfig, ChunkStoreConfig, EngineConfig
+from vllm_blend.config import BlendConfig, EngineConfig
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import Gauge
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.kv_store.memory import make_chunk_store
+from vllm_blend.kv_store.options import ChunkStoreConfig
 from vllm_blend.kv_store.remote import RemoteChunkStore
 from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.store_config import DiskStoreConfig, RemoteStoreConfig
