@@ -12,7 +12,8 @@ Each of these is a keyword of `LLM(...)` and of `EngineArgs(...)`, and a flag of
 `EngineArgs.add_cli_args`: `max_model_len` is `--max-model-len`. A value of another type than the one in the table is an
 error, and so is an unknown name. vLLM's other arguments may be given at their defaults (docs/integrations.md).
 
-This page is made from the declarations (`vllm_blend/config.py`, `vllm_blend/kv_store/options.py`, `vllm_blend/features/*/config.py`) by
+This page is made from the declarations (`vllm_blend/config.py`, `vllm_blend/kv_store/options.py`,
+`vllm_blend/features/*/config.py`) by
 `python -m vllm_blend.options_page > docs/options.md`.
 """
 
