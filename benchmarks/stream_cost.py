@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -87,6 +87,12 @@ async def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
+def table(found: Mapping[str, Sequence[float]]) -> str:
+    lines = ["| side | CPU ms per step, median | least | most |", "|---|---|---|---|"]
+    lines += [f"| {side} | {median(each):.2f} | {min(each):.2f} | {max(each):.2f} |" for side, each in found.items()]
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="inputs/demo-model")
@@ -97,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="a JSON file for all runs")
     args = parser.parse_args(argv)
     found = asyncio.run(measure(args))
-    print("| side | CPU ms per step, median | least | most |\n|---|---|---|---|")
-    for side, each in found.items():
-        print(f"| {side} | {median(each):.2f} | {min(each):.2f} | {max(each):.2f} |")
+    print(table(found))
     if args.output:
         settings = vars(args) | {"output": str(args.output)}
         args.output.write_text(json.dumps({"settings": settings, "cpu_ms_per_step": found}, indent=1) + "\n")

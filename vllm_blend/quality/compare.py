@@ -2,12 +2,13 @@
 
     python -m vllm_blend.quality.compare --dataset inputs/musique_s.json
 
-prints the table of the README and writes results/comparison/<dataset>.json. Every method answers the same prompts: all
-passages of a sample, in order, then the question. Time to first token (TTFT) is measured one request at a time, after a
-warm-up, from the first step that works on a request to its first token. Full prefill runs in an engine of its own,
-without prefix caching and blending; the other methods find the KV of instruction and passages in memory, and place,
-choose and recompute within the measured time. Prompts say which passage continues which, if the data set knows pages,
-and each passage is stored as if it stood alone. The methods take turns on every prompt, in rotating order.
+prints the tables that docs/quickstart.md quotes, and writes results/comparison/<dataset>.json. Every method answers the
+same prompts: all passages of a sample, in order, then the question. Time to first token (TTFT) is measured one request
+at a time, after a warm-up, from the first step that works on a request to its first token. Full prefill runs in an
+engine of its own, without prefix caching and blending; the other methods find the KV of instruction and passages in
+memory, and place, choose and recompute within the measured time. Prompts say which passage continues which, if the data
+set knows pages, and each passage is stored as if it stood alone. The methods take turns on every prompt, in rotating
+order.
 """
 
 from __future__ import annotations

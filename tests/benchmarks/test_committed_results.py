@@ -1,0 +1,71 @@
+"""The tables of benchmarks/results are what their JSON files give: a figure that was changed by hand is found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import bad_bodies, ray_routing, routing_sim, stream_cost
+from tests.checkout import ROOT
+from vllm_blend.quality.held_out_budgets import render_budgets
+from vllm_blend.quality.held_out_file import read_held_out
+from vllm_blend.quality.held_out_report import render
+
+pytestmark = pytest.mark.cpu_only
+
+RESULTS = ROOT / "benchmarks" / "results"
+# Each page, the files that it is made of and the setting that others are compared with.
+HELD_OUT = {
+    "held_out_development": (["development", "development_order"], "question_attention@0.125"),
+    "held_out_development_long": (
+        ["development_long_4", "development_long_8", "development_long_wild", "development_third"],
+        None,
+    ),
+    "held_out_test": (["test_long", "test_long_wild", "test_third", "test_continued"], "question_attention@0.13"),
+    "held_out_test_long_reuse": (["test_long_reuse"], None),
+}
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def text_of(name: str) -> str:
+    return (RESULTS / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_held_out_answers_give_their_page(name: str) -> None:
+    files, over = HELD_OUT[name]
+    paths = [RESULTS / f"held_out_{file}.json" for file in files]
+    assert text_of(f"{name}.md").strip() == render([read_held_out(path) for path in paths], over).strip()
+
+
+def test_held_out_answers_give_the_budgets() -> None:
+    made = render_budgets([read_held_out(RESULTS / "ceilings_long.json")])
+    assert text_of("ceilings.md").strip() == made.strip()
+
+
+def test_every_file_of_held_out_answers_is_in_a_page() -> None:
+    used = [f"held_out_{file}.json" for files, _ in HELD_OUT.values() for file in files]
+    assert sorted(used) == sorted(path.name for path in RESULTS.glob("held_out*.json"))
+
+
+def test_simulations_and_replicas_give_their_pages() -> None:
+    simulated = load("routing_sim.json")
+    command = "python -m benchmarks.routing_sim --output results/routing_sim"
+    assert text_of("routing_sim.md") == routing_sim.render(simulated, command)
+    replicas = load("ray_routing.json")
+    assert text_of("ray_routing.md").strip() == ray_routing.render(replicas).strip()
+    args = ray_routing.make_parser().parse_args(replicas["command"].split()[3:])
+    assert {name: getattr(args, name) for name in replicas["settings"]} == replicas["settings"]
+
+
+def test_samples_give_the_tables_of_servers() -> None:
+    assert bad_bodies.table(load("bad_bodies.json")["samples"]["rows"]) in text_of("bad_bodies.md")
+    assert stream_cost.table(load("stream_cost.json")["cpu_ms_per_step"]) in text_of("stream_cost.md")
+    page = text_of("serving_load.md")
+    for run in load("serving_load.json").values():
+        assert "\n".join([run["head"], *run["rows"]]) in page
