@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -33,6 +34,7 @@ from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, datas
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, page_predecessors, read_stage_input
+from vllm_blend.quality.intervals import LEVEL, RESAMPLES
 from vllm_blend.quality.questions import joined_ids
 from vllm_blend.quality.report import NAMES
 from vllm_blend.sampling_params import SamplingParams
@@ -203,7 +205,8 @@ def _rotated(methods: Sequence[Method], by: int) -> list[Method]:
 
 
 def make_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds."""
+    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds, and every prompt's time
+    to first token."""
     full = statistics.median(methods[0].ttft)
     rows = []
     for method in methods:
@@ -212,10 +215,20 @@ def make_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
         for name in ("f1", "exact_match", "rouge_l") if method.answers else ():
             row[name] = statistics.fmean(answer[name] for answer in method.answers)
         row |= {"ttft_median_s": median, "ttft_speedup": full / median}
+        row["ttft_speedup_low"], row["ttft_speedup_high"] = _speedup_interval(methods[0].ttft, method.ttft)
+        row["ttft_s"] = [round(seconds, 6) for seconds in method.ttft]
         row |= {"arrival_to_first_token_median_s": statistics.median(method.latency)}
         row |= {"prompt_tokens": method.prompt_tokens, "recomputed_tokens": method.recomputed_tokens}
         rows.append(row | {"recomputed_share": method.recomputed_tokens / method.prompt_tokens})
     return rows
+
+
+def _speedup_interval(full: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """Return the bootstrap interval of the ratio of medians: prompts are resampled, with both of their times."""
+    drawn = np.random.default_rng(0).integers(len(full), size=(RESAMPLES, len(full)))
+    ratios = np.median(np.array(full)[drawn], axis=1) / np.median(np.array(own)[drawn], axis=1)
+    low, high = np.percentile(ratios, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    return float(low), float(high)
 
 
 def render_table(rows: Sequence[dict[str, Any]], metric: str) -> str:
@@ -223,7 +236,9 @@ def render_table(rows: Sequence[dict[str, Any]], metric: str) -> str:
     cells = []
     for row in rows:
         scores = {NAMES[metric]: row[metric], "exact match": row["exact_match"]} if metric in row else {}
-        ttft = f"{1000 * row['ttft_median_s']:.1f} ms ({row['ttft_speedup']:.1f}x)"
+        low, high = f"{row['ttft_speedup_low']:.1f}", f"{row['ttft_speedup_high']:.1f}"
+        interval = "" if row is rows[0] else f", {low} to {high}"
+        ttft = f"{1000 * row['ttft_median_s']:.1f} ms ({row['ttft_speedup']:.1f}x{interval})"
         times = {"TTFT": ttft, "from arrival": f"{1000 * row['arrival_to_first_token_median_s']:.1f} ms"}
         cells.append({"method": row["method"], **scores, **times, "tokens computed, %": row["recomputed_share"]})
     return format_table(cells)
@@ -267,7 +282,8 @@ def report(output: dict[str, Any], metric: str) -> str:
         text += render_table(long, metric)
     return text + (
         "\n\nTTFT: median time from the first step that works on a request to its first token, one request at a time,\n"
-        "after a warm-up, with the passages' KV already in memory; in brackets, full prefill's time divided by it.\n"
+        "after a warm-up, with the passages' KV already in memory; in brackets, full prefill's time divided by it,\n"
+        "and the 95% interval of that (a bootstrap over the prompts). Other work on the machine is not in the interval.\n"
         "From arrival: the same with the time before that step, in which the prompt is tokenized and planned.\n"
         "Full prefill: no prefix caching, no blending; it is given token ids, the others text.\n"
         "Tokens computed: share of the prompt that went through the model, the question included.\n"

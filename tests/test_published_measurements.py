@@ -1,0 +1,166 @@
+"""Sentences about times, sizes and evictions on a CPU, written again from the tables that they summarise."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.test_published_claims import REUSE, REUSING, REUSING_40, exact, row
+from vllm_blend.quality import compare
+
+pytestmark = pytest.mark.cpu_only
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(name: str, *heads: str) -> list[list[str]]:
+    """Return the rows of the tables of a page whose heads begin with these, as cells."""
+    blocks = re.findall(r"(?m)(?:^\|.*\n)+", (RESULTS / name).read_text(encoding="utf-8") + "\n")
+    rows = [
+        [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in each.splitlines()] for each in blocks
+    ]
+    found = [line for each in rows if each[0][: len(heads)] == list(heads) for line in each[2:]]
+    assert found, f"{name} has no table with the heads {heads}"
+    return found
+
+
+def ends(values: list[str], digits: int = 2) -> str:
+    numbers = [float(re.sub(r"x$|%$", "", value)) for value in values]
+    return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
+
+
+def speculation() -> list[str]:
+    rows = table("spec_decode_cpu.md", "requests", "drafter", "tokens per step")
+    answers, random = ([r for r in rows if ("random" in r[0]) is is_random] for is_random in (False, True))
+    return [
+        f"decoding came {ends([r[5] for r in answers])}x as fast as plain decoding, and a whole call "
+        f"{ends([r[7] for r in answers])}x",
+        f"decoding came {ends([r[5] for r in random])}x as fast there",
+    ]
+
+
+def ranking() -> list[str]:
+    rows = table("ranking.md", "world", "tokens", "a page")
+    rank, choose = ([r[column].split(" / ")[1] for r in rows] for column in (3, 4))
+    return [f"cached passages took {ends(rank)} ms of process time", f"together {ends(choose)} ms"]
+
+
+def replicas() -> list[str]:
+    found = json.loads((RESULTS / "ray_routing.json").read_text(encoding="utf-8"))
+    by = {(each["workload"], each["routing"]): each for each in found["rows"]}
+    topics, single = ([by[kind, how] for how in ("affinity", "round_robin")] for kind in ("topics", "independent"))
+    host, store = ([f"{100 * each['tiers']['host']:.1f}%" for each in pair] for pair in (topics, single))
+    first, other = ([f"{each['first_token_ms']['p50']:.0f}" for each in pair] for pair in (topics, single))
+    return [
+        f"{host[0]} of their tokens were in the memory of the engine that affinity chose, and {host[1]} with round "
+        f"robin; with passages drawn one by one, {store[0]} and {store[1]}.",
+        f"{first[0]} ms at the median in place of {first[1]} with topics, as the busier engine had "
+        f"{100 * topics[0]['busiest']:.0f}% of the requests, and after {other[0]} in place of {other[1]}",
+        f"was sent {found['kill']['seconds_to_new_replica']} s later. The store had all {found['store']['found']} "
+        "passages",
+    ]
+
+
+def eviction() -> list[str]:
+    rows = table("kvc_quality.md", "data set", "metric", "allocation")
+    quarter = {r[0]: r[5].lstrip("-") for r in rows if r[1] == "kv_compress" and r[3] == "0.25"}
+    points = [quarter[name] for name in ("musique_s", "wikimqa_s", "samsum")]
+    return [f"cost {points[0]} points of F1 on musique, {points[1]} on wikimqa and {points[2]} of Rouge-L on samsum"]
+
+
+def compositions() -> list[str]:
+    second = table("chunks_cpu.md", "prompt tokens", "no cache")[-1]
+    none, first, retained, exactly = (f"{float(cell.removesuffix(' ms')):.0f} ms" for cell in second[1:5])
+    after = {r[0]: r for r in table("chunks_cpu.md", "chunks encoded after", "exact")}["BOS and the system prompt"]
+    whole, reuse, own, other = (f"{float(cell):.0f}%" for cell in after[1:5])
+    cascade = [r[-1] for r in table("chunks_cpu.md", "batch", "shared tokens")]
+    return [
+        f"{none} to the first token with nothing cached, {first} for a first blended composition, {retained} for the "
+        f'second question over it and {exactly} in mode `"exact"`.',
+        f"answers {own} if it repairs for the question asked, and {other} over pages",
+        f"plain reuse answers {reuse} and exact computation {whole}",
+        f"took {ends(cascade)} times as long",
+    ]
+
+
+def formats() -> list[str]:
+    rows = [r for r in table("store_formats.md", "format", "of payload") if r[0] == "int8"]
+    largest = max(float(r[2].removesuffix("%")) for r in rows)
+    assert all(r[6].startswith("0.00 ") for r in rows if r[3].startswith("question attention"))
+    return [f"int8 takes {largest:.0f}% of what bfloat16 does. With question attention it cost no F1"]
+
+
+def reuse() -> list[str]:
+    scores = [f"{exact(row(where, REUSE))} of {exact(row(where, 'full prefill'))}" for where in (REUSING, REUSING_40)]
+    return [f"{scores[0]}% with 20 passages, {scores[1]} with 40"]
+
+
+def quickstart() -> list[str]:
+    found = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    lines = []
+    for pair in zip(found["rows"], found["long_rows"], strict=True):
+        cells = [pair[0]["method"]]
+        for each in pair:
+            low, high = (f"{each[f'ttft_speedup_{end}']:.1f}" for end in ("low", "high"))
+            ratio = "" if pair[0] is found["rows"][0] else f"{each['ttft_speedup']:.1f}x ({low} to {high})"
+            cells += [ratio, f"{100 * each['recomputed_share']:.1f}"]
+        lines.append(" ".join(f"| {' | '.join(cells)} |".split()))
+    full, plain, rule, look, deviation = (f"{100 * each['f1']:.1f}" for each in found["rows"])
+    scores = f"F1 was {full} by full prefill, {plain} by plain reuse, {rule} by the default rule, {look} by question"
+    return [*lines, f"{scores} attention and {deviation} by value deviation."]
+
+
+def test_ratios_of_the_quickstart_are_those_of_its_samples() -> None:
+    found = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    for rows in (found["rows"], found["long_rows"]):
+        full = statistics.median(rows[0]["ttft_s"])
+        for each in rows:
+            assert len(each["ttft_s"]) == each["prompts"]
+            assert each["ttft_speedup"] == pytest.approx(full / statistics.median(each["ttft_s"]), abs=1e-3)
+    page = (RESULTS / "quickstart.md").read_text(encoding="utf-8")
+    assert found["command"] in page and compare.report(found, found["metric"]) in page
+
+
+CLAIMS = {
+    "docs/quickstart.md": quickstart,
+    "docs/speculative_decoding.md": speculation,
+    "docs/selection.md": ranking,
+    "docs/ray.md": replicas,
+    "docs/kv_compress.md": eviction,
+    "docs/chunk_api.md": compositions,
+    "docs/stores.md": formats,
+    "inputs/demo-model-long-reuse/README.md": reuse,
+}
+
+
+def missing(page: str, text: str) -> list[str]:
+    plain = " ".join(text.split())
+    return [claim for claim in CLAIMS[page]() if claim not in plain]
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_sentences_say_what_their_table_has(page: str) -> None:
+    assert missing(page, (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_a_changed_figure_is_found() -> None:
+    text = (ROOT / "docs" / "kv_compress.md").read_text(encoding="utf-8")
+    assert (
+        len(missing("docs/kv_compress.md", text.replace("7.4 +- 1.8", "7.5 +- 1.8").replace("7.4 +-\n1.8", "7.5"))) == 1
+    )
+
+
+def test_losses_by_eviction_are_differences_of_their_scores() -> None:
+    rows = table("kvc_quality.md", "data set", "metric", "allocation")
+    whole: dict[str, float] = {}
+    for cells in rows:
+        if cells[3] == "all":
+            whole[cells[0].split(" x ")[1]] = float(cells[4])
+        else:
+            difference = float(cells[5].split(" ")[0])
+            assert abs(float(cells[4]) - whole[cells[0]] - difference) < 0.11, cells
+    assert len(whole) == 3
