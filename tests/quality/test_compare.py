@@ -107,7 +107,7 @@ def test_rows_say_what_was_measured() -> None:
         method.answers = [{"f1": 0.5, "exact_match": 0.0, "rouge_l": 1.0}] * 3
     rows = module.make_rows(methods)
     assert (rows[1]["ttft_median_s"], rows[1]["ttft_speedup"], rows[1]["recomputed_share"]) == (0.05, 4.0, 0.1)
-    # Three prompts: a resample of the least or the largest ratio alone is drawn more often than the interval leaves out.
+    # Of three prompts, one is drawn three times more often than the interval leaves out.
     assert (rows[1]["ttft_speedup_low"], rows[1]["ttft_speedup_high"]) == pytest.approx((0.1 / 0.04, 0.9 / 0.06))
     assert rows[1]["ttft_s"] == [0.05, 0.04, 0.06] and rows[0]["ttft_speedup_low"] == rows[0]["ttft_speedup_high"] == 1
     lines = module.render_table(rows, "f1").splitlines()

@@ -205,8 +205,8 @@ def _rotated(methods: Sequence[Method], by: int) -> list[Method]:
 
 
 def make_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds, and every prompt's time
-    to first token."""
+    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds, and all
+    times to first token."""
     full = statistics.median(methods[0].ttft)
     rows = []
     for method in methods:
@@ -283,7 +283,7 @@ def report(output: dict[str, Any], metric: str) -> str:
     return text + (
         "\n\nTTFT: median time from the first step that works on a request to its first token, one request at a time,\n"
         "after a warm-up, with the passages' KV already in memory; in brackets, full prefill's time divided by it,\n"
-        "and the 95% interval of that (a bootstrap over the prompts). Other work on the machine is not in the interval.\n"
+        "and the 95% interval of that (a bootstrap over the prompts), which other work on the machine may exceed.\n"
         "From arrival: the same with the time before that step, in which the prompt is tokenized and planned.\n"
         "Full prefill: no prefix caching, no blending; it is given token ids, the others text.\n"
         "Tokens computed: share of the prompt that went through the model, the question included.\n"
