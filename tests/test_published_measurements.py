@@ -73,14 +73,16 @@ def eviction() -> list[str]:
 
 
 def compositions() -> list[str]:
-    second = table("chunks_cpu.md", "prompt tokens", "no cache")[-1]
-    none, first, retained, exactly = (f"{float(cell.removesuffix(' ms')):.0f} ms" for cell in second[1:5])
+    times = [
+        [float(cell.split(" ")[0]) if cell else 0.0 for cell in r[1:5]] for r in table("chunks_cpu.md", "prompt tokens")
+    ]
+    first, second, exactly = (ends([f"{r[0] / r[column]:.1f}" for r in times if r[column]], 1) for column in (1, 2, 3))
     after = {r[0]: r for r in table("chunks_cpu.md", "chunks encoded after", "exact")}["BOS and the system prompt"]
     whole, reuse, own, other = (f"{float(cell):.0f}%" for cell in after[1:5])
     cascade = [r[-1] for r in table("chunks_cpu.md", "batch", "shared tokens")]
     return [
-        f"{none} to the first token with nothing cached, {first} for a first blended composition, {retained} for the "
-        f'second question over it and {exactly} in mode `"exact"`.',
+        f"came {first} times sooner than with nothing cached, that of the second question over it {second} "
+        f'times, and that of a second question in mode `"exact"` {exactly} times',
         f"answers {own} if it repairs for the question asked, and {other} over pages",
         f"plain reuse answers {reuse} and exact computation {whole}",
         f"took {ends(cascade)} times as long",
