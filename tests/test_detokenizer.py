@@ -244,3 +244,20 @@ def test_decoded_tokens_of_logprobs() -> None:
         tokenizer.eos_token_id: Logprob(-2.0, 2, "</s>"),
         9999: Logprob(-3.0, 3, ""),
     }
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 419), max_size=40), prompt=st.lists(st.integers(0, 419), max_size=4))
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_remembered_pieces_are_those_of_a_new_decoder(
+    make: MakeTokenizer, skip: bool, ids: list[int], prompt: list[int]
+) -> None:
+    tokenizer, params = make(), SamplingParams(skip_special_tokens=skip)
+    for _ in range(2):  # the second time, every piece that may be remembered is
+        known, fresh = Detokenizer(tokenizer, params, prompt), Detokenizer(tokenizer, params, prompt)
+        assert known._decoder is not None and fresh._decoder is not None
+        for token in ids:
+            fresh._decoder._is_whole = False  # decodes every token
+            assert known._decoder.step(token) == fresh._decoder.step(token)
+            assert known.text == fresh.text

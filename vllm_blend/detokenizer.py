@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from weakref import WeakKeyDictionary
 
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.outputs import Logprob
@@ -14,6 +16,7 @@ from vllm_blend.sampling_params import SamplingParams
 _UNDECODABLE = "\ufffd"  # stands for bytes that are no character, or not yet
 _CONTEXT_TOKENS = 8  # of the prompt: decoders look back at neighbours only
 _MAX_UNDECODED = 8  # tokens; a character has at most 4 bytes, and a token at least 1
+_MAX_PIECES = 1 << 16  # that are remembered of a tokenizer: some 10 MiB
 
 
 class Detokenizer:
@@ -77,6 +80,8 @@ class Detokenizer:
         return self._text[: len(self._text) - held]
 
     def _find_stop(self) -> str | None:
+        if not self._stops:
+            return None
         found: tuple[int, int, str] | None = None  # end, start: the least is completed first, then longest
         for stop in self._stops:
             start = self._text.find(stop, max(0, self._searched - len(stop) + 1))
@@ -116,12 +121,29 @@ class _IncrementalDecoder:
         self._shown = len(context.rstrip(_UNDECODABLE))  # characters of the window's text that are out
         # a prompt may end in U+FFFD proper, or within a character that the output completes; the text after it tells
         self._broken_context = context if context.endswith(_UNDECODABLE) else ""
+        self._pieces = _pieces_of(tokenizer, skip)
+        self._is_whole = not self._broken_context  # whether all of the window's text is out, to a whole character
 
     def step(self, token: int) -> str:
         """Return the text that becomes certain with one more token."""
+        if not self._is_whole or self._unspaced:
+            return self._decode_with(token)
+        key = self._pieces.key(self._ids, token)
+        known = self._pieces.known.get(key)
+        if known is not None and token not in self._silent:
+            piece, self._shown = known
+            self._ids, self._read = [token], 1
+            return piece
+        piece = self._decode_with(token)
+        if piece and self._is_whole and key is not None:
+            self._pieces.remember(key, piece, self._shown)
+        return piece
+
+    def _decode_with(self, token: int) -> str:
         if not self._is_visible(token):
             return ""
         self._ids.append(token)
+        self._is_whole = False
         text = self._decode(self._ids)
         after_added, self._after_added = self._after_added, token in self._unspaced
         if text.endswith(_UNDECODABLE):
@@ -160,6 +182,43 @@ class _IncrementalDecoder:
         self._read = 0 if num_unshown else len(window)
         self._shown = len(self._decode(window)) - num_unshown
         self._broken_context = ""
+        self._is_whole = num_unshown == 0
+
+
+class _Pieces:
+    """The text that a token adds where everything before it is out, and the characters of that token alone.
+
+    What a token decodes to may depend on its neighbours, but here on the one before it at most, as the decoder's window
+    begins there; with a byte-level decoder, which joins bytes, on none. Looking a piece up takes 0.5 us in place of 10
+    for two calls of the decoder, and a stream takes one for each of its tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.known: dict[int | tuple[int, int] | None, tuple[str, int]] = {}
+        self._joins_bytes = tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
+
+    def key(self, window: Sequence[int], token: int) -> int | tuple[int, int] | None:
+        """Return what the piece of `token` behind a window depends on; None for more than one token."""
+        if self._joins_bytes:
+            return token
+        return (window[0], token) if len(window) == 1 else None
+
+    def remember(self, key: int | tuple[int, int], piece: str, shown: int) -> None:
+        if len(self.known) >= _MAX_PIECES:
+            self.known.clear()
+        self.known[key] = piece, shown
+
+
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[bool, int], _Pieces]] = WeakKeyDictionary()
+
+
+def _pieces_of(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _Pieces:
+    """Return what is remembered of a tokenizer, as long as it has the same number of tokens."""
+    by_settings = _PIECES.setdefault(tokenizer, {})
+    key = (skip_special_tokens, len(tokenizer))
+    if key not in by_settings:
+        by_settings[key] = _Pieces(tokenizer)
+    return by_settings[key]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
