@@ -20,6 +20,7 @@ class PageTable(Protocol):
     blocks: list[int]  # the ordinary blocks, in order of position; empty for a table of another kind
     is_exact: bool  # whether they hold what plain prefill puts there: only then may requests share them by content
     num_missing: int  # how many entries of `blocks` are MISSING
+    version: int  # another one after entries of `blocks` were replaced; those that are added behind them do not count
 
     @property
     def max_tokens(self) -> int:
@@ -41,7 +42,7 @@ class BlockTable:
     def __init__(self, manager: BlockManager, shared: Iterable[int] = ()) -> None:
         self.manager, self.blocks = manager, list(shared)
         self.is_exact = True
-        self.num_missing = 0
+        self.num_missing = self.version = 0
 
     @property
     def max_tokens(self) -> int:
@@ -50,11 +51,12 @@ class BlockTable:
 
     def grow(self, num_tokens: int) -> bool:
         """Extend the table to hold `num_tokens`; return False, with nothing taken, if too few blocks are free."""
+        if num_tokens <= len(self.blocks) * self.manager.block_size:
+            return True
         needed = self.manager.blocks_for(num_tokens) - len(self.blocks)
         if needed > self.manager.num_free_blocks:
             return False
-        if needed > 0:
-            self.blocks.extend(self.manager.allocate(needed))
+        self.blocks.extend(self.manager.allocate(needed))
         return True
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,11 @@ from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The positions of a request that a forward pass computes: start .. stop - 1, or the ascending `positions`.
 
-    `drafts` are guesses at the last positions, beyond the known tokens.
+    `drafts` are guesses at the last positions, beyond the known tokens. A named tuple, as a step makes one for each
+    request, and a frozen dataclass takes three times as long to make.
     """
 
     request: Request

@@ -13,7 +13,8 @@ from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.ops.graph_capture import Capture, CUDAGraphs
 from vllm_blend.ops.host_copy import fill
-from vllm_blend.worker.batch import Drawn, Span, decode_row, single_rows
+from vllm_blend.worker.batch import Drawn, Span, single_rows
+from vllm_blend.worker.decode_rows import IDS, SOURCES, DecodeRows
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.passes import GraphHook
 
@@ -24,7 +25,7 @@ class _DecodeGraph:
     # [5, bucket] int64: ids, positions, slots, which drawn token is to replace the id, and positions for RoPE
     rows: torch.Tensor
     block_tables: torch.Tensor  # [bucket, max_blocks] int32
-    sent_tables: np.ndarray  # what is in them
+    host: DecodeRows  # what is in these two
     logits: torch.Tensor  # [bucket, vocab]
     hooks: Sequence[GraphHook]
 
@@ -61,31 +62,22 @@ class DecodeGraphs:
         A row of drafts runs as a sequence of its own over the same blocks: all rows write their K and V before any
         attends, and each sees the positions up to its own. The logits are valid until the next run.
         """
-        starts = [0, *accumulate(span.stop - span.start for span in spans)]
+        starts = [0, *accumulate([span.stop - span.start for span in spans])]
         if starts[-1] > len(spans):
             spans = [row for span in spans for row in single_rows(span)]
         count = len(spans)
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
             return None
-        graph, block_size = self._graphs[size], self.parts.cache.block_size
-        rows = np.zeros((5, size), np.int64)
-        rows[3] = -1
-        width = max(len(span.request.block_table) for span in spans)
-        tables = np.zeros((size, width), np.int32)
-        missing = [span.num_missing_blocks for span in spans]
-        for index, span in enumerate(spans):
-            table = span.request.present_blocks() if missing[index] else span.request.block_table
-            tables[index, : len(table)] = table
-        rows[:4, :count] = np.array([decode_row(span, block_size, drawn) for span in spans], np.int64).T
-        rows[4] = rows[1]
-        rows[1, :count] -= np.array(missing) * block_size
+        graph = self._graphs[size]
+        host, rows = graph.host, graph.host.rows
+        host.update(spans, drawn)
         fill(graph.rows, rows)
-        if (rows[3] >= 0).any():
-            drawn.feed_into(graph.rows[0], graph.rows[3], rows[3])
-        if not np.array_equal(graph.sent_tables[:, :width], tables):  # they change when a request needs another block
-            fill(graph.block_tables[:, :width], tables)
-            graph.sent_tables[:, :width] = tables
+        if (rows[SOURCES] >= 0).any():
+            drawn.feed_into(graph.rows[IDS], graph.rows[SOURCES], rows[SOURCES])
+        if host.unsent:  # they change when a request needs another block
+            fill(graph.block_tables[:, : host.unsent], np.ascontiguousarray(host.tables[:, : host.unsent]))
+            host.unsent = 0
         graph.replay()
         for hook in graph.hooks:
             hook.replayed(starts)
@@ -103,4 +95,6 @@ class DecodeGraphs:
                 return parts.model.compute_logits(parts.model(rows[0]))
 
         replay, logits = capture(step)
-        return _DecodeGraph(replay, rows, tables, np.zeros(tables.shape, np.int32), logits, hooks)
+        return _DecodeGraph(
+            replay, rows, tables, DecodeRows(size, self.max_blocks, parts.cache.block_size), logits, hooks
+        )

@@ -55,7 +55,7 @@ class HeadPageTable:
         self.tables, self.index, self.state = tables, index, state
         self.blocks: list[int] = []
         self.is_exact = False
-        self.num_missing = 0
+        self.num_missing = self.version = 0
 
     @property
     def max_tokens(self) -> int:

@@ -102,6 +102,7 @@ class ChunkOffload(Extension):
                 continue
             self.reports[request.request_id] = self._report(state.residency, scores.get(state.residency))
             request.pages.num_missing = state.residency.num_missing_blocks
+            request.pages.version = state.residency.version
             if self.hides and request.pages.num_missing:
                 request.pages.is_exact = False
 
