@@ -103,26 +103,31 @@ class Scheduler:
         """Record that the scheduled tokens are in the cache, or will be for every later step, and publish the blocks
         that exact prefill fills."""
         self._uncopied.clear()
+        size = self.blocks.block_size
         for item in output.scheduled:
+            request = item.request
             if item.part is not None:
-                item.request.num_blended_rows = item.part.stop
-            if not item.completes:
-                continue
-            item.request.num_computed_tokens = item.known_stop
-            retention = item.request.retention
-            if item.is_blend and retention is not None:  # its pages hold the context for every later step
-                blocks = tuple(item.request.block_table[: self.blocks.blocks_for(retention.num_tokens)])
+                request.num_blended_rows = item.part.stop
+                if not item.part.is_last:
+                    continue
+            start, stop = item.start, item.known_stop
+            request.num_computed_tokens = stop
+            if item.is_blend and request.retention is not None:  # its pages hold the context for every later step
+                retention = request.retention
+                blocks = tuple(request.block_table[: self.blocks.blocks_for(retention.num_tokens)])
                 self.blocks.retain(retention.key, Retained(blocks, retention.num_tokens, retention.pieces))
-            if item.known_stop <= item.request.num_known_tokens:
-                publish_blocks(self.blocks, item.request, item.start, item.known_stop)
+            if start // size != stop // size and stop <= request.num_known_tokens:
+                publish_blocks(self.blocks, request, start, stop)
 
     def settle(self, output: SchedulerOutput) -> None:
         """Publish blocks that ended in a token unknown when the step was queued. Call this when the step has been read,
         and all before it."""
-        if self.blocks.enable_prefix_caching:
-            for item in output.scheduled:
-                if item.num_tokens == 1 and item.stop <= item.request.num_computed_tokens:
-                    publish_blocks(self.blocks, item.request, item.start, item.stop)
+        if not self.blocks.enable_prefix_caching:
+            return
+        size = self.blocks.block_size
+        for item in output.scheduled:
+            if item.num_tokens == 1 and item.stop % size == 0 and item.stop <= item.request.num_computed_tokens:
+                publish_blocks(self.blocks, item.request, item.start, item.stop)
 
     def accept(self, item: ScheduledRequest, count: int) -> None:
         """Count the first `count` drafts of a step that has been read as tokens of the request: the cache holds their
@@ -136,15 +141,21 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            if ahead and _is_complete(request):
+            computed, num_tokens = request.num_computed_tokens, request.num_tokens
+            if ahead and _is_complete(request, num_tokens):
+                index += 1
+                continue
+            if computed == num_tokens - 1 and computed and not request.drafts and self._grow(request, num_tokens):
+                output.scheduled.append(ScheduledRequest(request, computed, 1))  # as most are: the next token alone
+                budget -= 1
                 index += 1
                 continue
             # A blend goes on, or is done again if its step failed, whole if it is not divided, whatever the budget.
             is_blend = request.awaits_blend
             part = self._blend_part(request, budget) if is_blend else None
-            remaining = request.num_tokens - request.num_computed_tokens
+            remaining = num_tokens - computed
             count = remaining if is_blend else min(remaining, budget)
-            while not self._grow(request, request.num_computed_tokens + count):
+            while not self._grow(request, computed + count):
                 if ahead:
                     return None
                 output.preempted.append(self.preempt_last())
@@ -154,7 +165,7 @@ class Scheduler:
             if request.drafts and remaining == 1:
                 drafts = self._take_drafts(request, budget - (len(self.running) - index))
                 count += len(drafts)
-            item = ScheduledRequest(request, request.num_computed_tokens, count, is_blend, drafts, part)
+            item = ScheduledRequest(request, computed, count, is_blend, drafts, part)
             output.scheduled.append(item)
             budget -= item.num_rows
             index += 1
@@ -299,10 +310,10 @@ def _key_of(request: Request) -> bytes | None:
     return None if request.retention is None else request.retention.key
 
 
-def _is_complete(request: Request) -> bool:
-    """Return whether a step in flight computes the rest of a request, or draws its last token."""
+def _is_complete(request: Request, num_tokens: int) -> bool:
+    """Return whether a step in flight computes the rest of a request of so many tokens, or draws its last one."""
     longest = request.max_num_tokens
-    return request.num_computed_tokens == request.num_tokens or (longest is not None and request.num_tokens >= longest)
+    return request.num_computed_tokens == num_tokens or (longest is not None and num_tokens >= longest)
 
 
 def _is_divisible(request: Request) -> bool:

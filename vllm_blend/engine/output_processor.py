@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -27,12 +26,16 @@ class OutputProcessor:
     tokenizer: PreTrainedTokenizerBase | None
     max_model_len: int
 
-    def append_token(self, request: Request, token: int, logprobs: dict[int, Logprob] | None) -> bool:
-        """Add a sampled token to its request; return whether that ends it."""
+    def append_token(self, request: Request, token: int, logprobs: dict[int, Logprob] | None, now: float) -> bool:
+        """Add a sampled token to its request; return whether that ends it. `now` is in seconds since the epoch."""
         request.output_token_ids.append(token)
-        assert request.sampling is not None
-        stop = check_stop(request.sampling, token, request.num_known_tokens, self.max_model_len)
-        return self.enter_token(request, token, logprobs, stop, time.time())
+        state, longest = request.sampling, request.max_num_tokens
+        assert state is not None
+        stop, num_tokens = None, request.num_known_tokens
+        # the few tokens that may end it are looked at closely
+        if token in state.stopping_ids or longest is None or num_tokens >= longest:
+            stop = check_stop(state, token, num_tokens, self.max_model_len)
+        return self.enter_token(request, token, logprobs, stop, now)
 
     def enter_token(
         self,
@@ -44,19 +47,21 @@ class OutputProcessor:
     ) -> bool:
         """Enter the last of a request's tokens, which has been appended already; return whether that ends the request.
         `stop` is what `check_stop` says of the token, to which stop strings are added here."""
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
-        request.metrics.last_token_time = now
+        metrics = request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
         if logprobs is not None:
             request.logprobs.append(self.with_text(request, logprobs))
         assert request.detokenizer is not None
-        ends_by_token = stop is not None and stop[0] == "stop"
-        stop_string = request.detokenizer.append(token, ends=ends_by_token)
+        stop_string = request.detokenizer.append(token, stop is not None and stop[0] == "stop")
         if stop_string is not None:
             request.finish("stop", stop_string)
         elif stop is not None:
             request.finish(*stop)
-        return request.finished
+        else:
+            return False
+        return True
 
     def add_prompt_logprobs(
         self, group: RequestGroup, request: Request, start: int, entries: list[dict[int, Logprob]]

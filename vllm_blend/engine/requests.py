@@ -11,7 +11,7 @@ from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.metrics import EngineMetrics
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.outputs import BlendStats, Logprob, RequestMetrics
-from vllm_blend.request import Request
+from vllm_blend.request import Request, RequestStatus
 
 
 @dataclass(eq=False)
@@ -32,7 +32,10 @@ class RequestGroup:
 
     @property
     def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
+        for request in self.requests:  # noqa: SIM110 - a generator would double the time of what every step asks
+            if request.status is not RequestStatus.FINISHED:
+                return False
+        return True
 
 
 @dataclass(eq=False)

@@ -183,10 +183,11 @@ class StepLoop:
         earlier, self._unreported = self._unreported, []
         outputs = []
         for group in dict.fromkeys([*earlier, *touched]):
+            finished = group.finished
             if group.on_advance is not None:
                 group.on_advance(group)
-            elif group.finished or not group.final_only:
+            elif finished or not group.final_only:
                 outputs.append(self.results.processor.output(group))
-            if group.finished:
+            if finished:
                 self.requests.forget(group)
         return outputs

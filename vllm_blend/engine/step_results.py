@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from vllm_blend.engine.metrics import EngineMetrics
 from vllm_blend.engine.output_processor import OutputProcessor
 from vllm_blend.engine.requests import LiveRequests, RequestGroup
 from vllm_blend.layers.sampler import SamplerOutput
-from vllm_blend.request import Request
+from vllm_blend.request import Request, RequestStatus
 from vllm_blend.worker.runner_output import BlendResult, RunnerOutput
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class StepResults:
             self._fail(request, error, touched)
         for item in scheduled.scheduled:
             request = item.request
-            if request.finished:
+            if (request.collect_from is None and not result.prompt_logprobs) or request.finished:
                 continue
             if request in result.prompt_logprobs:
                 group = self.requests.groups[request]
@@ -78,6 +80,10 @@ class StepResults:
     ) -> None:
         drafted = {item.request: item for item in scheduled.scheduled if item.drafts}
         extensions = [each for each in self.extensions if type(each).verify is not Extension.verify]
+        now = time.time()
+        if not (drafted or extensions or tokens.errors):
+            self._append_one_each(result.sampled, tokens, now, touched)
+            return
         row = 0
         for request in result.sampled:
             item = drafted.get(request)
@@ -90,7 +96,23 @@ class StepResults:
             touched[self.requests.groups[request]] = None
             for extension in extensions:
                 rows = rows[: extension.verify(request, drafts, [tokens.token_ids[r] for r in rows])]
-            self._append_rows(request, rows, tokens, item, touched)
+            self._append_rows(request, rows, tokens, item, now, touched)
+
+    def _append_one_each(
+        self, sampled: Sequence[Request], tokens: SamplerOutput, now: float, touched: dict[RequestGroup, None]
+    ) -> None:
+        """Add a token to each request: what most steps do, in plain code."""
+        groups, append = self.requests.groups, self.processor.append_token
+        count = 0
+        for request, token, logprobs in zip(sampled, tokens.token_ids, tokens.logprobs, strict=True):
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.FINISHED:
+                continue
+            touched[groups[request]] = None
+            count += 1
+            if append(request, token, logprobs, now):
+                self.requests.finish(request, request.finish_reason or "stop")
+        self.metrics.generation_tokens += count
 
     def _append_rows(
         self,
@@ -98,6 +120,7 @@ class StepResults:
         rows: range,
         tokens: SamplerOutput,
         item: ScheduledRequest | None,
+        now: float,
         touched: dict[RequestGroup, None],
     ) -> None:
         """Add the tokens of these rows, up to the one that ends the request; `item` is given where it had drafts."""
@@ -106,7 +129,7 @@ class StepResults:
                 self._fail(request, tokens.errors[row], touched)
                 return
             self.metrics.generation_tokens += 1
-            ends = self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row])
+            ends = self.processor.append_token(request, tokens.token_ids[row], tokens.logprobs[row], now)
             if item is not None and (ends or row == rows[-1]):
                 self.requests.scheduler.accept(item, index)
             if ends:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
-from vllm_blend.core.step import ScheduledRequest
+from vllm_blend.core.step import ScheduledRequest, all_decode
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import prompt_logprobs
 from vllm_blend.ops.host_copy import to_device
@@ -61,7 +61,7 @@ class BlockPass:
 
     def run(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
         """Compute the items, and add what blends and prompts give to `result`."""
-        if self.decode_graphs is not None and all(item.is_decode or item.drafts for item in items):
+        if self.decode_graphs is not None and all_decode(items):
             logits = self._replay(self.decode_graphs, items, drawn)
             if logits is not None:
                 return PassOutput(logits, items)
@@ -72,7 +72,7 @@ class BlockPass:
     ) -> torch.Tensor | None:
         if any(extension.needs_eager(items) for extension in self.extensions):
             return None
-        spans = [Span(item.request, item.start, item.stop, None, item.drafts) for item in items]
+        spans = [Span(item.request, item.start, item.start + item.num_tokens, None, item.drafts) for item in items]
         for extension in self.extensions:
             logits = extension.replay(spans, drawn)
             if logits is not None:

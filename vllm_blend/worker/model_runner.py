@@ -72,7 +72,7 @@ class ModelRunner:
             result.sampled += [item.request for item in output.items]
             if self._ranks.leads:
                 logits.append(output.logits)
-                states += [state for item in output.items for state in _states(item)]
+                states += _states(output.items)
         if logits:
             result.tokens = self.sampler.start(logits[0] if len(logits) == 1 else torch.cat(logits), states)
         return result
@@ -114,8 +114,13 @@ class ModelRunner:
             pages[:, targets] = pages[:, sources]
 
 
-def _states(item: ScheduledRequest) -> list[SamplingState]:
-    """Return the states of the rows that a request draws from: after its last token, and after each draft."""
-    state = item.request.sampling
-    assert state is not None
-    return [state.after(item.drafts[:count]) for count in range(len(item.drafts) + 1)]
+def _states(items: Sequence[ScheduledRequest]) -> list[SamplingState]:
+    """Return the states of the rows that requests draw from: after the last token of each, and after each draft."""
+    states = []
+    for item in items:
+        state = item.request.sampling
+        assert state is not None
+        states.append(state)
+        if item.drafts:
+            states += [state.after(item.drafts[: count + 1]) for count in range(len(item.drafts))]
+    return states
