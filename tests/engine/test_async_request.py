@@ -122,9 +122,10 @@ async def read_all(
 
     for wanted, _ in zip(reads, enter(engine, OutputProcessor(None, 4096), steps, ends), strict=True):
         report(engine)
-        message = DECODER.decode(new_encoder().encode(Outputs(reporter.take())))
+        message = DECODER.decode(new_encoder().encode(reporter.take()))
         assert isinstance(message, Outputs)
-        request.arrived.extend(message.deltas)
+        request.arrived.extend([*message.deltas, *((token, message.time) for token in message.token_ids)])
+        assert len(message.deltas) + len(message.singles) == 1
         for index in request.enter_arrived():  # as the engine does when it hears of it
             if not engine.requests[index].finished:
                 engine.requests[index].finish("stop")

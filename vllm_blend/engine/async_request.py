@@ -49,20 +49,17 @@ class AsyncRequest:
         self._processor, self._converting = processor, converting
         self._shown = [(0, 0)] * params.n  # tokens and characters of each completion in outputs that were read
         self._ended = [False] * params.n  # completions whose end was read
-        self.arrived: deque[Delta] = deque()  # another thread appends to it
+        # another thread appends to it; a token alone comes with its time, as in `Outputs.singles`
+        self.arrived: deque[Delta | tuple[int, float]] = deque()
         self._prompt_logprobs: list[WireLogprobs | None] | None = None  # as they came, until they are read
-        self._has_news = asyncio.Event()
+        self.has_news = False  # whether `read` has something to return
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._error: BaseException | None = None
 
     @property
     def finished(self) -> bool:
         """Return whether nothing more will come but what is there to be read."""
         return self._error is not None or self._group.finished
-
-    @property
-    def has_news(self) -> bool:
-        """Return whether `read` has something to return."""
-        return self._has_news.is_set()
 
     @property
     def arrival_time(self) -> float:
@@ -77,7 +74,11 @@ class AsyncRequest:
         """Enter what has arrived. Return the completions that a stop string has ended: the engine must be told."""
         stopped: list[int] = []
         while self.arrived:
-            stopped += self._enter(self.arrived.popleft())
+            news = self.arrived.popleft()
+            if isinstance(news, tuple):
+                stopped += self._enter_single(*news)
+            else:
+                stopped += self._enter(news)
         return stopped
 
     def abort(self) -> None:
@@ -85,20 +86,22 @@ class AsyncRequest:
         for request in self._group.requests:
             if not request.finished:
                 request.finish("abort")
-        self._has_news.set()
+        self._tell_reader()
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the reader, unless the request has finished."""
         if not self.finished:
             self._error = error
-            self._has_news.set()
+            self._tell_reader()
 
     async def read(self) -> RequestOutput:
         """Wait for news, and return the next output. Raises the error with which the request failed."""
-        await self._has_news.wait()
+        while not self.has_news:
+            self._reader = self.loop.create_future()
+            await self._reader
         if self._prompt_logprobs is not None:
             await self._make_prompt_logprobs()
-        self._has_news.clear()
+        self.has_news = False
         if self._error is not None:
             raise self._error
         if self.params.output_kind is RequestOutputKind.DELTA:
@@ -118,8 +121,23 @@ class AsyncRequest:
         news = [tokens for tokens in delta.tokens if not self._group.requests[tokens.index].finished]
         stopped = [tokens.index for tokens in news if self._enter_tokens(tokens, delta.time)]
         if self._group.finished or (news and self.params.output_kind is not RequestOutputKind.FINAL_ONLY):
-            self._has_news.set()
+            self._tell_reader()
         return stopped
+
+    def _enter_single(self, token: int, now: float) -> list[int]:
+        request = self._group.requests[0]
+        if self._error is not None or request.finished:
+            return []
+        request.output_token_ids.append(token)
+        stopped = self._processor.enter_token(request, token, None, None, now)
+        if stopped or self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            self._tell_reader()
+        return [request.index] if stopped else []
+
+    def _tell_reader(self) -> None:
+        self.has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _enter_facts(self, facts: Facts) -> None:
         group, first = self._group, self._group.requests[0]

@@ -6,18 +6,18 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
 from vllm_blend.engine.async_request import AsyncRequest
 from vllm_blend.engine.errors import EngineDeadError
-from vllm_blend.engine.process.messages import Abort, Delta, Stop, ToEngine
+from vllm_blend.engine.process.messages import Abort, Outputs, Stop, ToEngine
 
 logger = logging.getLogger(__name__)
 
-BATCH = 8  # requests whose news are entered before others get their turn on an event loop
+BATCH = 32  # requests whose news are entered before others get their turn on an event loop: some 0.1 ms
 RECENT = 64  # requests whose ends tell how fast the queue moves
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
@@ -77,14 +77,20 @@ class RequestTable:
         seconds = (time.monotonic() - self._ends[0]) / len(self._ends)
         return min(max(MIN_RETRY_SECONDS, float(math.ceil(seconds * num_waiting))), MAX_RETRY_SECONDS)
 
-    def advanced(self, deltas: list[Delta]) -> None:
+    def advanced(self, news: Outputs) -> None:
         """Hand news to the event loops of their requests. This and the next two are for the client's thread."""
-        by_loop: dict[asyncio.AbstractEventLoop, deque[AsyncRequest]] = {}
-        for delta in deltas:
-            request = self._requests.get(delta.number)
+        by_loop: defaultdict[asyncio.AbstractEventLoop, deque[AsyncRequest]] = defaultdict(deque)
+        known, time = self._requests, news.time
+        for delta in news.deltas:
+            request = known.get(delta.number)
             if request is not None:
                 request.arrived.append(delta)
-                by_loop.setdefault(request.loop, deque()).append(request)
+                by_loop[request.loop].append(request)
+        for number, token in zip(news.singles, news.token_ids, strict=True):
+            request = known.get(number)
+            if request is not None:
+                request.arrived.append((token, time))
+                by_loop[request.loop].append(request)
         for loop, requests in by_loop.items():
             self._run_in(loop, partial(self._enter, requests))
 
@@ -119,7 +125,8 @@ class RequestTable:
                 request.fail(error)
                 self.drop(request)
                 continue
-            self._tell_stopped(request, stopped)
+            if stopped:
+                self._tell_stopped(request, stopped)
             if request.finished:
                 self.remove(request)
         if requests:

@@ -20,7 +20,6 @@ from vllm_blend.engine.process.messages import (
     Answer,
     Beat,
     Call,
-    Delta,
     Error,
     Failed,
     FromEngine,
@@ -44,7 +43,7 @@ SHUT_DOWN = "the engine has been shut down"
 class Listener(Protocol):
     """Hears what an engine process does. The client's thread calls it, so its methods must not wait."""
 
-    def advanced(self, deltas: list[Delta]) -> None:
+    def advanced(self, news: Outputs) -> None:
         """Requests have advanced."""
 
     def refused(self, number: int, error: Exception) -> None:
@@ -207,8 +206,8 @@ class EngineClient:
 
     def _take(self, process: EngineProcess, message: FromEngine) -> None:
         match message:
-            case Outputs(deltas):
-                self._listener.advanced(deltas)
+            case Outputs():
+                self._listener.advanced(message)
             case Answer():
                 future = self._calls.pop(message.number, None)
                 if future is not None and future.set_running_or_notify_cancel():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_blend.engine.process.messages import Delta, Facts, Tokens, to_wire
+from vllm_blend.engine.process.messages import Delta, Facts, Outputs, Tokens, to_wire
 from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.request import Request
 
 
 @dataclass(eq=False)
@@ -15,17 +16,20 @@ class DeltaReporter:
     """Collects the news of requests, in the order in which the engine enters them. `ended` has the numbers of requests
     of which nothing more will come."""
 
-    deltas: list[Delta] = field(default_factory=list)
+    news: Outputs = field(default_factory=lambda: Outputs([]))
     ended: list[int] = field(default_factory=list)
 
     def watch(self, number: int, parsed: ParsedPrompt, num_completions: int) -> Callable[[RequestGroup], None]:
         """Return what the engine is to call when the request `number` has advanced."""
         return _Cursor(self, number, parsed, [0] * num_completions, num_completions)
 
-    def take(self) -> list[Delta]:
-        """Hand over what was collected."""
-        deltas, self.deltas = self.deltas, []
-        return deltas
+    def take(self) -> Outputs | None:
+        """Hand over what was collected; None if there is nothing. A request may report once between two calls."""
+        news = self.news
+        if not (news.deltas or news.singles):
+            return None
+        self.news = Outputs([])
+        return news
 
     def take_ended(self) -> list[int]:
         """Hand over the numbers of the requests that ended."""
@@ -46,6 +50,22 @@ class _Cursor:
     num_prompt_logprobs: int = 0
 
     def __call__(self, group: RequestGroup) -> None:
+        if self.has_begun and len(self.sent) == 1 and self._is_single(group.requests[0]):
+            news, time = self.reporter.news, group.metrics.last_token_time
+            assert time is not None
+            self.sent[0] += 1
+            news.singles.append(self.number)
+            news.token_ids.append(group.requests[0].output_token_ids[-1])
+            news.time = time
+            return
+        self._report_delta(group)
+
+    def _is_single(self, request: Request) -> bool:
+        """Return whether a token more is all that is new."""
+        is_one = len(request.output_token_ids) == self.sent[0] + 1
+        return is_one and request.finish_reason is None and not request.logprobs
+
+    def _report_delta(self, group: RequestGroup) -> None:
         news = []
         for request in group.requests:  # plain code: it runs for every stream in every step
             index, known = request.index, request.output_token_ids
@@ -67,7 +87,9 @@ class _Cursor:
             if not self.num_running:
                 self.reporter.ended.append(self.number)
         metrics = group.metrics
-        self.reporter.deltas.append(Delta(self.number, news, metrics.last_token_time or metrics.arrival_time, facts))
+        self.reporter.news.deltas.append(
+            Delta(self.number, news, metrics.last_token_time or metrics.arrival_time, facts)
+        )
 
     def _facts(self, group: RequestGroup) -> Facts:
         first = group.requests[0]

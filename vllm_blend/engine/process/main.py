@@ -38,7 +38,6 @@ from vllm_blend.engine.process.messages import (
     Delta,
     Failed,
     FromEngine,
-    Outputs,
     Ready,
     Refused,
     Stop,
@@ -207,10 +206,10 @@ class EngineLoop:
             logger.exception("a step failed, and is tried again")
 
     def _report(self) -> None:
-        deltas = self._reporter.take()
-        if deltas:
-            self.send(Outputs(deltas))
-            last = {delta.number: delta for delta in deltas}
+        news = self._reporter.take()
+        if news is not None:
+            self.send(news)
+            last = {delta.number: delta for delta in news.deltas}
             for number in self._reporter.take_ended():
                 request_id = self._ids.pop(number, None)
                 if request_id is not None:

@@ -82,9 +82,16 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class Outputs(msgspec.Struct, array_like=True, tag=True):
-    """What a step has given."""
+    """What a step has given: what there is to say of some requests, and one token more for each of `singles`.
+
+    Most requests get a token of a step and nothing else. Two lists of numbers take a tenth of the time that a `Delta`
+    for each of these takes to make, send and read.
+    """
 
     deltas: list[Delta]
+    singles: list[int] = []  # numbers of requests of one completion; none is among `deltas`
+    token_ids: list[int] = []  # of these, in their order
+    time: float = 0.0  # when those tokens were read, in seconds since the epoch
 
 
 class Error(msgspec.Struct, array_like=True):
