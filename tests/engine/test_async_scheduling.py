@@ -82,7 +82,32 @@ def test_same_answers(options: dict[str, Any], room: dict[str, Any], monkeypatch
         if "logprobs" in options or not exact:
             assert_same_logprobs(ours, theirs)
         assert blend_of(ours) == blend_of(theirs)
-    assert bool(counted[True]) != bool("presence_penalty" in options or "min_tokens" in options)
+    assert bool(counted[True]) != ("presence_penalty" in options)
+
+
+@pytest.mark.parametrize("min_tokens", [2, 5, 6])
+def test_min_tokens_count_what_is_unread(min_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tokens were drawn may be unknown, but not how many: the first that may stop an answer is never too early,
+    nor too late."""
+    stops = list(range(0, TINY_VOCABULARY, 2))  # most answers end with the first token that may end them
+    asked = [
+        greedy(16, min_tokens=min_tokens, stop_token_ids=stops),
+        sampled(16, seed=1, temperature=1.5, min_tokens=min_tokens, stop_token_ids=stops),
+        greedy(16, ignore_eos=True),
+    ]
+    answers = []
+    for ahead in (False, True):
+        with engine(MODEL, async_scheduling=ahead, **ROOM) as llm:
+            counted = launches(llm, monkeypatch)
+            answers.append(run(llm, prompts()[:3], asked))
+        assert bool(counted[True]) == ahead
+    if settings.current().exact:
+        assert tokens_of(answers[0]) == tokens_of(answers[1])
+    for output in answers[1][:2]:
+        token_ids = output.outputs[0].token_ids
+        assert len(token_ids) > min_tokens
+        assert not set(token_ids[:min_tokens]) & set(stops)
+        assert output.outputs[0].finish_reason == "length" or token_ids[-1] in stops
 
 
 def test_what_needs_the_last_token_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,18 +139,19 @@ class OutputProcessor:
 
     def completion(self, request: Request, text: str | None = None, start: int = 0) -> CompletionOutput:
         """Return what has been generated from token `start` on. `text` is given where it is not the whole text."""
-        asked = request.params is not None and request.params.logprobs is not None
-        chosen = [
-            entry[token].logprob for entry, token in zip(request.logprobs, request.output_token_ids, strict=False)
-        ]
+        cumulative, logprobs = None, None
+        if request.params is not None and request.params.logprobs is not None:
+            pairs = zip(request.logprobs, request.output_token_ids, strict=False)
+            cumulative = sum([entry[token].logprob for entry, token in pairs])
+            logprobs = _format_logprobs(request, request.logprobs[start:])
         if text is None:
             text = request.detokenizer.text if request.detokenizer is not None else ""
         return CompletionOutput(
             index=request.index,
             text=text,
             token_ids=request.output_token_ids[start:],
-            cumulative_logprob=sum(chosen) if asked else None,
-            logprobs=_format_logprobs(request, request.logprobs[start:]) if asked else None,
+            cumulative_logprob=cumulative,
+            logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )

@@ -25,7 +25,8 @@ class SamplingState:
     """One sequence as the sampler sees it.
 
     `output_token_ids` is the owner's list, read here and never written. `bad_words` are the token sequences that
-    `SamplingParams.bind` returned. The generator draws on the host, so a seed gives the same draws on every device.
+    `SamplingParams.bind` returned. `num_unread` tokens more have been drawn in steps that the host has not read. The
+    generator draws on the host, so a seed gives the same draws on every device.
     `constraint` must not change once the state has been asked for anything.
     """
 
@@ -35,6 +36,7 @@ class SamplingState:
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
     constraint: TokenConstraint | None = None
+    num_unread: int = field(init=False, default=0)
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
@@ -61,7 +63,7 @@ class SamplingState:
 
     @property
     def awaits_min_tokens(self) -> bool:
-        return len(self.output_token_ids) < self.params.min_tokens
+        return len(self.output_token_ids) + self.num_unread < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:
@@ -105,13 +107,14 @@ class SamplingState:
 
         Both draw from the same random numbers, in the order in which they ask.
         """
-        if not token_ids or not self.needs_history:
+        if not token_ids or not (self.needs_history or self.params.min_tokens):
             return self
         output = [*self.output_token_ids, *token_ids]
         constraint = None if self.constraint is None else self.constraint.after(token_ids)
         other = SamplingState(
             self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words, constraint
         )
+        other.num_unread = self.num_unread
         other.generator, other._uniforms, other._given = self.generator, self._uniforms, self._given
         if self.penalized:
             other._table = self.penalty_table().copy()
@@ -119,10 +122,10 @@ class SamplingState:
 
     @cached_property
     def needs_history(self) -> bool:
-        """Return whether a draw depends on the tokens before it in other ways than through the logits."""
-        p = self.params
-        listed = self.bad_words or p.logits_processors
-        return self.penalized or bool(listed) or p.min_tokens > 0 or self.constraint is not None
+        """Return whether a draw depends on which tokens came before it in other ways than through the logits. How many
+        came, which `min_tokens` depends on, is known before they are read."""
+        listed = self.bad_words or self.params.logits_processors
+        return self.penalized or bool(listed) or self.constraint is not None
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:
@@ -145,7 +148,7 @@ class SamplingState:
     def banned_ids(self) -> set[int]:
         """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words."""
         output = self.output_token_ids
-        banned = set(self.stopping_ids) if len(output) < self.params.min_tokens else set()
+        banned = set(self.stopping_ids) if self.awaits_min_tokens else set()
         for *start, last in self.bad_words:
             if not start or output[-len(start) :] == start:
                 banned.add(last)

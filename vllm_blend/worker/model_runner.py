@@ -120,6 +120,7 @@ def _states(items: Sequence[ScheduledRequest]) -> list[SamplingState]:
     for item in items:
         state = item.request.sampling
         assert state is not None
+        state.num_unread = item.request.num_in_flight
         states.append(state)
         if item.drafts:
             states += [state.after(item.drafts[: count + 1]) for count in range(len(item.drafts))]
