@@ -16,11 +16,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from host_stand_in import Settings  # type: ignore[import-not-found]  # by PYTHONPATH
+from host_stand_in import Settings  # by PYTHONPATH
 
 from vllm_blend import LLM, AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
 from vllm_blend.engine.llm_engine import LLMEngine
 
+MAX_MODEL_LEN = 4096
 EDGE = 8  # steps at the beginning and the end of a run that are left out: requests come and go there
 
 
@@ -53,13 +54,13 @@ def prompts(spec: dict[str, Any], run: int) -> list[Any]:
 
 def options(spec: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return the options of an engine whose device takes so many seconds a step."""
-    blocks = 2 * spec["requests"] * ((spec["prompt"] + spec["tokens"]) // 16 + 2)
+    blocks = max(MAX_MODEL_LEN // 16 + 2, 2 * spec["requests"] * ((spec["prompt"] + spec["tokens"]) // 16 + 2))
     return {
         "model": spec["model"],
         "load_format": "dummy",
         "device": "cpu",
         "dtype": "float32",
-        "max_model_len": 4096,
+        "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": spec["requests"],
         "max_num_batched_tokens": max(8192, spec["requests"]),
         "num_gpu_blocks_override": blocks,
@@ -102,9 +103,10 @@ async def streaming(spec: dict[str, Any]) -> dict[str, list[float]]:
     pid = llm.engine_pid
     assert pid is not None
     for run in range(spec["repeats"] + 1):
-        seen, marks, num_outputs = 0, [], [0]
+        seen, num_outputs = 0, [0]
+        marks: list[tuple[float, ...]] = []
 
-        def mark(seen: int, marks: list[Any] = marks, num_outputs: list[int] = num_outputs) -> None:
+        def mark(seen: int, marks: list[tuple[float, ...]] = marks, num_outputs: list[int] = num_outputs) -> None:
             marks.append((cpu_seconds(pid), time.process_time(), time.perf_counter(), num_outputs[0], seen))
 
         async def one(number: int, prompt: Any, run: int = run, num_outputs: list[int] = num_outputs) -> None:
