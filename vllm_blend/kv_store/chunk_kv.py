@@ -172,7 +172,8 @@ def is_finite(kv: torch.Tensor) -> bool:
     if kv.device.type != "cpu":
         return bool(kv.isfinite().all())
     # What is not finite is as large as infinity or larger if its bits are taken for an integer: a signed one without
-    # the sign, an unsigned one with it. This is ten times as fast as torch.isfinite, which a disk would wait for.
+    # the sign, an unsigned one with it. On a CPU with AVX-512 this was twice as fast as torch.isfinite
+    # for ten thousand numbers, and 24 times or more for two million; a disk would wait for that one.
     signed, unsigned = (torch.int16, np.uint16) if kv.itemsize == 2 else (torch.int32, np.uint32)
     bits = kv.detach().view(signed).numpy()
     infinity, minus_infinity = torch.tensor([torch.inf, -torch.inf], dtype=kv.dtype).view(signed).numpy().view(unsigned)

@@ -104,8 +104,9 @@ class QuantizedTensor:
 
 
 def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
-    """Return x.float() for finite x of float8_e4m3fn, 15 times as fast as torch 2.13 on a CPU: a number's bits in the
-    place of float16's, whose exponent is larger by 8."""
+    """Return x.float() for finite x of float8_e4m3fn: a number's bits in the place of float16's, whose exponent is
+    larger by 8. On a CPU with AVX-512 this was 3 times as fast as torch 2.13 for ten thousand numbers, and 10 times for
+    two million."""
     bits = x.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     return bits.view(torch.float16).float().mul_(2.0**8)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_blend.entrypoints.openai.errors import APIError
 
-MAX_VALUES = 1 << 20  # numbers, strings and others: parsing so many takes some 50 ms
+MAX_VALUES = 1 << 20  # numbers, strings and others: parsing so many takes some 50 to 150 ms
 MAX_OBJECTS = 1 << 17  # objects, lists and keys, each of which takes ten times as long
 _SLICE_BYTES = 1 << 18
 
