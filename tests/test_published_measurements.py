@@ -85,7 +85,7 @@ def compositions() -> list[str]:
         f'times, and that of a second question in mode `"exact"` {exactly} times',
         f"answers {own} if it repairs for the question asked, and {other} over pages",
         f"plain reuse answers {reuse} and exact computation {whole}",
-        f"took {ends(cascade)} times as long",
+        f"took {ends(cascade)} times as long in one run",
     ]
 
 
