@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define VB_ABI_VERSION 3
+#define VB_ABI_VERSION 4
 
 #if defined(_WIN32)
 #define VB_EXPORT extern "C" __declspec(dllexport)
@@ -126,6 +126,17 @@ VB_EXPORT int VB_FN(accumulate_sums)(float* metric, const void* q, const void* h
 // every set, bf16 in the "amx" set only; in a multiple of 32, features a multiple of 16.
 VB_EXPORT int VB_FN(linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t in,
                             int64_t features, int64_t x_stride, int32_t dtype, int32_t threads);
+
+// The same with a weight in 4 bits, [features, in / 2] bytes as csrc/cpu/int4.h says, and a scale and a zero point (one
+// byte) for each `group` of inputs of each feature: (number - zero point) * scale, rounded to dtype. A group is a
+// multiple of 16 that divides `in`. In every set, for every dtype.
+VB_EXPORT int VB_FN(int4_linear)(void* out, const void* x, const void* weight, const void* scales, const void* zeros,
+                                 const void* bias, int64_t rows, int64_t in, int64_t features, int64_t group,
+                                 int64_t x_stride, int32_t scale_dtype, int32_t dtype, int32_t threads);
+
+// out [features, in] = the weight that int4_linear multiplies; features may be any number.
+VB_EXPORT int VB_FN(int4_unpack)(void* out, const void* weight, const void* scales, const void* zeros, int64_t in,
+                                 int64_t features, int64_t group, int32_t scale_dtype, int32_t dtype, int32_t threads);
 
 #endif  // VB_ISA
 #endif

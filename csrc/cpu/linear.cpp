@@ -26,9 +26,10 @@ VB_INLINE void multiply_block(float* block, const float* weight, const float* x,
   for (int64_t r = 0; r < WEIGHT_ROWS; r += R) multiply<R, C>(block + r * VL, weight + r * in, x, in);
 }
 
+template <typename T>
 static void pack_group(float* to, const Linear& job, int64_t group) {
   const int64_t count = min64(VL, job.rows - group * VL);
-  const float* x = (const float*)job.x + group * VL * job.x_stride;
+  const T* x = (const T*)job.x + group * VL * job.x_stride;
   for (int64_t k = 0; k < job.in; k += VL, to += VL * VL) {
     vf block[VL];
     for (int64_t i = 0; i < VL; ++i) block[i] = i < count ? load(x + i * job.x_stride + k) : vf{};
@@ -37,41 +38,69 @@ static void pack_group(float* to, const Linear& job, int64_t group) {
   }
 }
 
+template <typename T>
+static void multiply_rows(const Linear& job, const float* packed, int64_t groups, int64_t n, float* scratch) {
+  alignas(64) float block[LINEAR_GROUPS * WEIGHT_ROWS * VL];
+  const float* weight = weight_rows<T>(job, n, scratch);
+  const T* bias = job.bias ? (const T*)job.bias + n : nullptr;
+  const int64_t size = job.in * VL;
+  for (int64_t g = 0; g < groups; g += LINEAR_GROUPS) {
+    const int64_t count = min64(LINEAR_GROUPS, groups - g);
+    switch (count) {
+      case 1:
+        multiply_block<1>(block, weight, packed + g * size, job.in);
+        break;
+      case 2:
+        multiply_block<2>(block, weight, packed + g * size, job.in);
+        break;
+      case 3:  // three do not divide a block's rows evenly
+        multiply_block<2>(block, weight, packed + g * size, job.in);
+        multiply_block<1>(block + 2 * WEIGHT_ROWS * VL, weight, packed + (g + 2) * size, job.in);
+        break;
+      default:
+        multiply_block<4>(block, weight, packed + g * size, job.in);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t m = (g + i) * VL;
+      store_columns((T*)job.out + m * job.features + n, job.features, block + i * WEIGHT_ROWS * VL, bias,
+                    min64(VL, job.rows - m));
+    }
+  }
+}
+
+template <typename T>
 static int linear_f32(const Linear& job, int32_t threads) {
   const int64_t groups = (job.rows + VL - 1) / VL, size = job.in * VL;
   float* packed = (float*)vb_scratch(VB_SCRATCH_SHARED, size_t(groups * size) * sizeof(float));
   if (!packed) return VB_NO_MEMORY;
-  for (int64_t g = 0; g < groups; ++g) pack_group(packed + g * size, job, g);
+  for (int64_t g = 0; g < groups; ++g) pack_group<T>(packed + g * size, job, g);
   const int team = job.in * job.features > VB_SERIAL_ELEMENTS ? threads : 1;
-#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
-  for (int64_t n = 0; n < job.features; n += WEIGHT_ROWS) {
-    alignas(64) float block[LINEAR_GROUPS * WEIGHT_ROWS * VL];
-    const float* weight = (const float*)job.weight + n * job.in;
-    const float* bias = job.bias ? (const float*)job.bias + n : nullptr;
-    for (int64_t g = 0; g < groups; g += LINEAR_GROUPS) {
-      const int64_t count = min64(LINEAR_GROUPS, groups - g);
-      switch (count) {
-        case 1:
-          multiply_block<1>(block, weight, packed + g * size, job.in);
-          break;
-        case 2:
-          multiply_block<2>(block, weight, packed + g * size, job.in);
-          break;
-        case 3:  // three do not divide a block's rows evenly
-          multiply_block<2>(block, weight, packed + g * size, job.in);
-          multiply_block<1>(block + 2 * WEIGHT_ROWS * VL, weight, packed + (g + 2) * size, job.in);
-          break;
-        default:
-          multiply_block<4>(block, weight, packed + g * size, job.in);
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t m = (g + i) * VL;
-        store_columns((float*)job.out + m * job.features + n, job.features, block + i * WEIGHT_ROWS * VL, bias,
-                      min64(VL, job.rows - m));
-      }
+  int status = VB_OK;
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    float* scratch = nullptr;
+    const bool ready = scratch_rows(job, &scratch);
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < job.features; n += WEIGHT_ROWS)
+      if (ready) multiply_rows<T>(job, packed, groups, n, scratch);
+    if (!ready) {
+#pragma omp atomic write
+      status = VB_NO_MEMORY;
     }
   }
-  return VB_OK;
+  return status;
+}
+
+int linear(const Linear& job, int32_t dtype, int32_t threads) {
+  if (job.in % 32 || job.features % WEIGHT_ROWS) return VB_BAD_DTYPE;
+  if (dtype == VB_F32) return linear_f32<float>(job, threads);
+#if defined(VB_AMX)
+  if (dtype == VB_BF16) return linear_amx(job, threads);
+#endif
+  if (!job.int4) return VB_BAD_DTYPE;  // of matrices as they lie, torch has the better product
+  if (dtype == VB_BF16) return linear_f32<bf16>(job, threads);
+  if (dtype == VB_F16) return linear_f32<f16>(job, threads);
+  return VB_BAD_DTYPE;
 }
 
 }  // namespace VB_NAMESPACE
@@ -80,11 +109,5 @@ using namespace VB_NAMESPACE;
 
 int VB_FN(linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows, int64_t in,
                   int64_t features, int64_t x_stride, int32_t dtype, int32_t threads) {
-  const Linear job = {out, x, weight, bias, rows, in, features, x_stride};
-  if (in % 32 || features % WEIGHT_ROWS) return VB_BAD_DTYPE;
-  if (dtype == VB_F32) return linear_f32(job, threads);
-#if defined(VB_AMX)
-  if (dtype == VB_BF16) return linear_amx(job, threads);
-#endif
-  return VB_BAD_DTYPE;
+  return linear({out, x, weight, bias, rows, in, features, x_stride}, dtype, threads);
 }

@@ -48,9 +48,9 @@ static void pack_group(uint32_t* to, const Linear& job, int64_t group) {
   }
 }
 
-static void multiply_rows(const Linear& job, const uint32_t* packed, int64_t groups, int64_t n) {
+static void multiply_rows(const Linear& job, const uint32_t* packed, int64_t groups, int64_t n, bf16* scratch) {
   alignas(64) float block[LINEAR_GROUPS * TILE * TILE];
-  const bf16* weight = (const bf16*)job.weight + n * job.in;
+  const bf16* weight = weight_rows<bf16>(job, n, scratch);
   const bf16* bias = job.bias ? (const bf16*)job.bias + n : nullptr;
   for (int64_t g = 0; g < groups; g += LINEAR_GROUPS) {
     const int64_t count = min64(LINEAR_GROUPS, groups - g);
@@ -84,18 +84,26 @@ int linear_amx(const Linear& job, int32_t threads) {
   if (alone)
     for (int64_t g = 0; g < groups; ++g) pack_group(packed + g * size, job, g);
   const int team = job.in * job.features > VB_SERIAL_ELEMENTS ? threads : 1;
+  int status = VB_OK;
 #pragma omp parallel num_threads(team) if (team > 1)
   {
     if (!alone) {
 #pragma omp for schedule(static)
       for (int64_t g = 0; g < groups; ++g) pack_group(packed + g * size, job, g);
     }
+    bf16* scratch = nullptr;
+    const bool ready = scratch_rows(job, &scratch);
     tiles_begin();
 #pragma omp for schedule(static) nowait
-    for (int64_t n = 0; n < job.features; n += TILE) multiply_rows(job, packed, groups, n);
+    for (int64_t n = 0; n < job.features; n += TILE)
+      if (ready) multiply_rows(job, packed, groups, n, scratch);
     tiles_end();
+    if (!ready) {
+#pragma omp atomic write
+      status = VB_NO_MEMORY;
+    }
   }
-  return VB_OK;
+  return status;
 }
 
 }  // namespace VB_NAMESPACE

@@ -15,6 +15,8 @@ from vllm_blend.ops.fp8 import (
     rms_norm_quant,
     silu_and_mul_quant,
 )
+from vllm_blend.ops.int4 import int4_linear, pack_int4, unpack_int4
+from vllm_blend.ops.int4_matrix import Int4Matrix
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.mean_shift import ShiftedSegment, ShiftSources, mean_shift, plan_mean_shift
@@ -29,6 +31,7 @@ __all__ = [
     "HeadNorms",
     "HostKV",
     "HostPieces",
+    "Int4Matrix",
     "ShiftSources",
     "ShiftedSegment",
     "attention_mass",
@@ -37,11 +40,13 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "gelu_tanh_and_mul",
+    "int4_linear",
     "keep_allowed",
     "kv_deviation",
     "linear",
     "mean_shift",
     "merge_states",
+    "pack_int4",
     "paged_attention",
     "penalize",
     "place_chunks",
@@ -59,4 +64,5 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "unpack_int4",
 ]

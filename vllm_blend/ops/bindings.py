@@ -21,7 +21,7 @@ from vllm_blend.ops.c_functions import Float, Int, Int32, Int64, bind
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 3  # VB_ABI_VERSION of the header that the signatures below were written from
+ABI_VERSION = 4  # VB_ABI_VERSION of the header that the signatures below were written from
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
@@ -115,6 +115,17 @@ class CPUKernels(Protocol):
     def linear(
         self, out: to.Out, x: to.Input, weight: to.Weight, bias: to.Bias | None, rows: Int64, size: Int64,
         features: Int64, x_stride: Int64, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def int4_linear(
+        self, out: to.Out, x: to.Input, weight: to.Weight, scales: to.Scales, zeros: to.ZeroPoints,
+        bias: to.Bias | None, rows: Int64, size: Int64, features: Int64, group: Int64, x_stride: Int64,
+        scale_dtype: Int32, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def int4_unpack(
+        self, out: to.Out, weight: to.Weight, scales: to.Scales, zeros: to.ZeroPoints, size: Int64, features: Int64,
+        group: Int64, scale_dtype: Int32, dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 # fmt: on
 

@@ -11,6 +11,7 @@ import torch
 
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
+from vllm_blend.ops.int4_matrix import Int4Matrix
 from vllm_blend.ops.paged_kv import PagedKV
 
 CONTIGUOUS = torch.contiguous_format  # outputs are allocated by empty_like: torch.empty(shape) costs 2 us more a call
@@ -86,4 +87,42 @@ def linear(kernels: CPUKernels, x: torch.Tensor, weight: torch.Tensor, bias: tor
     )  # fmt: skip
     if status:
         raise_status(status, "linear")
+    return out
+
+
+def accepts_int4(x: torch.Tensor, weight: Int4Matrix, bias: torch.Tensor | None) -> bool:
+    """Return whether the kernel can multiply x [rows, in] with this matrix [out, in], which is contiguous."""
+    features, size = weight.shape
+    return (
+        x.dim() == 2
+        and size == x.shape[1]
+        and features % 16 == 0
+        and x.stride(1) == 1
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def int4_linear(kernels: CPUKernels, x: torch.Tensor, weight: Int4Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    rows, size = x.shape
+    features = weight.shape[0]
+    out = x.new_empty(rows, features)
+    status = kernels.int4_linear(
+        to.Out(out), to.Input(x), to.Weight(weight.values), to.Scales(weight.scales), to.ZeroPoints(weight.zeros),
+        None if bias is None else to.Bias(bias), rows, size, features, weight.group_size, x.stride(0),
+        DTYPE_CODES[weight.scales.dtype], DTYPE_CODES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "int4_linear")
+    return out
+
+
+def int4_unpack(kernels: CPUKernels, weight: Int4Matrix, dtype: torch.dtype) -> torch.Tensor:
+    features, size = weight.shape
+    out = torch.empty(features, size, dtype=dtype)
+    status = kernels.int4_unpack(
+        to.Out(out), to.Weight(weight.values), to.Scales(weight.scales), to.ZeroPoints(weight.zeros), size, features,
+        weight.group_size, DTYPE_CODES[weight.scales.dtype], DTYPE_CODES[dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "int4_unpack")
     return out

@@ -85,5 +85,6 @@ ValueCache = Pointer[Literal["value_cache"]]
 ValueCaches = Pointer[Literal["value_caches"]]
 Weight = Pointer[Literal["weight"]]
 Workspace = Pointer[Literal["workspace"]]
+ZeroPoints = Pointer[Literal["zero_points"]]
 
 ROLES = frozenset(name for name, value in globals().items() if value is torch.Tensor.data_ptr)
