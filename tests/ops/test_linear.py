@@ -34,7 +34,7 @@ def test_linear(
     assert_near(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", KERNEL_ROWS)
+@pytest.mark.parametrize("dtype", list(KERNEL_ROWS))
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_kernel_itself(isa: str, dtype: torch.dtype) -> None:
     """Every number of rows up to where several passes over the weights begin, whether or not the op would take it."""

@@ -8,12 +8,25 @@ import torch.nn.functional as F
 from vllm_blend.ops import cpu
 from vllm_blend.ops.bindings import kernels_for
 
-# The numbers of rows for which the kernel beats torch's product. Measured on Sapphire Rapids, one thread, the four
-# matrices of 12 layers of hidden size 384, milliseconds for kernel / torch. bf16 (31 MB): 1 row 1.2 / 2.7, 16 rows 1.4
-# / 2.9, 64 rows 2.7 / 4.4, 128 rows 4.5 / 5.5, 300 rows 10.9 / 9.6. float32 (61 MB): 4 rows 4.1 / 3.2, 8 rows 4.1 /
-# 4.5, 16 rows 4.2 / 5.2, 32 rows 5.4 / 7.4, 48 rows 11 / 11.
-KERNEL_ROWS = {torch.bfloat16: range(129), torch.float32: range(8, 33)}
+# The numbers of rows for which the kernel beats torch's product, by dtype and instruction set. Measured on Sapphire
+# Rapids, one thread of a shared machine, in CPU time, as the median of torch / kernel over pairs; the matrices of 12
+# layers, of hidden size 384 / of a 0.6B model. bf16 on AMX: 1 to 8 rows 2.0 to 2.3 / 1.5 to 1.9, 32 rows 1.6 / 1.3, 64
+# rows 1.1 / 1.3, 128 rows 0.95 / 1.2, 256 rows 0.85 / 1.2. float32 with AVX-512: 4 rows 0.9 / 1.0, 8 rows 1.1 / 1.6, 32
+# rows 1.2 / 1.6, 64 rows 0.9 / 1.2; with AVX2 (MKL too): 1 row 0.8 / 0.8, 2 to 16 rows 1.5 to 1.7 / 1.5 to 1.95, 32
+# rows 1.1 / 0.9. The generic kernels were not measured.
+#
+# Weights packed ahead for oneDNN (mkldnn::_reorder_linear_weight), as torch's compiler does, were tried in the same
+# runs. On AMX the kernel takes 0.5 to 0.8 of their time up to 32 rows, and from 64 to 256 rows they beat the product
+# chosen here by 1.05 to 1.3: to have both, each matrix would be in memory twice. In float32 they win at 4 rows of the
+# larger model only (1.3). In bf16 without AMX they beat torch's product by 1.05 to 1.35 up to 32 rows, and by 0.9 to
+# 1.2 above: too little for weights that nothing else can read, which tied embeddings would have twice, and that took 1
+# to 2 seconds for 360 MiB at load.
+KERNEL_ROWS = {
+    torch.bfloat16: {"amx": range(129)},
+    torch.float32: {"amx": range(8, 33), "avx512": range(8, 33), "avx2": range(2, 17), "generic": range(8, 33)},
+}
 NEVER = range(0)
+MOST_ROWS = max(rows[-1] for by_isa in KERNEL_ROWS.values() for rows in by_isa.values())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -22,8 +35,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     torch has the fast product for many rows. With few it repacks the weights in every call; a kernel that reads them as
     they lie, on tile registers (AMX) for bf16, is faster.
     """
-    if x.dim() == 2 and x.shape[0] in KERNEL_ROWS.get(x.dtype, NEVER):
+    if x.dim() == 2 and x.shape[0] <= MOST_ROWS:
         kernels = kernels_for(x)
-        if kernels is not None and cpu.accepts_linear(kernels, x, weight, bias):
-            return cpu.linear(kernels, x, weight, bias)
+        if kernels is not None:
+            wins = x.shape[0] in KERNEL_ROWS.get(x.dtype, {}).get(kernels.isa, NEVER)
+            if wins and cpu.accepts_linear(kernels, x, weight, bias):
+                return cpu.linear(kernels, x, weight, bias)
     return F.linear(x, weight, bias)
