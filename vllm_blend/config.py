@@ -90,6 +90,10 @@ class ModelConfig(OptionGroup):
     quantization: str | None = option(
         None, "fp8: e4m3 weights and activations in the linear layers", check=_check_quantization
     )
+    dequantize_weights: bool = option(
+        False,
+        "dequantize 4-bit checkpoints on CPUs too: prompts and batches are faster, at about four times the memory",
+    )
     generation_config: str = option(
         "auto",
         "default sampling settings: auto (the model's generation_config.json), vllm, or a folder",

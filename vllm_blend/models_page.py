@@ -38,12 +38,20 @@ _FORMATS = """
 ## Weights
 
 `*.safetensors`, in one file or several; else `pytorch_model*.bin`, of which tensors are read and nothing is run
-(`weights_only`). Quantized checkpoints are known by `quantization_config.quant_method` in config.json. No kernels here
-multiply matrices as these formats store them, so they are **dequantized at load**: they take the memory of an
-unquantized model, and a warning says so. Other methods and options are refused, naming the field.
+(`weights_only`). Quantized checkpoints are known by `quantization_config.quant_method` in config.json. Other methods
+and options are refused, naming the field.
 
-| `quant_method` | matrices are stored as | with `quantization="fp8"` |
-|---|---|---|
+**On a CPU, linear layers keep 4-bit integers as they are**: in groups of a multiple of 16 inputs that lie together (no
+`desc_act` with an order of its own), in layers of a multiple of 32 inputs and 16 outputs, with the compiled kernels and
+one rank. The numbers are those of the dequantized model, to the bit. 12 layers of Qwen3-0.6B's shape, in groups of 128,
+take 94 MiB instead of 360 in bfloat16. Products with them unpack the weights each time, which costs some speed where
+there is AMX: `dequantize_weights=True` dequantizes them at load.
+
+All else is **dequantized at load**, and takes the memory of an unquantized model: 4-bit layers that do not fit the
+above, experts, everything on a GPU or on several ranks, and other formats. A warning names the matrices and the reason.
+
+| `quant_method` | matrices are stored as | on a CPU | with `quantization="fp8"` |
+|---|---|---|---|
 """
 
 _GGUF = """
@@ -108,7 +116,8 @@ def _formats() -> Iterator[str]:
             if kind.keeps_fp8
             else "quantized anew"
         )
-        yield f"| `{name}` | {kind.stores} | {kept} |\n"
+        on_cpu = "4 bits stay" if kind.keeps_int4 else "dequantized"
+        yield f"| `{name}` | {kind.stores} | {on_cpu} | {kept} |\n"
 
 
 def _gguf() -> Iterator[str]:

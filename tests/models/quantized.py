@@ -15,7 +15,9 @@ from tests.models.tiny import edit_config, save, tiny_hf_model
 Tensors = dict[str, torch.Tensor]
 Maker = Callable[[int, int, np.random.Generator], tuple[Tensors, np.ndarray]]
 GROUP = 16
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"
+)  # fmt: skip
 
 
 def words_of(numbers: np.ndarray, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:

@@ -131,6 +131,7 @@ def test_one_warning_says_what_it_costs(tmp_path: Path, caplog: pytest.LogCaptur
     [message] = [record.getMessage() for record in caplog.records]
     assert "quantized (gptq: integers of 2, 4 or 8 bits" in message and "dequantized to float32 at load" in message
     assert "they take the memory, and give the speed, of an unquantized model" in message
+    assert "as 4-bit weights are not to be kept (dequantize_weights)" in message
     assert "quantization='fp8'" not in message
 
 

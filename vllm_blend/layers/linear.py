@@ -1,4 +1,5 @@
-"""Linear layers without initialisation cost, alone or packed (several checkpoint matrices as one), also in FP8.
+"""Linear layers without initialisation cost, alone or packed (several checkpoint matrices as one), also in FP8 or with
+the 4-bit weights of a checkpoint.
 
 A layer may be one rank's share of the whole one: of its rows, or of its columns.
 """
@@ -20,10 +21,11 @@ class Linear(nn.Module):
 
     With quantization="fp8" the weight is e4m3 with one float32 scale per output channel; x is [tokens, in_features] and
     is quantised per token, unless it is quantised already. The output has the dtype that was the default when the layer
-    was made.
+    was made. A layer whose matrix stays in 4 bits has it in `int4`, and a weight without rows.
     """
 
     weight_scale: torch.Tensor | None
+    int4: ops.Int4Matrix | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, quantization: str | None = None
@@ -41,6 +43,8 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         if self.weight_scale is None:
             assert isinstance(x, torch.Tensor)
+            if self.int4 is not None:
+                return ops.int4_linear(x, self.int4, self.bias)
             return ops.linear(x, self.weight, self.bias)
         return ops.quantized_linear(*self._operands(x), self.bias, self.dtype)
 
@@ -56,6 +60,11 @@ class Linear(nn.Module):
         rows = ops.quantize_rows(x) if isinstance(x, torch.Tensor) else x
         return rows, QuantizedRows(self.weight, self.weight_scale)
 
+    def keep_int4(self, matrix: ops.Int4Matrix) -> None:
+        """Multiply by a matrix [out_features, in_features] in 4 bits from now on, instead of `weight`."""
+        self.int4 = matrix
+        self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
+
     def weight_destination(self, rows: slice = slice(None)) -> torch.Tensor | QuantizedDestination:
         """Return what these output rows of a full-precision weight [out_features, in_features] are copied into."""
         weight = self.weight.detach()[rows]
@@ -66,7 +75,12 @@ class Linear(nn.Module):
     def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination | Layout]:
         """Return where each tensor of the checkpoint goes, by its name beside the layer's own."""
         bias = {} if self.bias is None else {"bias": self.bias.detach()}
-        return {"weight": self.weight_destination(), **bias} | self.layouts()
+        weight = {} if self.int4 is not None else {"weight": self.weight_destination()}
+        return {**weight, **bias} | self.layouts()
+
+    def checkpoint_weights(self) -> dict[str, int]:
+        """Return the matrices of the checkpoint that lie in the weight, one above the other, and the rows of each."""
+        return {"weight": len(self.weight)}
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts of the parameters, by name, of which this layer has a share."""
@@ -127,11 +141,18 @@ class PackedLinear(Linear):
             rows = slice(first, first + share.count)
             weight, bias = self.weight.detach()[rows], None if self.bias is None else self.bias.detach()[rows]
             whole = share.is_whole
-            views[f"{name}.weight"] = self.weight_destination(rows) if whole else row_layout([share], weight, columns)
+            if self.int4 is None:
+                destination = self.weight_destination(rows) if whole else row_layout([share], weight, columns)
+                views[f"{name}.weight"] = destination
             if bias is not None:
                 views[f"{name}.bias"] = bias if whole else row_layout([share], bias)
             first += share.count
         return views
+
+    def checkpoint_weights(self) -> dict[str, int]:
+        if self.is_fused:
+            return super().checkpoint_weights()
+        return {f"{name}.weight": share.total for name, share in self.parts.items()}
 
     def layouts(self) -> dict[str, Layout]:
         shares = list(self.parts.values())

@@ -25,6 +25,7 @@ from vllm_blend.models.gguf.config import gguf_config
 from vllm_blend.models.gguf.header import gguf_path, read_header
 from vllm_blend.models.gguf.tensors import quantized_types
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
+from vllm_blend.models.int4_layers import why_none
 from vllm_blend.models.registry import MODEL_REGISTRY, resolve_model_class
 from vllm_blend.models.text_parts import TextPart, text_config
 from vllm_blend.models.weight_formats import weight_format
@@ -95,6 +96,7 @@ def load_model(
     max_position: int,
     revision: str | None = None,
     quantization: str | None = None,
+    keeps_int4: bool = False,
     ranks: Ranks = ONE_RANK,
 ) -> CausalLM:
     """Build the model that `hf_config` names on `device` in `dtype`, filled and in eval mode, without gradients.
@@ -102,7 +104,9 @@ def load_model(
     `model` is the directory, GGUF file or Hub id with the weights; `load_format="dummy"` fills small random weights of
     a fixed seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes
     the RoPE tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one
-    at a time is on the device in `dtype`. Of several `ranks` each builds, and reads, its own share of the layers.
+    at a time is on the device in `dtype`. With `keeps_int4` linear layers keep the 4-bit weights of a checkpoint where
+    this device multiplies them; a warning names what is dequantized, and why. Of several `ranks` each builds, and
+    reads, its own share of the layers.
 
     Raises ValueError for an unsupported architecture, checkpoint or quantization, TypeError for a registered class that
     is no `CausalLM`, and FileNotFoundError if there are no weights.
@@ -129,10 +133,15 @@ def load_model(
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
-        if ranks.rank == 0:
-            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization)
+        asks = keeps_int4 and quantization is None and stored_as is not None and stored_as.keeps_int4
+        reason = why_none(dtype, torch.device(device), ranks) if asks else None
+        if stored_as is not None and stored_as.keeps_int4 and not keeps_int4:
+            reason = "4-bit weights are not to be kept (dequantize_weights)"
+        if ranks.rank == 0 and not (asks and reason is None):
+            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason)
         with _naming(gguf):
-            fill_from_files(built, files, stored_as)
+            layers = fill_from_files(built, files, stored_as, asks and reason is None)
+        layers.log(model, str(dtype).removeprefix("torch."))
     else:
         fill_dummy(built)
     if quantization is not None:
@@ -155,7 +164,12 @@ def _naming(gguf: Path | None) -> Iterator[None]:
 
 
 def _warn_of_dequantization(
-    model: str, stored_as: WeightFormat | None, gguf: Path | None, dtype: torch.dtype, quantization: str | None
+    model: str,
+    stored_as: WeightFormat | None,
+    gguf: Path | None,
+    dtype: torch.dtype,
+    quantization: str | None,
+    reason: str | None,
 ) -> None:
     keeps_fp8 = stored_as is not None and stored_as.keeps_fp8
     if quantization is not None and keeps_fp8:
@@ -168,12 +182,13 @@ def _warn_of_dequantization(
         return
     hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it" if keeps_fp8 else ""
     logger.warning(
-        "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as no kernels here multiply them "
-        "as they are: they take the memory, and give the speed, of an unquantized model%s",
+        "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as %s: they take the memory, and "
+        "give the speed, of an unquantized model%s",
         model,
         name,
         stores,
         quantization or str(dtype).removeprefix("torch."),
+        reason or "no kernels here multiply them as they are",
         hint,
     )
 

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from vllm_blend.layers.embedding import LMHead
 from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
+from vllm_blend.models.int4_layers import Int4Layers, keep_int4_layers
 from vllm_blend.models.stored import BadTensor, StoredTensor, opened
 from vllm_blend.models.text_parts import TextPart, text_tensors
 from vllm_blend.models.weight_formats.base import WeightFormat
@@ -97,8 +99,8 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, Destination]:
             if id(parameter) not in seen:  # a tied parameter belongs to the first module that has it
                 seen.add(id(parameter))
                 destinations[f"{prefix}{name}"] = layouts.get(name, parameter.detach())
-    renamed: Mapping[str, str] = getattr(model, "checkpoint_names", {})
-    return {_renamed(name, renamed): destination for name, destination in destinations.items()}
+    parts = _renamed_parts(model)
+    return {_renamed(name, parts): destination for name, destination in destinations.items()}
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
@@ -107,19 +109,27 @@ def layouts_of(module: nn.Module) -> dict[str, Layout]:
     return {} if layouts is None else layouts()
 
 
+def _renamed_parts(model: nn.Module) -> Mapping[str, str]:
+    parts: Mapping[str, str] = getattr(model, "checkpoint_names", {})
+    return parts
+
+
 def _renamed(name: str, parts: Mapping[str, str]) -> str:
     for ours, theirs in parts.items():
         name = name.replace(ours, theirs)
     return name
 
 
-def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: WeightFormat | None = None) -> None:
+def fill_from_files(
+    model: nn.Module, files: Iterable[Path], weight_format: WeightFormat | None = None, keeps_int4: bool = False
+) -> Int4Layers:
     """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype; matrices that are quantized
-    by `weight_format` are dequantized.
+    by `weight_format` are dequantized, but with `keeps_int4` linear layers keep those of 4-bit integers, where they
+    can. Returns which.
 
     Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, by name.
     """
-    destinations = checkpoint_destinations(model)
+    layers = Int4Layers()
     tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
     with opened(files) as found:
         if isinstance(model, TextPart):
@@ -131,16 +141,22 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], weight_format: Weig
             )
         stored = found if weight_format is None else weight_format.combine(found)
         wanted = {name: tensor for name, tensor in stored.items() if not _is_ignored(name, tied)}
+        if keeps_int4:
+            layers = keep_int4_layers(model, wanted, partial(_renamed, parts=_renamed_parts(model)))
+            wanted = {name: tensor for name, tensor in wanted.items() if name not in layers.kept}
+        destinations = checkpoint_destinations(model)
         unexpected = sorted(wanted.keys() - destinations.keys())
         missing = sorted(destinations.keys() - wanted.keys())
         filled = [(name, tensor) for name, tensor in wanted.items() if name in destinations]
         problems = [problem for name, tensor in filled for problem in _fill(name, destinations[name], tensor)]
+        problems = list(dict.fromkeys([*layers.problems, *problems]))  # a damaged matrix is met twice
     if missing:
         problems.append(f"missing: {_list_names(missing)}")
     if unexpected:
         problems.append(f"unexpected: {_list_names(unexpected)}")
     if problems:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__} and its config: {'; '.join(problems)}")
+    return layers
 
 
 def check_num_layers(files: Iterable[Path], num_layers: int) -> None:

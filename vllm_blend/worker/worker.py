@@ -71,6 +71,7 @@ class Worker:
                 max_position=max_model_len,
                 revision=config.model.revision,
                 quantization=config.model.quantization,
+                keeps_int4=not config.model.dequantize_weights,
                 ranks=ranks,
             )
         attentions = attention_layers(model)

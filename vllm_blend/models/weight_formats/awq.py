@@ -9,10 +9,10 @@ import torch
 
 from vllm_blend.models.stored import StoredTensor
 from vllm_blend.models.weight_formats.base import FIELD, Parts, WeightFormat, choice, read_group_size
+from vllm_blend.models.weight_formats.int4 import BITS, StoredInt4
 from vllm_blend.models.weight_formats.packing import WORD, unpack
 from vllm_blend.models.weight_formats.scales import check_finite
 
-BITS = 4
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output i of a word is its nibble ORDER[i], the lowest one being 0
 
 
@@ -24,6 +24,7 @@ class AWQ(WeightFormat):
     stores = "integers of 4 bits packed; a scale and a zero point for each group of inputs"
     parts = ("qweight", "qzeros", "scales")
     required = ("qweight", "qzeros", "scales")
+    keeps_int4 = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         bits = "bits" if "bits" in fields else "w_bit"
@@ -38,16 +39,25 @@ class AWQ(WeightFormat):
         return words * (WORD // BITS), inputs
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
+        values, zeros, scales = self._read(parts)
+        by_group = values.float().unflatten(0, (len(scales), -1)) - zeros.float()[:, None]
+        matrix: torch.Tensor = (by_group * scales.float()[:, None]).flatten(0, 1).T
+        return matrix
+
+    def int4(self, parts: Parts) -> StoredInt4:
+        values, zeros, scales = self._read(parts)
+        return StoredInt4(values.T, zeros.T, scales.T)
+
+    def _read(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the integers [in, out], and the zero points and scales [groups, out]."""
         values, zeros, scales = _outputs(parts["qweight"]), _outputs(parts["qzeros"]), parts["scales"]
-        scales = check_finite("scales", scales).float()
+        check_finite("scales", scales)
         if scales.ndim != 2 or len(scales) == 0 or len(values) % len(scales) or zeros.shape != scales.shape:
             raise ValueError(f"{len(values)} inputs do not divide into {len(scales)} groups")
         size = len(values) // len(scales)
         if self.group_size is not None and size != (len(values) if self.group_size == -1 else self.group_size):
             raise ValueError(f"the groups have {size} inputs, but group_size is {self.group_size}")
-        by_group = values.float().unflatten(0, (len(scales), size)) - zeros.float()[:, None]
-        matrix: torch.Tensor = (by_group * scales[:, None]).flatten(0, 1).T
-        return matrix
+        return values, zeros, scales
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:

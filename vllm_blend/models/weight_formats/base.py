@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_blend.models.stored import BadTensor, Sliceable, StoredTensor
+from vllm_blend.models.weight_formats.int4 import NotInt4, StoredInt4
 from vllm_blend.ops.fp8 import QuantizedRows
 
 Parts = Mapping[str, torch.Tensor]
@@ -28,6 +29,7 @@ class WeightFormat(ABC):
     only_experts: ClassVar[bool] = False  # whether it is of matrices that quantization="fp8" refuses
     has_weight: ClassVar[bool] = False  # whether "weight", or an expert's matrix under its own name, may be a part
     keeps_fp8: ClassVar[bool] = False  # whether `quantized_rows` may give something
+    keeps_int4: ClassVar[bool] = False  # whether `int4` may give something
 
     @abstractmethod
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -53,6 +55,10 @@ class WeightFormat(ABC):
     def quantized_rows(self, parts: Parts) -> QuantizedRows | None:
         """Return the matrix in e4m3 with a scale for each row, if that is what the format is."""
         return None
+
+    def int4(self, parts: Parts) -> StoredInt4:
+        """Return the matrix as 4-bit integers, if that is what it is. Raises `NotInt4` that says why it is not."""
+        raise NotInt4(f"{self.name!r} has no 4-bit integers")
 
     def combine(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a checkpoint's tensors with each quantized matrix as one. Raises ValueError for a matrix that lacks a
@@ -103,6 +109,13 @@ class DequantizedTensor:
                 raise ValueError(f"they make up {tuple(source.shape)} instead of {tuple(self.shape)}")
             return source
         except (ValueError, RuntimeError, IndexError) as error:  # torch's words for shapes that do not fit together
+            raise self._unfit(error) from error
+
+    def int4(self) -> StoredInt4:
+        """Return the matrix as 4-bit integers. Raises `NotInt4` if it is something else."""
+        try:
+            return self._format.int4({name: tensor.read() for name, tensor in self._parts.items()})
+        except (ValueError, RuntimeError, IndexError) as error:
             raise self._unfit(error) from error
 
     def quantized_rows(self, device: torch.device) -> QuantizedRows | None:

@@ -11,6 +11,7 @@ import torch
 from vllm_blend.models.stored import StoredTensor
 from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat, read_mapping
 from vllm_blend.models.weight_formats.fp8 import read_block
+from vllm_blend.models.weight_formats.int4 import BITS, NotInt4, StoredInt4, check_in_order
 from vllm_blend.models.weight_formats.packing import WORD, unpack
 from vllm_blend.models.weight_formats.scales import check_finite, check_groups, e4m3_rows, spread
 from vllm_blend.ops.fp8 import QuantizedRows
@@ -29,6 +30,7 @@ class CompressedTensors(WeightFormat):
     ignored = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", *KV_SCALES)
     has_weight = True
     keeps_fp8 = True
+    keeps_int4 = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         groups = read_mapping(f"{FIELD}.config_groups", fields.get("config_groups"))
@@ -111,10 +113,41 @@ class CompressedTensors(WeightFormat):
         unsigned = unpack(words, self.bits, dim).narrow(dim, 0, count)
         return torch.sub(unsigned.short(), 2 ** (self.bits - 1)).to(torch.int8)
 
+    def int4(self, parts: Parts) -> StoredInt4:
+        packed = parts.get("weight_packed")
+        if packed is None or self.bits != BITS:
+            raise NotInt4(f"its numbers are {'e4m3 or int8' if packed is None else f'integers of {self.bits} bits'}")
+        middle = 2 ** (BITS - 1)
+        numbers = self._unpacked(packed, 1, int(parts["weight_shape"][1])).add(middle).to(torch.uint8)
+        rows, columns = numbers.shape
+        scales = _by_row("weight_scale", check_finite("weight_scale", parts["weight_scale"]), rows, columns)
+        groups = parts.get("weight_g_idx")
+        if groups is not None and not bool((groups < 0).all()):
+            check_in_order(check_groups("weight_g_idx", groups, columns, scales.shape[1]), scales.shape[1])
+        zeros = parts.get("weight_zero_point")
+        if zeros is None:
+            return StoredInt4(numbers, torch.full(scales.shape, middle, dtype=torch.uint8), scales)
+        if zeros.dtype == torch.int32:
+            zeros = self._unpacked(zeros, 0, rows)
+        if zeros.is_floating_point():
+            raise NotInt4("its zero points are not integers")
+        shifted = self._checked_zeros(zeros).short().add(middle).to(torch.uint8)
+        return StoredInt4(numbers, _by_row("weight_zero_point", shifted, rows, columns).expand(scales.shape), scales)
+
     def quantized_rows(self, parts: Parts) -> QuantizedRows | None:
         if "weight" not in parts or self.block is not None or "weight_g_idx" in parts or "weight_zero_point" in parts:
             return None
         return e4m3_rows(parts["weight"], check_finite("weight_scale", parts["weight_scale"]))
+
+
+def _by_row(name: str, values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return scales or zero points as those of the groups of each row, [rows, groups]."""
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(rows, 1)
+    by_row = values[:, None] if values.ndim == 1 else values
+    if by_row.ndim != 2 or len(by_row) != rows or columns % by_row.shape[1]:
+        raise NotInt4(f"its {name} of shape {tuple(values.shape)} is not that of groups of inputs")
+    return by_row
 
 
 def _is_integer(weights: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_blend.models.stored import StoredTensor
 from vllm_blend.models.weight_formats.base import FIELD, Parts, WeightFormat, choice, read_group_size, read_mapping
+from vllm_blend.models.weight_formats.int4 import BITS, NotInt4, StoredInt4, check_in_order
 from vllm_blend.models.weight_formats.packing import PACKED_BITS, WORD, unpack
 from vllm_blend.models.weight_formats.scales import check_finite, check_groups
 
@@ -23,6 +24,7 @@ class GPTQ(WeightFormat):
     stores = "integers of 2, 4 or 8 bits packed; a scale and a zero point for each group of inputs, also `desc_act`"
     parts = ("qweight", "qzeros", "scales", "g_idx")
     required = ("qweight", "scales")
+    keeps_int4 = True
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.bits: int = choice(fields, "bits", None, PACKED_BITS, "only these can be unpacked")
@@ -45,7 +47,19 @@ class GPTQ(WeightFormat):
         return columns, words * (WORD // self.bits)
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
-        values, scales = unpack(parts["qweight"], self.bits, 0), check_finite("scales", parts["scales"]).float()
+        values, zeros, scales, groups = self._read(parts)
+        return ((values.float() - zeros.float()[groups]) * scales.float()[groups]).T
+
+    def int4(self, parts: Parts) -> StoredInt4:
+        if self.bits != BITS:
+            raise NotInt4(f"its integers have {self.bits} bits")
+        values, zeros, scales, groups = self._read(parts)
+        check_in_order(groups, len(scales))
+        return StoredInt4(values.T, zeros.T.to(torch.uint8), scales.T)
+
+    def _read(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the integers [in, out], the zero points and scales [groups, out], and the group of each input."""
+        values, scales = unpack(parts["qweight"], self.bits, 0), check_finite("scales", parts["scales"])
         inputs, outputs = values.shape
         if scales.ndim != 2 or scales.shape[1] != outputs:
             raise ValueError(f"scales are {tuple(scales.shape)}, not one for each group and each of {outputs} outputs")
@@ -60,9 +74,9 @@ class GPTQ(WeightFormat):
             by_group = unpack(parts["qzeros"], self.bits, 1)
             if by_group.shape != scales.shape:
                 raise ValueError(f"qzeros hold {tuple(by_group.shape)} zero points for scales {tuple(scales.shape)}")
-            zeros = by_group.float()[groups] + self.stored_less
+            zeros = by_group.short() + self.stored_less
         elif self.is_symmetric:
-            zeros = torch.full((1, 1), 2.0 ** (self.bits - 1), device=values.device)
+            zeros = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.short, device=values.device)
         else:
             raise ValueError("the checkpoint lacks its qzeros")
-        return ((values.float() - zeros) * scales[groups]).T
+        return values, zeros, scales, groups

@@ -1,0 +1,232 @@
+"""Checkpoints whose 4-bit weights stay as they are: the dequantized model's answers, with less memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.blend.prompts import tiny_prompt
+from tests.distributed.ranks import CPU, on_ranks
+from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, run
+from tests.engine.tiny_tokenizers import byte_level
+from tests.models.quantized import save_quantized
+from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, prompt, tiny_hf_model
+from vllm_blend.distributed.ranks import ONE_RANK, Ranks
+from vllm_blend.layers.linear import Linear
+from vllm_blend.models.int4_layers import why_none
+from vllm_blend.models.loader import load_hf_config, load_model
+from vllm_blend.ops import bindings, unpack_int4
+
+pytestmark = pytest.mark.cpu_only
+KEPT = (
+    "pack-quantized",
+    "pack-quantized, zero points",
+    "awq",
+    "gptq",
+    "gptq, second version",
+    "gptq, no index",
+    "gptq, no zero points",
+)
+LENGTH = 40
+WIDE: dict[str, Any] = {"intermediate_size": 96}  # a multiple of 32, so that every layer fits the kernel
+
+
+def load(folder: Path, keeps_int4: bool = True, dtype: torch.dtype = torch.float32, ranks: Ranks = ONE_RANK) -> Any:
+    config = load_hf_config(str(folder))
+    return load_model(config, str(folder), dtype, CPU, max_position=CONTEXT, keeps_int4=keeps_int4, ranks=ranks)
+
+
+def logits(model: Any) -> torch.Tensor:
+    return PagedRunner(model).run(prompt(LENGTH), [LENGTH - 3, 1, 1, 1])
+
+
+def linear_layers(model: Any) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def nbytes(model: Any) -> int:
+    kept = sum(layer.int4.nbytes for layer in linear_layers(model) if layer.int4 is not None)
+    return kept + int(sum(parameter.nbytes for parameter in model.parameters()))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of the model with the numbers that the format's definition gives."""
+    meant = save_quantized(tmp_path, name, **WIDE)
+    expected = tiny_hf_model("llama", **WIDE)
+    expected.load_state_dict({key: matrix.float() for key, matrix in meant.items()})
+    model = load(tmp_path)
+    assert all(layer.int4 is not None and layer.weight.numel() == 0 for layer in linear_layers(model))
+    theirs = hf_logits(expected, prompt(LENGTH))
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(logits(model), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["qwen2", "phi3", "gemma3"])
+def test_logits_are_those_of_the_dequantized_model(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With biases, with Q, K and V as one matrix in the checkpoint, and in a layer of another family."""
+    save_quantized(tmp_path, "awq", architecture, **WIDE)
+    model, dequantized = load(tmp_path, dtype=dtype), load(tmp_path, False, dtype)
+    assert all(layer.int4 is not None for layer in linear_layers(model))
+    assert all(layer.int4 is None for layer in linear_layers(dequantized))
+    expected = logits(dequantized)
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}[dtype] * float(expected.std())
+    assert (logits(model) - expected).abs().max() < bound
+
+
+def test_the_weights_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    """To the bit, whatever the dtype rounds."""
+    save_quantized(tmp_path, "gptq", **WIDE)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pairs = zip(
+            linear_layers(load(tmp_path, dtype=dtype)), linear_layers(load(tmp_path, False, dtype)), strict=True
+        )
+        for kept, dequantized in pairs:
+            assert kept.int4 is not None
+            assert torch.equal(unpack_int4(kept.int4, dtype), dequantized.weight)
+
+
+def test_the_memory_is_less(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(tmp_path, "awq", **WIDE)
+    with caplog.at_level(logging.INFO):
+        model = load(tmp_path)
+    [message] = [record.getMessage() for record in caplog.records if "4 bits" in record.getMessage()]
+    assert message.startswith("21 matrices of ") and "instead of" in message
+    assert not warnings_of(caplog)
+    numbers = sum(layer.int4.shape[0] * layer.int4.shape[1] for layer in linear_layers(model) if layer.int4 is not None)
+    kept = numbers // 2 + numbers // 16 * 3  # a scale of two bytes and a zero point of one for every 16 inputs
+    assert nbytes(load(tmp_path, False)) - nbytes(model) == numbers * 4 - kept
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gptq, reordered", "the inputs of a group do not lie together (desc_act)"),
+        ("pack-quantized, reordered", "the inputs of a group do not lie together (desc_act)"),
+        ("gptq, 8 bits", "its integers have 8 bits"),
+        ("gptq, 2 bits", "its integers have 2 bits"),
+        ("pack-quantized, 8 bits", "its numbers are integers of 8 bits"),
+        ("int-quantized", "its numbers are e4m3 or int8"),
+    ],
+)
+def test_what_cannot_stay_is_dequantized_and_named(
+    name: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_quantized(tmp_path, name, **WIDE)
+    model = load(tmp_path)
+    assert all(layer.int4 is None for layer in linear_layers(model))
+    [message] = warnings_of(caplog)
+    assert message.startswith("21 quantized matrices of ") and message.endswith(reason)
+    assert torch.equal(logits(model), logits(load(tmp_path, False)))
+
+
+def test_only_the_layers_that_do_not_fit_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(tmp_path, "awq")
+    model = load(tmp_path)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    assert {name.rpartition(".")[2] for name, layer in layers.items() if layer.int4 is None} == {"down_proj"}
+    [message] = warnings_of(caplog)
+    assert "3 quantized matrices" in message and "such as model.layers.0.mlp.down_proj.weight" in message
+    assert "the layer has 80 inputs and 64 outputs, which must be multiples of 32 and 16" in message
+    torch.testing.assert_close(logits(model), logits(load(tmp_path, False)), rtol=1e-4, atol=1e-4)
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of the first layer's k_proj, or leave them out."""
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for name, tensor in tensors.items():
+        key = f"model.layers.0.self_attn.k_proj.{name}"
+        stored.pop(key, None)
+        if tensor is not None:
+            stored[key] = tensor
+    save_file(stored, path, {"format": "pt"})
+
+
+def test_matrices_of_one_product_must_be_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(tmp_path, "pack-quantized", **WIDE)
+    change(tmp_path, weight_scale=torch.full((len(load_file(tmp_path / "model.safetensors")[
+        "model.layers.0.self_attn.k_proj.weight_scale"]), 2), 0.03).half())  # fmt: skip
+    model = load(tmp_path)
+    [message] = warnings_of(caplog)
+    assert message.startswith("3 quantized matrices") and "groups of several sizes" in message
+    assert [layer.int4 is None for layer in linear_layers(model)] == [True, *[False] * 11]
+
+
+def test_a_matrix_beside_unquantized_ones_is_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    meant = save_quantized(tmp_path, "awq", **WIDE)
+    weight = meant["model.layers.0.self_attn.k_proj.weight"].float().contiguous()
+    change(tmp_path, qweight=None, qzeros=None, scales=None, weight=weight)
+    model = load(tmp_path)
+    [message] = warnings_of(caplog)
+    assert message.startswith("2 quantized matrices") and message.endswith("are not all quantized")
+    torch.testing.assert_close(logits(model), logits(load(tmp_path, False)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_matrix_is_an_error_once(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "awq", **WIDE)
+    change(tmp_path, scales=torch.full((4, 32), torch.nan).half())
+    with pytest.raises(ValueError, match=r"k_proj\.weight cannot be dequantized .* not finite") as raised:
+        load(tmp_path)
+    assert str(raised.value).count("k_proj.weight") == 1
+
+
+def test_experts_are_dequantized_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(tmp_path, "awq", "qwen3_moe", moe_intermediate_size=48)
+    load(tmp_path)
+    assert any("only linear layers keep 4-bit weights, not experts" in message for message in warnings_of(caplog))
+
+
+def test_ranks_dequantize_their_shares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_quantized(tmp_path, "awq", **WIDE)
+    [expected] = on_ranks(1, lambda ranks: logits(load(tmp_path, False, ranks=ranks)))
+    caplog.clear()
+    shared, _ = on_ranks(2, lambda ranks: logits(load(tmp_path, ranks=ranks)))
+    torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-4)
+    [message] = warnings_of(caplog)
+    assert "as tensor_parallel_size=2 divides the layers" in message
+
+
+def test_where_no_layer_can_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_none(torch.bfloat16, CPU, ONE_RANK) is None
+    assert why_none(torch.bfloat16, torch.device("cuda"), ONE_RANK) == "products with 4-bit weights run on CPUs only"
+    monkeypatch.setenv(bindings.DISABLE_VARIABLE, "1")
+    bindings.reload()
+    try:
+        assert why_none(torch.bfloat16, CPU, ONE_RANK) == "the compiled CPU kernels are not there"
+    finally:
+        monkeypatch.undo()
+        bindings.reload()
+
+
+def test_the_engine_keeps_them_unless_told_otherwise(tmp_path: Path) -> None:
+    """Blended in full, or not at all, the answers are those of full prefill with dequantized weights."""
+    meant = save_quantized(tmp_path, "awq", vocab_size=TINY_VOCABULARY, **WIDE)
+    byte_level().save_pretrained(tmp_path)
+    hf_model = tiny_hf_model("llama", vocab_size=TINY_VOCABULARY, **WIDE)
+    hf_model.load_state_dict({key: matrix.float() for key, matrix in meant.items()})
+    params = greedy(8, logprobs=3, ignore_eos=True)
+    whole = tiny_prompt(blend_selector="value_deviation", blend_recompute_ratio=1.0)
+    outputs = []
+    for options in ({}, {"dequantize_weights": True}):
+        with engine(str(tmp_path), enable_blending=True, block_size=BLOCK_SIZE, **options) as llm:
+            layers = linear_layers(llm.llm_engine.model_executor.driver_worker.model_runner.model)
+            assert {layer.int4 is None for layer in layers} == {bool(options)}
+            for _ in range(2):  # the chunks are new, then known
+                [output] = run(llm, whole, params)
+                assert output.blend is not None and output.blend.num_reused_tokens == 0
+                assert_logprobs_match(output, hf_model)
+            outputs.append(run(llm, tiny_prompt(blend_selector="value_deviation"), params)[0])
+    assert outputs[0].blend is not None and outputs[0].blend.num_reused_tokens > 0
+    assert_same_logprobs(outputs[0], outputs[1])
