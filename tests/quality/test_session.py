@@ -113,6 +113,21 @@ def test_chunks_that_the_store_cannot_keep_are_an_error(prompts: list[Any]) -> N
         small.answer(prompts[:2], 1)
 
 
+def test_new_chunks_fit_beside_those_that_were_used_more_often(session: Session, prompts: list[Any]) -> None:
+    """The store holds two prompts of three, and prefers to keep what has been used most."""
+    plain = [prompt | {"blend_selector": "none"} for prompt in prompts]
+    tokens = sum(len(joined_ids(session.engine, prompt)) for prompt in prompts[:2])
+    gib = tokens * session.engine.composer.bytes_per_token / 2**30
+    with Session(MODEL, batch=1, blend_chunk_cache_gib=gib) as small:
+        for _ in range(20):
+            small.answer(plain[:2], 1)
+        assert small.answer(plain[:2], 1).encoding == 0
+        found = small.answer(plain[2:], 4)
+    expected = session.answer(plain[2:], 4)
+    assert [one.token_ids for one in found.answers] == [one.token_ids for one in expected.answers]
+    assert found.token_layers == pytest.approx(expected.token_layers) and found.encoding > 0
+
+
 def test_prompts_that_are_computed_twice_are_an_error(prompts: list[Any]) -> None:
     with (
         Session(MODEL, batch=3, block_size=8, num_gpu_blocks_override=129) as small,

@@ -55,6 +55,7 @@ class Session:
         self.batch = batch
         self.dtype: torch.dtype = self.engine.model_executor.driver_worker.model_runner.cache.key.dtype
         self.true_attention: dict[tuple[int, ...], torch.Tensor] = {}  # of prompts, see true_attention.py
+        self._num_encoded = 0  # chunks, by the last run
         self._probe = Probe(self.engine.model_executor.driver_worker.model_runner.model)
 
     def __enter__(self) -> Session:
@@ -81,23 +82,28 @@ class Session:
         return Answers(answers, sum(part.token_layers for part in parts), sum(part.encoding for part in parts))
 
     def _batch(self, prompts: Sequence[PromptType], max_tokens: int) -> Answers:
-        encoded = self.engine.composer.num_encoded
-        answers = self._run(prompts, max_tokens)
-        if self.engine.composer.num_encoded == encoded:
-            return answers
-        encoded = self.engine.composer.num_encoded
+        found = self._run(prompts, max_tokens)
+        if not self._num_encoded:
+            return found
         again = self._run(prompts, max_tokens)
-        if self.engine.composer.num_encoded != encoded:
+        if self._num_encoded:
+            # Chunks of earlier prompts that were used often stay longer than new ones (see `MemoryChunkStore`).
+            self.engine.composer.store.clear()
+            found = self._run(prompts, max_tokens)
+            again = self._run(prompts, max_tokens)
+        if self._num_encoded:
+            gib = self.engine.composer.store.budget_bytes / 2**30
             raise RuntimeError(
-                f"the chunks of {len(prompts)} prompts do not fit the store beside those used more often: raise "
-                "blend_chunk_cache_gib, use a smaller batch, or share the questions among more workers"
+                f"the chunks of {len(prompts)} prompts do not fit the store of {gib:.3g} GiB together: use a smaller "
+                "batch, or raise blend_chunk_cache_gib"
             )
-        return Answers(again.answers, again.token_layers, max(0.0, answers.token_layers - again.token_layers))
+        return Answers(again.answers, again.token_layers, max(0.0, found.token_layers - again.token_layers))
 
     def _run(self, prompts: Sequence[PromptType], max_tokens: int) -> Answers:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=["\n"])
         probe, engine = self._probe, self.engine
         probe.token_layers, probe.num_drawn = 0.0, 0
+        encoded = engine.composer.num_encoded
         preemptions = engine.scheduler.num_preemptions
         first: dict[int, torch.Tensor] = {}
         finished: dict[int, RequestOutput] = {}
@@ -120,6 +126,7 @@ class Session:
                 f"the KV cache has no room for {len(prompts)} prompts at a time, so that some were computed twice: "
                 "use a smaller batch, or raise num_gpu_blocks_override"
             )
+        self._num_encoded = engine.composer.num_encoded - encoded
         decoded = probe.num_drawn - len(prompts)  # rows that pass every layer to draw the next token
         answers = []
         for index in range(len(prompts)):
