@@ -10,14 +10,16 @@ import pytest
 
 from tests.engine.engines import tiny_model
 from tests.quality.answers import ABOUT, answered, measured
-from vllm_blend.quality import held_out, held_out_worlds, parallel
+from vllm_blend.quality import held_out, held_out_worlds
 from vllm_blend.quality.held_out_file import Cell, HeldOut, find_read, read_held_out, write_held_out
+from vllm_blend.quality.held_out_parts import FinishedParts
 from vllm_blend.quality.held_out_report import render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions, world_of
 from vllm_blend.quality.parallel import sweep_lists
 from vllm_blend.quality.questions import Questions
-from vllm_blend.quality.session import Session
+from vllm_blend.quality.session import EngineFacts, Session
 from vllm_blend.quality.splits import DEVELOPMENT
+from vllm_blend.quality.sweep import Known
 
 
 def test_questions_are_of_the_split_and_of_all_kinds() -> None:
@@ -138,12 +140,12 @@ def test_what_was_read_is_known_by_weights_worlds_setting_and_ratio(tmp_path: Pa
 def interrupted(*args: Any, **options: Any) -> Any:
     """Sweep until all is checked, and no further."""
 
-    def then_fail(session: Session, data: list[Questions]) -> None:
-        args[-1](session, data)
+    def then_fail(engine: EngineFacts, data: list[Questions]) -> None:
+        check(engine, data)
         raise RuntimeError("the power failed")
 
-    crew, model, questions, runs, batch, progress, _ = args
-    return sweep_lists(crew, model, questions, runs, batch, progress, then_fail, **options)
+    crew, model, questions, runs, batch, progress, check, known, done = args
+    return sweep_lists(crew, model, questions, runs, batch, progress, then_fail, known, done, **options)
 
 
 @pytest.mark.cpu_only
@@ -183,12 +185,14 @@ def test_workers_begin_after_the_check(
     flags = ["--split", "test", "--families", "1", "--samples", "2", "--per-world", "1", "--dtype", "float32"]
     flags += ["--settings", "first_tokens@0.1", "--device", "cpu", "--workers", "2"]
     monkeypatch.setattr(held_out, "sweep_lists", interrupted)
-    monkeypatch.setattr(parallel, "_by_workers", lambda *arguments: pytest.fail("a worker began"))
+    monkeypatch.setattr(Session, "__init__", lambda *arguments: pytest.fail("an engine started in this process"))
     for name, message in (("a", "the power failed"), ("b", "a.json (1 family, plain): first_tokens at 10%")):
         with pytest.raises(SystemExit):
             held_out.main([model, *flags, "--output", str(tmp_path / f"{name}.json")])
         assert message in capsys.readouterr().err
     assert (tmp_path / "a.json").exists() and not (tmp_path / "b.json").exists()
+    [begun] = tmp_path.glob("*.unfinished")
+    assert len(begun.read_text().splitlines()) == 1
 
 
 def test_the_command_measures_the_test_split_once(
@@ -206,6 +210,7 @@ def test_the_command_measures_the_test_split_once(
         held_out.main([model, *flags, "--output", str(tmp_path / "a.json")])
     assert "begun.json (1 family, plain): first_tokens at 10%" in capsys.readouterr().err
     (tmp_path / "begun.json").unlink()
+    (tmp_path / "begun.json.unfinished").unlink()
     held_out.main([model, *flags, "--output", str(tmp_path / "a.json")])
     said = capsys.readouterr().out
     found = read_held_out(tmp_path / "a.json")
@@ -239,6 +244,58 @@ def test_the_command_measures_the_test_split_once(
     held_out.main([model, *flags, "--output", str(tmp_path / "b.json"), "--again"])
     held_out.main(["--report", str(tmp_path / "a.json"), "--over", "first_tokens"])
     assert "| over first_tokens |" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_run_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """After it finished two lists of worlds of three, and was cut off while it wrote."""
+    monkeypatch.setattr(held_out_worlds, "PART_WORLDS", 1)
+    model = tiny_model("llama", max_position_embeddings=1536, num_hidden_layers=5)
+    flags = ["--split", "test", "--families", "1", "--samples", "3", "--per-world", "1", "--dtype", "float32"]
+    flags += ["--settings", "first_tokens@0.1", "value_deviation@0.1", "gradual@0.1", "--device", "cpu", "--again"]
+    flags += ["--batch", "2", "--workers", str(workers)]
+    held_out.main([model, *flags, "--output", str(tmp_path / "whole.json")])
+    assert not list(tmp_path.glob("*.unfinished"))
+    whole = read_held_out(tmp_path / "whole.json")
+
+    add = FinishedParts.add
+
+    def then_fail(self: FinishedParts, index: int, known: Known) -> None:
+        add(self, index, known)
+        if len(self.path.read_text().splitlines()) == 3:
+            with self.path.open("a") as file:
+                file.write('{"part": 2, "full": {"exa')
+            raise RuntimeError("the power failed")
+
+    output = tmp_path / "a.json"
+    monkeypatch.setattr(FinishedParts, "add", then_fail)
+    with pytest.raises(SystemExit):
+        held_out.main([model, *flags, "--output", str(output)])
+    monkeypatch.setattr(FinishedParts, "add", add)
+    for more, message in (
+        ([], "a.json.unfinished is of an interrupted run: go on with --resume, or delete the file"),
+        (["--resume", "--samples", "2"], "is of another measurement, as questions differ: give the same arguments"),
+    ):
+        with pytest.raises(SystemExit):
+            held_out.main([model, *flags, "--output", str(output), *more])
+        assert message in capsys.readouterr().err
+
+    measured: list[int] = []
+    monkeypatch.setattr(FinishedParts, "add", lambda self, index, known: measured.append(index))
+    held_out.main([model, *flags, "--output", str(output), "--resume"])
+    assert len(measured) == 4 and not list(tmp_path.glob("*.unfinished"))  # of three lists by two engines
+    [cell], [expected] = read_held_out(output).cells, whole.cells
+    assert (cell.questions, cell.digest) == (expected.questions, expected.digest)
+    for run, other in zip(cell.runs, expected.runs, strict=True):
+        assert (run.setting, run.ratio, run.wrong) == (other.setting, other.ratio, other.wrong)
+        assert run.token_layers == other.token_layers
+    output.unlink()
+    with pytest.raises(SystemExit):
+        held_out.main([model, *flags, "--output", str(output), "--resume"])
+    assert "--resume: there is no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

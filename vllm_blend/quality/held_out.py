@@ -16,7 +16,8 @@ Numbers of the test split are read once for each claim. A rule that is changed a
 them, and its next numbers there are too good. So before it begins, a run on the test split looks at all files beside
 --output, the record of what was read, and refuses what was measured before with the same weights over any of the same
 worlds, unless it is told so by --again (the tables then show both). Full prefill and plain reuse are no claims, and may
-be measured as often as they are needed. A run that is interrupted has been read as well.
+be measured as often as they are needed. A run that is interrupted has been read as well: it goes on, with the same
+arguments and --resume, after the worlds that FILE.unfinished has beside the output.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ from vllm_blend.quality.held_out_file import (
     read_held_out,
     write_held_out,
 )
+from vllm_blend.quality.held_out_parts import FinishedParts
 from vllm_blend.quality.held_out_report import check_baseline, render
 from vllm_blend.quality.held_out_worlds import digest_of, held_out_questions
 from vllm_blend.quality.intervals import check_seed
 from vllm_blend.quality.parallel import Crew, join_outcomes, make_crew, sweep_lists
 from vllm_blend.quality.questions import Questions, nothing_fits
 from vllm_blend.quality.rows import FULL
-from vllm_blend.quality.session import Session
+from vllm_blend.quality.session import EngineFacts
 from vllm_blend.quality.settings import PLAIN_REUSE, RECOMPUTE_ALL, Run, RunKey, make_runs, resolve_settings
 from vllm_blend.quality.splits import DEVELOPMENT, SPLITS, TEST
 from vllm_blend.quality.sweep import Measured, Outcome
@@ -65,7 +67,8 @@ NO_CLAIMS = (PLAIN_REUSE.name, RECOMPUTE_ALL.name)
 
 
 def run(args: argparse.Namespace, command: str) -> HeldOut:
-    """Measure and write. Mistakes are found before anything is computed. The file grows with every engine.
+    """Measure and write. Mistakes are found before anything is computed. The file grows with every engine, and one
+    beside it with every few worlds (see `FinishedParts`).
 
     Raises ValueError or OSError for bad input, and RuntimeError if a batch does not fit the engine.
     """
@@ -74,34 +77,39 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
     parts = _make_parts(args)
     check_seed(args.seed)
     check_place(args.output, "--output")
-    if args.output.exists() and args.split == TEST.name:
+    finished = FinishedParts(args.output, runs, args.resume)
+    if args.output.exists() and args.split == TEST.name and not args.resume:
         raise ValueError(f"--output {args.output} exists, and records what was read: give another file beside it")
     engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
     data = [questions for cell in parts for questions in cell]
     crew = make_crew(args.workers, args.device, data, by_list=True)
     started: list[HeldOut] = []
 
-    def begin(session: Session, data: list[Questions]) -> None:
-        about = _describe(args, command, runs, crew, session)
+    def begin(engine: EngineFacts, data: list[Questions]) -> None:
+        about = _describe(args, command, runs, crew, engine)
         started.append(HeldOut(about, tuple(_cells(parts, [Measured(questions, Outcome(), {}) for questions in data]))))
         if args.split == TEST.name:
-            if not args.again and (found := find_read(args.output.parent, started[0])):
+            if not args.again and not args.resume and (found := find_read(args.output.parent, started[0])):
                 raise ValueError(
                     "on the test split, numbers are read once for each claim, and these files have them:\n  "
                     + "\n  ".join(found)
                     + "\nshow them with --report, take other worlds (--first-world), or measure with --again"
                 )
             write_held_out(args.output, started[0])
+        finished.begin(about, data)
 
     def say(text: str) -> None:
         if not text.startswith(" "):  # scores of a few questions
             print(text, file=sys.stderr, flush=True)
 
     held_out: HeldOut | None = None
-    for measured in sweep_lists(crew, args.model, data, runs, args.batch, say, begin, **engine_args):
+    for measured in sweep_lists(
+        *(crew, args.model, data, runs, args.batch, say, begin, finished.known, finished.add), **engine_args
+    ):
         held_out = replace(started[0], cells=tuple(_cells(parts, measured, runs)))
         write_held_out(args.output, held_out)
     assert held_out is not None
+    finished.remove()
     return held_out
 
 
@@ -162,7 +170,7 @@ def _answered(name: str, ratio: float | None, outcome: Outcome, full: Outcome) -
 
 
 def _describe(
-    args: argparse.Namespace, command: str, runs: Sequence[Run], crew: Crew, session: Session
+    args: argparse.Namespace, command: str, runs: Sequence[Run], crew: Crew, engine: EngineFacts
 ) -> dict[str, Any]:
     """Return how it is measured. `runs` are those that are claims, see `find_read`."""
     return {
@@ -170,9 +178,9 @@ def _describe(
         "date": str(date.today()),
         "commit": _commit(),
         "model": Path(args.model).name,
-        "weights": session.engine.fingerprint.weights,
-        "dtype": str(session.dtype).removeprefix("torch."),
-        "device": str(session.engine.device),
+        "weights": engine.weights,
+        "dtype": engine.dtype,
+        "device": engine.device,
         "split": args.split,
         "seed of the engine": args.seed,
         "versions": [f"{module.__name__} {module.__version__}" for module in (vllm_blend, torch, transformers)],
@@ -229,6 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, help="tokens of the longest prompt with its answer (default: the model's)")
     add("--seed", type=int, default=0, help="seed of the intervals and the engine (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="JSON file for the answers, required to measure")
+    add("--resume", action="store_true", help="go on with a run that was interrupted")
     add("--again", action="store_true", help="measure what was read before on the test split")
     add("--report", nargs="+", type=Path, metavar="FILE", help="print the tables of such files, and compute nothing")
     add("--by-budget", action="store_true", help="print a table of settings by ratio: what each budget can reach")

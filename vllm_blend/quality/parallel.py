@@ -5,18 +5,37 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from vllm_blend.devices import resolve_device
-from vllm_blend.quality.questions import Questions, nothing_fits, select_fitting
-from vllm_blend.quality.session import Session
+from vllm_blend.quality.questions import Questions, nothing_fits
+from vllm_blend.quality.session import EngineFacts, Session
 from vllm_blend.quality.settings import Run
-from vllm_blend.quality.sweep import Measured, Outcome, Progress, report_run, sweep
+from vllm_blend.quality.sweep import Done, Known, Measured, Outcome, Progress, report_run, sweep
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker's message: what it would measure, and with which engine. It waits for an answer."""
+
+    engine: EngineFacts
+    data: list[Questions]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A worker's message: what an engine has measured of one of its data sets."""
+
+    index: int
+    known: Known
 
 
 @dataclass(frozen=True)
@@ -85,23 +104,44 @@ def sweep_lists(
     runs: Sequence[Run],
     batch: int,
     progress: Progress,
-    check: Callable[[Session, list[Questions]], None],
+    check: Callable[[EngineFacts, list[Questions]], None],
+    known: Mapping[int, Known],
+    done: Done,
     **engine_args: Any,
 ) -> Iterator[list[Measured]]:
     """Sweep as `sweep` does without `whole`, by a crew in which each worker measures some of the lists of questions, as
-    they are: what questions of one list share is encoded once. `check` looks at an engine of this process first.
+    they are: what questions of one list share is encoded once. No worker measures anything before `check` returns.
 
     Raises as `sweep_by` does.
     """
     if crew.workers == 1:
-        yield from sweep(model, data, runs, batch, progress, whole=False, check=check, **engine_args)
+
+        def check_own(session: Session, fitting: list[Questions]) -> None:
+            check(session.facts, fitting)
+
+        yield from sweep(
+            model, data, runs, batch, progress, whole=False, check=check_own, known=known, done=done, **engine_args
+        )
         return
-    with Session(model, batch, **engine_args | runs[0].engine) as session:
-        check(session, [select_fitting(questions, session.engine, whole=False) for questions in data])
+
+    def check_all(ready: list[Ready]) -> None:
+        check(ready[0].engine, _in_turns([one.data for one in ready]))
+
+    def done_by(worker: int, part: Part) -> None:
+        done(worker + part.index * crew.workers, part.known)
+
     own = [list(data[worker :: crew.workers]) for worker in range(crew.workers)]
-    for parts in _by_workers(crew, model, own, runs, batch, progress, engine_args):
-        remaining = [iter(part) for part in parts]
-        yield [next(remaining[index % crew.workers]) for index in range(len(data))]
+    known_by = [
+        {index // crew.workers: one for index, one in known.items() if index % crew.workers == worker}
+        for worker in range(crew.workers)
+    ]
+    for parts in _by_workers(crew, model, own, runs, batch, progress, engine_args, check_all, known_by, done_by):
+        yield _in_turns(parts)
+
+
+def _in_turns(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Undo the split of lists among workers: the first of each, then the second."""
+    return [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
 
 
 def _by_workers(
@@ -112,35 +152,61 @@ def _by_workers(
     batch: int,
     progress: Progress,
     engine_args: dict[str, Any],
+    check: Callable[[list[Ready]], None] | None = None,
+    known: Sequence[Mapping[int, Known]] = (),
+    done: Callable[[int, Part], None] = lambda worker, part: None,
 ) -> Iterator[list[list[Measured]]]:
-    """Yield, after each engine, what each worker has measured of its own `data`."""
+    """Yield, after each engine, what each worker has measured of its own `data`. With a `check`, nobody measures before
+    it has seen what all of them are ready for."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
     connections: list[Connection] = []
+    count = len({run.group for run in runs})
+    arrived: dict[Connection, list[Any]] = {}
+    num_results: Counter[Connection] = Counter()
+
+    def collect(kind: type[T]) -> list[T]:
+        """Return the next message of this kind from each worker, and see to all that arrive meanwhile."""
+        while not all(arrived.values()):
+            busy = [connection for connection in connections if num_results[connection] < count]
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                worker = connections.index(connection)
+                received = _receive(connection, processes[worker])
+                if isinstance(received, str):
+                    text = received.lstrip()
+                    indent = received[: len(received) - len(text)]
+                    progress(f"{indent}the first of {crew.workers} workers: {text}")
+                elif isinstance(received, Part):
+                    done(worker, received)
+                else:
+                    arrived[connection].append(received)
+                    num_results[connection] += isinstance(received, list)
+        found = [arrived[connection].pop(0) for connection in connections]
+        assert all(isinstance(one, kind) for one in found)
+        return found
+
     try:
         for worker, own in enumerate(data):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, worker == 0, crew.threads, model, own, runs, batch, engine_args)
+            ours, theirs = context.Pipe()
+            own_known = known[worker] if known else {}
+            arguments = (
+                *(theirs, worker == 0, check is not None, crew.threads),
+                *(model, own, runs, batch, own_known, engine_args),
+            )
             processes.append(context.Process(target=_run_worker, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()  # only the worker keeps this end open, so its death ends the connection
             connections.append(ours)
-        count = len({run.group for run in runs})
+            arrived[ours] = []
+        if check is not None:
+            check(collect(Ready))
+            for connection in connections:
+                connection.send(True)
         for engine in range(count):
-            found: dict[Connection, list[Measured]] = {}
-            while missing := [c for c in connections if c not in found]:
-                ready = wait(missing)
-                for connection, process in zip(connections, processes, strict=True):
-                    if connection in ready:
-                        received = _receive(connection, process)
-                        if isinstance(received, str):
-                            text = received.lstrip()
-                            indent = received[: len(received) - len(text)]
-                            progress(f"{indent}the first of {crew.workers} workers: {text}")
-                        else:
-                            found[connection] = received
+            measured: list[list[Measured]] = collect(list)
             progress(f"engine {engine + 1} of {count} is done by {crew.workers} workers")
-            yield [found[connection] for connection in connections]
+            yield measured
     finally:
         for process in processes:
             process.terminate()
@@ -158,38 +224,50 @@ def split_questions(questions: Questions, workers: int) -> list[list[int]]:
 def _run_worker(
     connection: Connection,
     reports_progress: bool,
+    asks: bool,
     threads: int,
     model: str,
     data: Sequence[Questions],
     runs: Sequence[Run],
     batch: int,
+    known: Mapping[int, Known],
     engine_args: dict[str, Any],
 ) -> None:
-    """Run a worker's process: send its results so far after each engine, or an error with its traceback, and, if it
-    `reports_progress`, its progress in between."""
+    """Run a worker's process: send each data set's results, those so far after each engine, or an error with its
+    traceback, and, if it `reports_progress`, its progress in between. If it `asks`, it begins when it is answered."""
     torch.set_num_threads(threads)
     progress: Progress = connection.send if reports_progress else lambda text: None
+
+    def check(session: Session, fitting: list[Questions]) -> None:
+        if asks:
+            connection.send(Ready(session.facts, fitting))
+            connection.recv()
+
+    def done(index: int, measured: Known) -> None:
+        connection.send(Part(index, measured))
+
     try:
-        for measured in sweep(model, data, runs, batch, progress, whole=False, **engine_args):
+        for measured in sweep(
+            model, data, runs, batch, progress, whole=False, check=check, known=known, done=done, **engine_args
+        ):
             connection.send(measured)
     except Exception as error:
         connection.send((error, traceback.format_exc()))
 
 
-def _receive(connection: Connection, process: Any) -> list[Measured] | str:
+def _receive(connection: Connection, process: Any) -> list[Measured] | Ready | Part | str:
     try:
         received = connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         process.join()
         raise RuntimeError(
             f"a worker ended without a message (exit code {process.exitcode}; -9 is how Linux ends one when memory "
             "runs out): use fewer workers, or one"
         ) from None
-    if isinstance(received, tuple):
-        error, text = received
-        raise error from RuntimeError(f"in a worker:\n{text}")
-    parts: list[Measured] | str = received
-    return parts
+    if isinstance(received, (str, list, Ready, Part)):
+        return received
+    error, text = received
+    raise error from RuntimeError(f"in a worker:\n{text}")
 
 
 def _merge(questions: Questions, shares: Sequence[Sequence[int]], parts: Sequence[Measured]) -> Measured:

@@ -44,6 +44,15 @@ class Answers:
     encoding: float = 0.0
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a record of measurements says of the engine: a digest of its weights, its data type and its device."""
+
+    weights: str
+    dtype: str
+    device: str
+
+
 class Session:
     """An engine with a probe. As a context manager it frees the engine's memory at the end."""
 
@@ -69,6 +78,11 @@ class Session:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    @property
+    def facts(self) -> EngineFacts:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return EngineFacts(self.engine.fingerprint.weights, dtype, str(self.engine.device))
 
     def answer(self, prompts: Sequence[PromptType], max_tokens: int) -> Answers:
         """Return the first line of what follows each prompt. Chunks that are not stored are encoded first, and counted

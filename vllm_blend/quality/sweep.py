@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ class Outcome:
         return np.asarray(getattr(self, name), np.float64)
 
 
+Known = tuple[Outcome, dict[RunKey, Outcome]]  # of a data set: full prefill's, and those of some runs
+Done = Callable[[int, Known], None]
+
+
 @dataclass
 class Measured:
     """The measurements on one data set."""
@@ -56,19 +60,22 @@ def sweep(
     progress: Progress = lambda text: None,
     whole: bool = True,
     check: Callable[[Session, list[Questions]], None] = lambda session, data: None,
+    known: Mapping[int, Known] | None = None,
+    done: Done = lambda index, known: None,
     **engine_args: Any,
 ) -> Iterator[list[Measured]]:
     """Measure `runs`; after each engine, yield the same list with more in it. Equal runs are measured once.
 
     The first engine answers everything in full too. Samples that it cannot hold are left out of every run; `check` may
-    look at the engine and at the other samples, and raise, before anything is measured. Raises ValueError if no sample
-    is left of a `whole` data set; a part of one may be empty.
+    look at the engine and at the other samples, and raise, before anything is measured. What is `known` of the data set
+    of an index is not measured again; what an engine has measured of one is `done`, at once. Raises ValueError if no
+    sample is left of a `whole` data set; a part of one may be empty.
     """
     groups: dict[str, dict[RunKey, Run]] = {}
     for run in runs:
         groups.setdefault(run.group, {}).setdefault(run.key, run)
     measured: list[Measured] = []
-    references: list[Answers] = []
+    references: dict[int, Answers] = {}
     for number, group in enumerate(groups.values()):
         arguments = next(iter(group.values())).engine
         with Session(model, batch, **engine_args | arguments) as session:
@@ -77,12 +84,18 @@ def sweep(
                     Measured(select_fitting(questions, session.engine, whole), Outcome(), {}) for questions in data
                 ]
                 check(session, [one.questions for one in measured])
+                for index, (full, outcomes) in (known or {}).items():
+                    measured[index].full = full
+                    measured[index].runs.update(outcomes)
             for index, one in enumerate(measured):
-                progress(f"engine {number + 1} of {len(groups)}, {one.questions.name}: {len(group)} runs")
-                if number == 0:
-                    references.append(answer_in_full(session, one))
-                for run in group.values():
+                missing = [run for run in group.values() if run.key not in one.runs]
+                progress(f"engine {number + 1} of {len(groups)}, {one.questions.name}: {len(missing)} runs")
+                if missing and index not in references:
+                    references[index] = answer_in_full(session, one)
+                for run in missing:
                     one.runs[run.key] = answer_run(session, one.questions, run, references[index], progress)
+                if missing:
+                    done(index, (one.full, {run.key: one.runs[run.key] for run in missing}))
         yield measured
 
 
