@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.quantized import GPTQ, save_quantized
+from tests.models.quantized import GPTQ, PACKED, compressed, save_quantized
 from tests.models.tiny import edit_config, load_tiny, save, tiny_hf_model
 from vllm_blend.models import loader
 from vllm_blend.models.gpt_oss import GptOssForCausalLM
@@ -83,6 +83,16 @@ def test_a_group_size_that_lies_is_named(tmp_path: Path) -> None:
         load_tiny(str(tmp_path))
 
 
+@pytest.mark.parametrize("size", [32, 8])
+@pytest.mark.parametrize("name", ["pack-quantized", "pack-quantized, reordered"])
+def test_a_group_size_that_the_scales_do_not_have_is_named(size: int, name: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, name)
+    config = compressed("pack-quantized", num_bits=4, **PACKED | {"group_size": size})
+    edit_config(tmp_path, quantization_config=config)
+    with pytest.raises(ValueError, match=rf"groups of 16, but config_groups\.\*\.weights\.group_size is {size}"):
+        load_tiny(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -98,6 +108,7 @@ def test_a_group_size_that_lies_is_named(tmp_path: Path) -> None:
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": "x"}}},
             "config_groups.g.weights in config.json is 'x'",
         ),
+        (compressed("pack-quantized", **PACKED | {"group_size": "16"}), "weights.group_size in config.json is '16'"),
         ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, "sparsity_config in config.json is 'x'"),
     ],
 )
@@ -207,3 +218,34 @@ def test_layers_that_no_file_has_are_not_built(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(loader, "_build", lambda *_: pytest.fail("built"))
     with pytest.raises(ValueError, match=r"num_hidden_layers in config\.json is 3000, but the checkpoint has 2 layers"):
         load_tiny(str(tmp_path))
+
+
+def test_a_vocabulary_that_no_file_has_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tiny_hf_model("llama", vocab_size=97), tmp_path)
+    edit_config(tmp_path, vocab_size=10**12)
+    monkeypatch.setattr(loader, "_build", lambda *_: pytest.fail("built"))
+    said = r"vocab_size in config\.json is 1000000000000, but model\.embed_tokens\.weight in the checkpoint has 97 rows"
+    with pytest.raises(ValueError, match=said):
+        load_tiny(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", [f"{LAYER}.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_named(name: str, value: float, tmp_path: Path) -> None:
+    save(tiny_hf_model("llama"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} \(in model\.safetensors\) has NaN, or numbers that are infinite"):
+        load_tiny(str(tmp_path))
+
+
+def test_large_weights_are_finite(tmp_path: Path) -> None:
+    """Though their sum is not, in their type."""
+    save(tiny_hf_model("llama"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{LAYER}.weight"].fill_(3e38)
+    save_file(tensors, path, {"format": "pt"})
+    load_tiny(str(tmp_path))

@@ -33,7 +33,7 @@ from vllm_blend.models.weight_formats.base import WeightFormat
 from vllm_blend.models.weights import (
     PICKLES,
     SAFETENSORS,
-    check_num_layers,
+    check_sizes,
     fill_from_files,
     find_weight_files,
     has_own_head,
@@ -125,7 +125,7 @@ def load_model(
         files = find_weight_files(weights_directory(model, revision)) if gguf is None else [gguf]
     if files and issubclass(model_class, DecoderForCausalLM):
         with _naming(gguf):
-            check_num_layers(files, hf_config.num_hidden_layers)
+            check_sizes(files, hf_config.num_hidden_layers, hf_config.vocab_size)
     if files and issubclass(model_class, TextPart):
         hf_config = copy.copy(hf_config)  # what the two configs say of it, or leave out, is not always true
         hf_config.tie_word_embeddings = not has_own_head(files)

@@ -18,7 +18,7 @@ from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
 from vllm_blend.models.int4_layers import Int4Layers, keep_int4_layers
-from vllm_blend.models.stored import BadTensor, StoredTensor, opened
+from vllm_blend.models.stored import BadTensor, PlainTensor, StoredTensor, opened
 from vllm_blend.models.text_parts import TextPart, text_tensors
 from vllm_blend.models.weight_formats.base import WeightFormat
 
@@ -29,6 +29,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "*.safetenso
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old checkpoints; here it follows from the config
 HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens.weight"  # the end of its name
 _OF_LAYER = re.compile(r"\blayers\.(\d{1,9})\.")
 MAX_NAME = 255  # bytes of a file's name
 NAMES_SHOWN = 8  # of a list in an error message
@@ -127,7 +128,8 @@ def fill_from_files(
     by `weight_format` are dequantized, but with `keeps_int4` linear layers keep those of 4-bit integers, where they
     can. Returns which.
 
-    Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, by name.
+    Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, and those with
+    numbers that are not finite, by name.
     """
     layers = Int4Layers()
     tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
@@ -159,16 +161,23 @@ def fill_from_files(
     return layers
 
 
-def check_num_layers(files: Iterable[Path], num_layers: int) -> None:
-    """Raise ValueError if config.json names more layers than a checkpoint has: a model of all of them, which is built
-    before the files are read, may fit no memory."""
+def check_sizes(files: Iterable[Path], num_layers: int, vocab_size: int) -> None:
+    """Raise ValueError if config.json names more layers, or a larger vocabulary, than a checkpoint has: a model of that
+    size, which is built before the files are read, may fit no memory."""
     with opened(files) as found:
         stored = {int(match[1]) for match in map(_OF_LAYER.search, found) if match}
+        embeddings = [(name, tensor.shape[0]) for name, tensor in found.items() if name.endswith(EMBEDDING)]
     if stored and num_layers > max(stored) + 1:
         raise ValueError(
             f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has {max(stored) + 1} layers: the "
             f"tensors of model.layers.{max(stored) + 1} are missing; fetch both again"
         )
+    for name, rows in embeddings:
+        if vocab_size > rows:
+            raise ValueError(
+                f"vocab_size in config.json is {vocab_size}, but {name} in the checkpoint has {rows} rows: fetch both "
+                "again"
+            )
 
 
 def has_own_head(files: Iterable[Path]) -> bool:
@@ -195,9 +204,24 @@ def _fill(name: str, destination: Destination, stored: StoredTensor) -> list[str
         source = stored.source(_device(destination))
         for index, memory in parts:
             memory.copy_(source[index])
+            if not _is_finite(memory):
+                return [_not_finite(name, stored, memory)]
     except BadTensor as error:
         return [str(error)]
     return []
+
+
+def _is_finite(memory: torch.Tensor | QuantizedDestination) -> bool:
+    """Return whether all values are finite. Their sum is not if one of them is not, and takes one pass over them and no
+    memory of its own; as it may overflow too, they are looked at then."""
+    values = memory.rows.scales if isinstance(memory, QuantizedDestination) else memory
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def _not_finite(name: str, stored: StoredTensor, memory: torch.Tensor | QuantizedDestination) -> str:
+    where = f" (in {stored.path.name})" if isinstance(stored, PlainTensor) else ""
+    dtype = str(memory.dtype).removeprefix("torch.")
+    return f"{name}{where} has NaN, or numbers that are infinite in {dtype}: fetch it again, or give another dtype"
 
 
 def _device(destination: Destination) -> torch.device:

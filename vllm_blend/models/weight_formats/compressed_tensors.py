@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_blend.models.stored import StoredTensor
-from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat, read_mapping
+from vllm_blend.models.weight_formats.base import FIELD, KV_SCALES, Parts, WeightFormat, read_group_size, read_mapping
 from vllm_blend.models.weight_formats.fp8 import read_block
 from vllm_blend.models.weight_formats.int4 import BITS, NotInt4, StoredInt4, check_in_order
 from vllm_blend.models.weight_formats.packing import WORD, unpack
@@ -50,6 +50,9 @@ class CompressedTensors(WeightFormat):
                 raise ValueError(f"{FIELD}.{name} in config.json is not supported: use an unquantized checkpoint")
         weights = [read_mapping(f"{where}.weights", scheme.get("weights")) for where, scheme in schemes]
         self.bits: int | None = _common("num_bits", [one.get("num_bits") for one in weights if _is_integer(one)])
+        sizes = [one.get("group_size") for one in weights]
+        self.group_sizes = {read_group_size(f"{FIELD}.config_groups.*.weights.group_size", n) for n in sizes if n}
+        self.all_in_groups = all(sizes) and -1 not in sizes
         self.block = read_block(
             f"{FIELD}.config_groups.*.weights.block_structure",
             _common("block_structure", [one.get("block_structure") for one in weights if _is_by_block(one)]),
@@ -72,6 +75,7 @@ class CompressedTensors(WeightFormat):
             raise ValueError(f"the weight is stored as {values.dtype}, not torch.float8_e4m3fn or torch.int8")
         rows, columns = values.shape
         scales = check_finite("weight_scale", parts["weight_scale"])
+        self._check_group_size(columns, scales)
         by_entry = self._by_entry(parts, (rows, columns))
         zeros = parts.get("weight_zero_point")
         numbers = values.float()
@@ -80,6 +84,18 @@ class CompressedTensors(WeightFormat):
                 zeros = self._unpacked(zeros, 0, rows)
             numbers -= by_entry(self._checked_zeros(zeros))
         return numbers * by_entry(scales)
+
+    def _check_group_size(self, columns: int, scales: torch.Tensor) -> None:
+        """Raise ValueError unless config.json has groups as large as those of the scales, if it says how large."""
+        count = scales.shape[1] if scales.ndim == 2 and self.block is None else 1
+        if count > 1 or (self.all_in_groups and scales.ndim == 2):
+            size = -(-columns // max(1, count))
+            if self.group_sizes and size not in self.group_sizes:
+                sizes = ", ".join(map(str, sorted(self.group_sizes)))
+                raise ValueError(
+                    f"{columns} inputs with {count} scales are groups of {size}, but "
+                    f"config_groups.*.weights.group_size is {sizes}"
+                )
 
     def _checked_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
         """Return zero points. Raises ValueError for those that no weight could have."""
