@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.engine.compare import assert_logprobs_match, assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, run
 from tests.engine.tiny_tokenizers import byte_level
 from tests.models.quantized import save_quantized
-from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, prompt, tiny_hf_model
+from tests.models.tiny import CONTEXT, PagedRunner, edit_config, hf_logits, prompt, tiny_hf_model
 from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.layers.linear import Linear
 from vllm_blend.models.int4_layers import why_none
@@ -156,8 +157,12 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 def test_matrices_of_one_product_must_be_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized(tmp_path, "pack-quantized", **WIDE)
-    change(tmp_path, weight_scale=torch.full((len(load_file(tmp_path / "model.safetensors")[
-        "model.layers.0.self_attn.k_proj.weight_scale"]), 2), 0.03).half())  # fmt: skip
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    [group] = config["config_groups"].values()
+    wider = group | {"targets": ["re:.*k_proj"], "weights": group["weights"] | {"group_size": 32}}
+    edit_config(tmp_path, quantization_config=config | {"config_groups": {"group_0": group, "group_1": wider}})
+    rows = len(load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.k_proj.weight_scale"])
+    change(tmp_path, weight_scale=torch.full((rows, 2), 0.03).half())
     model = load(tmp_path)
     [message] = warnings_of(caplog)
     assert message.startswith("3 quantized matrices") and "groups of several sizes" in message

@@ -136,6 +136,7 @@ class CompressedTensors(WeightFormat):
         middle = 2 ** (BITS - 1)
         numbers = self._unpacked(packed, 1, int(parts["weight_shape"][1])).add(middle).to(torch.uint8)
         rows, columns = numbers.shape
+        self._check_group_size(columns, parts["weight_scale"])
         scales = _by_row("weight_scale", check_finite("weight_scale", parts["weight_scale"]), rows, columns)
         groups = parts.get("weight_g_idx")
         if groups is not None and not bool((groups < 0).all()):
