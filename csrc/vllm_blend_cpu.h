@@ -5,7 +5,8 @@
 // takes the first.
 //
 // Shapes use: T tokens, R requests, H query heads, K KV heads, D head size, S = num_blocks * block_size cache slots.
-// A cache is [num_blocks, block_size, K, D], contiguous. `*_stride` is the distance between two tokens' rows; what is
+// A cache is [num_blocks, block_size, K, D], contiguous; `cache_dtype` is `dtype` or VB_F8, in which numbers are rounded to
+// nearest even and limited to 448. `*_stride` is the distance between two tokens' rows; what is
 // inside a row is contiguous. All arithmetic is float32, whatever the storage. `threads` is an upper bound for OpenMP.
 // Every kernel returns a vb_status; anything but VB_OK means that no promise is made about the outputs.
 #ifndef VLLM_BLEND_CPU_H
@@ -21,7 +22,7 @@
 #define VB_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-enum vb_dtype { VB_F32 = 0, VB_BF16 = 1, VB_F16 = 2 };
+enum vb_dtype { VB_F32 = 0, VB_BF16 = 1, VB_F16 = 2, VB_F8 = 3 };  // VB_F8 is e4m3, for caches and chunks alone
 
 enum vb_status {
   VB_OK = 0,
@@ -57,12 +58,14 @@ VB_EXPORT int VB_FN(silu_and_mul)(void* out, const void* gate_up, int64_t rows, 
 VB_EXPORT int VB_FN(rope)(void* q_out, void* k_out, const void* q, const void* k, const void* v, const float* cos,
                           const float* sin, void* key_cache, void* value_cache, const int64_t* slots, int64_t tokens,
                           int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t half, int64_t q_stride,
-                          int64_t k_stride, int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t threads);
+                          int64_t k_stride, int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t cache_dtype,
+                          int32_t threads);
 
 // Write k, v [T, K, D] (row = K * D elements) to cache slots [T].
 VB_EXPORT int VB_FN(reshape_and_cache)(const void* k, const void* v, void* key_cache, void* value_cache,
                                        const int64_t* slots, int64_t tokens, int64_t row, int64_t k_stride,
-                                       int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t threads);
+                                       int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t cache_dtype,
+                                       int32_t threads);
 
 // Every layer of a stored chunk: k (before RoPE) and v [layers, T, K, D] of dtype `source`, K rotated, both written to
 // the slots [T] of the layers' caches of dtype `target`. Layers lie *_layer elements apart; within a layer all is
@@ -82,7 +85,7 @@ VB_EXPORT int VB_FN(paged_attention)(void* out, const void* q, const void* key_c
                                      const int64_t* seq_lens, const float* sinks, int64_t tokens, int64_t requests,
                                      int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                                      int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
-                                     int32_t dtype, int32_t threads);
+                                     int32_t dtype, int32_t cache_dtype, int32_t threads);
 
 // paged_attention for T requests of one query each (starts is 0 .. T), with lse [T, H]: the natural logarithm of the sum
 // of exponentials of the scaled scores, to merge parts over disjoint keys.
@@ -91,7 +94,7 @@ VB_EXPORT int VB_FN(attention_states)(void* out, float* lse, const void* q, cons
                                       const int64_t* starts, const int64_t* seq_lens, int64_t tokens,
                                       int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                                       int64_t kv_heads, int64_t head_dim, int64_t q_stride, float scale, int32_t dtype,
-                                      int32_t threads);
+                                      int32_t cache_dtype, int32_t threads);
 
 // mass[offsets[r] + p] = probability that key p of request r receives, summed over the rows first[r]:last[r] of q and
 // averaged over heads. Every element of mass [offsets[R]] is written.
@@ -100,7 +103,7 @@ VB_EXPORT int VB_FN(attention_mass)(float* mass, const void* q, const void* key_
                                     const int64_t* seq_lens, const int64_t* offsets, int64_t requests,
                                     int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                                     int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
-                                    int32_t dtype, int32_t threads);
+                                    int32_t dtype, int32_t cache_dtype, int32_t threads);
 
 // sums[h * keys + k] = sum over Q queries of p ^ power (1 or 2), p the probability that head h of the query gives key k
 // of one request: q [Q, H, D] at `positions` [Q], a softmax over the keys at most there; keys with k > position -
@@ -109,7 +112,7 @@ VB_EXPORT int VB_FN(window_sums)(float* sums, const void* q, const void* key_cac
                                  const int32_t* block_table, int64_t queries, int64_t keys, int64_t blocks,
                                  int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads,
                                  int64_t head_dim, int64_t q_stride, int64_t buffer, float scale, int32_t power,
-                                 int32_t dtype, int32_t threads);
+                                 int32_t dtype, int32_t cache_dtype, int32_t threads);
 
 // For each of R rows, one KV head of one request: metric[slot] += sum over G query heads of p ^ power (1 or 2), p the
 // softmax over the row's keys, for those with key_positions[slot] <= query_positions[row] - buffer. q [R, G, D]; row r
@@ -120,7 +123,7 @@ VB_EXPORT int VB_FN(accumulate_sums)(float* metric, const void* q, const void* h
                                      const int64_t* query_positions, int64_t rows, int64_t table_width,
                                      int64_t table_stride, int64_t pages, int64_t block_size, int64_t group,
                                      int64_t head_dim, int64_t q_stride, int64_t buffer, float scale, int32_t power,
-                                     int32_t dtype, int32_t threads);
+                                     int32_t dtype, int32_t cache_dtype, int32_t threads);
 
 // out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null), for few rows. float32 in
 // every set, bf16 in the "amx" set only; in a multiple of 32, features a multiple of 16.

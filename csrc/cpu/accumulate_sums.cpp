@@ -15,10 +15,10 @@ struct Accumulation {
   float scale;
   int32_t power;
 
-  template <typename T>
+  template <typename C>
   void prefetch(const int32_t* table, int64_t first) const {
-    const char* page = (const char*)((const T*)keys + int64_t(table[first / block_size]) * block_size * head_dim);
-    for (int64_t byte = 0; byte < block_size * head_dim * int64_t(sizeof(T)); byte += 64)
+    const char* page = (const char*)((const C*)keys + int64_t(table[first / block_size]) * block_size * head_dim);
+    for (int64_t byte = 0; byte < block_size * head_dim * int64_t(sizeof(C)); byte += 64)
       __builtin_prefetch(page + byte, 0, 2);
   }
 
@@ -49,7 +49,7 @@ struct AccumulateScratch {
   }
 };
 
-template <typename T>
+template <typename T, typename C>
 static void accumulate_row(const Accumulation& a, int64_t row, AccumulateScratch& s) {
   const int64_t count = a.lengths[row], stride = AccumulateScratch::stride(count);
   const int32_t* table = a.tables + row * a.table_stride;
@@ -58,21 +58,21 @@ static void accumulate_row(const Accumulation& a, int64_t row, AccumulateScratch
   for (int64_t i = 0; i < a.group * a.head_dim; i += VL) store(scaled + i, load(q + i) * (a.scale * kLog2e));
 
   int64_t block = 0, slot = 0, ahead = 0;
-  const T* k[VL] = {};
+  const C* k[VL] = {};
   for (int64_t i = 0; i < count; i += VL) {
-    for (; ahead < count && ahead < i + AHEAD * a.block_size; ahead += a.block_size) a.prefetch<T>(table, ahead);
+    for (; ahead < count && ahead < i + AHEAD * a.block_size; ahead += a.block_size) a.prefetch<C>(table, ahead);
     for (int64_t j = 0; j < VL; ++j) {
       if (i + j >= count) {
         k[j] = k[j - 1];
         continue;
       }
-      k[j] = (const T*)a.keys + (int64_t(table[block]) * a.block_size + slot) * a.head_dim;
+      k[j] = (const C*)a.keys + (int64_t(table[block]) * a.block_size + slot) * a.head_dim;
       if (++slot == a.block_size) {
         slot = 0;
         ++block;
       }
     }
-    score_heads<T>(scores + i, stride, scaled, k, s.keys, a.group, a.head_dim);
+    score_heads<C>(scores + i, stride, scaled, k, s.keys, a.group, a.head_dim);
   }
 
   // The sums over heads, into the scores of the first.
@@ -96,7 +96,7 @@ static void accumulate_row(const Accumulation& a, int64_t row, AccumulateScratch
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 static int accumulate(const Accumulation& a, int32_t threads) {
   int64_t longest = 0, total = 0;
   for (int64_t r = 0; r < a.rows; ++r) {
@@ -115,7 +115,7 @@ static int accumulate(const Accumulation& a, int32_t threads) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t r = 0; r < a.rows; ++r)
-      if (s && a.lengths[r]) accumulate_row<T>(a, r, *s);
+      if (s && a.lengths[r]) accumulate_row<T, C>(a, r, *s);
   }
   return status;
 }
@@ -128,19 +128,13 @@ int VB_FN(accumulate_sums)(float* metric, const void* q, const void* head_keys, 
                            const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions,
                            int64_t rows, int64_t table_width, int64_t table_stride, int64_t pages, int64_t block_size,
                            int64_t group, int64_t head_dim, int64_t q_stride, int64_t buffer, float scale,
-                           int32_t power, int32_t dtype, int32_t threads) {
+                           int32_t power, int32_t dtype, int32_t cache_dtype, int32_t threads) {
   const Accumulation a = {metric,      q,            head_keys, tables,     lengths, key_positions, query_positions,
                           rows,        table_width,  table_stride, pages,   block_size, group,      head_dim,
                           q_stride,    buffer,       scale,     power};
   const int status = a.check();
   if (status != VB_OK) return status;
-  switch (dtype) {
-    case VB_F32:
-      return accumulate<float>(a, threads);
-    case VB_BF16:
-      return accumulate<bf16>(a, threads);
-    case VB_F16:
-      return accumulate<f16>(a, threads);
-  }
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    return accumulate<decltype(t), decltype(c)>(a, threads);
+  });
 }

@@ -46,25 +46,25 @@ static void list_units(const Paged& a, Tile* tiles, Chunk* chunks, int64_t* chun
   chunk_starts[a.requests] = chunk;
 }
 
-template <typename T>
+template <typename T, typename C>
 VB_INLINE void decode(const Paged& a, const Chunk& chunk, float* partial, void* scratch, bool on_tiles, Ahead& ahead) {
   if constexpr (kTiles<T>) {
-    if (on_tiles) return decode_chunk_amx(a, chunk, partial, scratch, ahead);
+    if (on_tiles) return decode_chunk_amx<C>(a, chunk, partial, scratch, ahead);
   }
-  decode_chunk<T>(a, chunk, partial, scratch, ahead);
+  decode_chunk<T, C>(a, chunk, partial, scratch, ahead);
 }
 
-template <typename T>
+template <typename T, typename C>
 VB_INLINE void prefill(const Paged& a, const Tile& tile, void* scratch, bool on_tiles) {
   if constexpr (kTiles<T>) {
-    if (on_tiles) return prefill_tile_amx(a, tile, scratch);
+    if (on_tiles) return prefill_tile_amx<C>(a, tile, scratch);
   }
-  prefill_tile<T>(a, tile, scratch);
+  prefill_tile<T, C>(a, tile, scratch);
 }
 
 static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-template <typename T>
+template <typename T, typename C>
 static int run(const Paged& a, int32_t threads) {
   const Plan plan = plan_step(a);
   const size_t partial_size = size_t(a.heads * (a.head_dim + 2));
@@ -102,7 +102,7 @@ static int run(const Paged& a, int32_t threads) {
     if (on_tiles) tiles_begin();
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < plan.tiles; ++i)
-      if (scratch) prefill<T>(a, tiles[i], scratch, on_tiles);
+      if (scratch) prefill<T, C>(a, tiles[i], scratch, on_tiles);
     // Equal shares of adjacent chunks, so that each thread knows which chunk to fetch ahead.
     Ahead ahead;
     int64_t fetched = -1;  // the chunk that is on its way
@@ -110,15 +110,15 @@ static int run(const Paged& a, int32_t threads) {
     for (int64_t i = 0; i < plan.chunks; ++i) {
       if (!scratch) continue;
       if (fetched != i) {
-        ahead.aim(a, chunks[i], sizeof(T));
+        ahead.aim(a, chunks[i], sizeof(C));
         Ahead::touch(ahead, ahead.share(1));
       }
       fetched = i + 1;
       if (fetched < plan.chunks)
-        ahead.aim(a, chunks[fetched], sizeof(T));
+        ahead.aim(a, chunks[fetched], sizeof(C));
       else
         ahead.rest();
-      decode<T>(a, chunks[i], partials + size_t(i) * partial_size, scratch, on_tiles, ahead);
+      decode<T, C>(a, chunks[i], partials + size_t(i) * partial_size, scratch, on_tiles, ahead);
     }
     if (plan.chunks) {
 #pragma omp for schedule(static) nowait
@@ -136,21 +136,15 @@ static int run(const Paged& a, int32_t threads) {
 
 using namespace VB_NAMESPACE;
 
-static int attend(const Paged& a, int64_t tokens, int32_t dtype, int32_t threads) {
+static int attend(const Paged& a, int64_t tokens, int32_t dtype, int32_t cache_dtype, int32_t threads) {
   if (a.starts[0] != 0 || a.starts[a.requests] != tokens) return VB_BAD_START;
   for (int64_t r = 0; r < a.requests; ++r)
     if (a.starts[r] > a.starts[r + 1] || (a.lse && a.starts[r] + 1 != a.starts[r + 1])) return VB_BAD_START;
   const int status = a.check(a.starts, a.starts + 1);
   if (status != VB_OK) return status;
-  switch (dtype) {
-    case VB_F32:
-      return run<float>(a, threads);
-    case VB_BF16:
-      return run<bf16>(a, threads);
-    case VB_F16:
-      return run<f16>(a, threads);
-  }
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    return run<decltype(t), decltype(c)>(a, threads);
+  });
 }
 
 int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, const void* value_cache,
@@ -158,20 +152,20 @@ int VB_FN(paged_attention)(void* out, const void* q, const void* key_cache, cons
                            const int64_t* seq_lens, const float* sinks, int64_t tokens, int64_t requests,
                            int64_t table_stride, int64_t num_blocks, int64_t block_size, int64_t heads,
                            int64_t kv_heads, int64_t head_dim, int64_t q_stride, int64_t window, float scale,
-                           int32_t dtype, int32_t threads) {
+                           int32_t dtype, int32_t cache_dtype, int32_t threads) {
   const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
                    starts, seq_lens, requests,  table_stride, num_blocks, block_size,
                    heads,  kv_heads, head_dim,  q_stride,     window,     scale,        nullptr, sinks};
-  return attend(a, tokens, dtype, threads);
+  return attend(a, tokens, dtype, cache_dtype, threads);
 }
 
 int VB_FN(attention_states)(void* out, float* lse, const void* q, const void* key_cache, const void* value_cache,
                             const int64_t* positions, const int32_t* block_tables, const int64_t* starts,
                             const int64_t* seq_lens, int64_t tokens, int64_t table_stride, int64_t num_blocks,
                             int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_stride,
-                            float scale, int32_t dtype, int32_t threads) {
+                            float scale, int32_t dtype, int32_t cache_dtype, int32_t threads) {
   const Paged a = {out,    q,        key_cache, value_cache,  positions,  block_tables,
                    starts, seq_lens, tokens,    table_stride, num_blocks, block_size,
                    heads,  kv_heads, head_dim,  q_stride,     0,          scale,        lse};
-  return attend(a, tokens, dtype, threads);
+  return attend(a, tokens, dtype, cache_dtype, threads);
 }

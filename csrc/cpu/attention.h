@@ -2,9 +2,8 @@
 #ifndef VLLM_BLEND_ATTENTION_H
 #define VLLM_BLEND_ATTENTION_H
 
-#include "../vllm_blend_cpu.h"
+#include "dispatch.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace VB_NAMESPACE {
 
@@ -56,7 +55,7 @@ struct Paged {
   }
 };
 
-// Whether this build has bf16 tile registers for T, and whether they fit a call: its heads, channels and blocks.
+// Whether this build has bf16 tile registers for queries of T, and whether they fit a call: its heads, channels and blocks.
 template <typename T>
 inline constexpr bool kTiles = false;
 #if defined(VB_AMX)
@@ -112,11 +111,12 @@ class Ahead {
 
 // Decode: partial [heads * (head_dim + 2)] = unnormalised output rows, then maxima (log2) and sums of each head.
 size_t decode_scratch_bytes(const Paged& a);
-template <typename T>
+template <typename T, typename C>
 void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scratch, Ahead& ahead);
 size_t decode_amx_scratch_bytes(const Paged& a);
+template <typename C>
 void decode_chunk_amx(const Paged& a, const Chunk& chunk, float* partial, void* scratch,
-                      Ahead& ahead);  // bf16, tiles_begin() called
+                      Ahead& ahead);  // bf16 and a cache of C, tiles_begin() called
 
 template <typename T>
 void merge_chunks(const Paged& a, int64_t request, const float* partials, int64_t chunks);

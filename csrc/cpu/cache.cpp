@@ -1,7 +1,6 @@
 // Rotary embedding, and every way K and V get into the paged cache.
-#include "../vllm_blend_cpu.h"
+#include "dispatch.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace VB_NAMESPACE {
 
@@ -24,18 +23,9 @@ VB_INLINE void rotate_head(D* to, const S* from, const float* cos, const float* 
   for (int64_t i = 2 * half; i < head_dim; i += VL) store_n(to + i, load_n(from + i, head_dim - i), head_dim - i);
 }
 
-template <typename S, typename D>
-VB_INLINE void copy_row(D* to, const S* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += VL) store_n(to + i, load_n(from + i, n - i), n - i);
-}
-template <typename T>
-VB_INLINE void copy_row(T* to, const T* from, int64_t n) {
-  __builtin_memcpy(to, from, size_t(n) * sizeof(T));
-}
-
-template <typename T>
+template <typename T, typename C>
 static int rope(T* q_out, T* k_out, const T* q, const T* k, const T* v, const float* cos, const float* sin,
-                T* key_cache, T* value_cache, const int64_t* slots, int64_t tokens, int64_t heads, int64_t kv_heads,
+                C* key_cache, C* value_cache, const int64_t* slots, int64_t tokens, int64_t heads, int64_t kv_heads,
                 int64_t head_dim, int64_t half, int64_t q_stride, int64_t k_stride, int64_t v_stride, int32_t threads) {
   const int64_t row = kv_heads * head_dim;
   VB_PARALLEL_FOR(tokens * (heads + kv_heads) * head_dim)
@@ -44,19 +34,18 @@ static int rope(T* q_out, T* k_out, const T* q, const T* k, const T* v, const fl
     const float* s = sin + t * half;
     for (int64_t h = 0; h < heads; ++h)
       rotate_head(q_out + (t * heads + h) * head_dim, q + t * q_stride + h * head_dim, c, s, half, head_dim);
-    T* key = key_cache ? key_cache + slots[t] * row : k_out + t * row;
-    for (int64_t h = 0; h < kv_heads; ++h)
-      rotate_head(key + h * head_dim, k + t * k_stride + h * head_dim, c, s, half, head_dim);
-    if (key_cache) {
-      copy_row(value_cache + slots[t] * row, v + t * v_stride, row);
-      if (k_out) copy_row(k_out + t * row, key, row);
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const T* from = k + t * k_stride + h * head_dim;
+      if (key_cache) rotate_head(key_cache + slots[t] * row + h * head_dim, from, c, s, half, head_dim);
+      if (k_out) rotate_head(k_out + t * row + h * head_dim, from, c, s, half, head_dim);
     }
+    if (key_cache) copy_row(value_cache + slots[t] * row, v + t * v_stride, row);
   }
   return VB_OK;
 }
 
-template <typename T>
-static int reshape_and_cache(const T* k, const T* v, T* key_cache, T* value_cache, const int64_t* slots, int64_t tokens,
+template <typename T, typename C>
+static int reshape_and_cache(const T* k, const T* v, C* key_cache, C* value_cache, const int64_t* slots, int64_t tokens,
                              int64_t row, int64_t k_stride, int64_t v_stride, int32_t threads) {
   VB_PARALLEL_FOR(2 * tokens * row)
   for (int64_t t = 0; t < tokens; ++t) {
@@ -101,6 +90,8 @@ static int place_chunk_to(const Placement& p, int32_t target) {
       return place_chunk<S, bf16>(p);
     case VB_F16:
       return place_chunk<S, f16>(p);
+    case VB_F8:
+      return place_chunk<S, f8>(p);
   }
   return VB_BAD_DTYPE;
 }
@@ -112,29 +103,27 @@ using namespace VB_NAMESPACE;
 int VB_FN(rope)(void* q_out, void* k_out, const void* q, const void* k, const void* v, const float* cos,
                 const float* sin, void* key_cache, void* value_cache, const int64_t* slots, int64_t tokens,
                 int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t half, int64_t q_stride, int64_t k_stride,
-                int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t threads) {
+                int64_t v_stride, int64_t num_slots, int32_t dtype, int32_t cache_dtype, int32_t threads) {
   if (key_cache && !slots_ok(slots, tokens, num_slots)) return VB_BAD_SLOT;
-#define VB_CASE(code, T)                                                                                          \
-  case code:                                                                                                      \
-    return rope<T>((T*)q_out, (T*)k_out, (const T*)q, (const T*)k, (const T*)v, cos, sin, (T*)key_cache,          \
-                   (T*)value_cache, slots, tokens, heads, kv_heads, head_dim, half, q_stride, k_stride, v_stride, \
-                   threads);
-  switch (dtype) { VB_CASE(VB_F32, float) VB_CASE(VB_BF16, bf16) VB_CASE(VB_F16, f16) }
-#undef VB_CASE
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    return rope<T, C>((T*)q_out, (T*)k_out, (const T*)q, (const T*)k, (const T*)v, cos, sin, (C*)key_cache,
+                      (C*)value_cache, slots, tokens, heads, kv_heads, head_dim, half, q_stride, k_stride, v_stride,
+                      threads);
+  });
 }
 
 int VB_FN(reshape_and_cache)(const void* k, const void* v, void* key_cache, void* value_cache, const int64_t* slots,
                              int64_t tokens, int64_t row, int64_t k_stride, int64_t v_stride, int64_t num_slots,
-                             int32_t dtype, int32_t threads) {
+                             int32_t dtype, int32_t cache_dtype, int32_t threads) {
   if (!slots_ok(slots, tokens, num_slots)) return VB_BAD_SLOT;
-#define VB_CASE(code, T)                                                                                      \
-  case code:                                                                                                  \
-    return reshape_and_cache<T>((const T*)k, (const T*)v, (T*)key_cache, (T*)value_cache, slots, tokens, row, \
-                                k_stride, v_stride, threads);
-  switch (dtype) { VB_CASE(VB_F32, float) VB_CASE(VB_BF16, bf16) VB_CASE(VB_F16, f16) }
-#undef VB_CASE
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    return reshape_and_cache<T, C>((const T*)k, (const T*)v, (C*)key_cache, (C*)value_cache, slots, tokens, row,
+                                   k_stride, v_stride, threads);
+  });
 }
 
 int VB_FN(place_chunk)(const void* k, const void* v, const float* cos, const float* sin, void* key_cache,
@@ -152,6 +141,8 @@ int VB_FN(place_chunk)(const void* k, const void* v, const float* cos, const flo
       return place_chunk_to<bf16>(p, target);
     case VB_F16:
       return place_chunk_to<f16>(p, target);
+    case VB_F8:
+      return place_chunk_to<f8>(p, target);
   }
   return VB_BAD_DTYPE;
 }

@@ -11,32 +11,32 @@ constexpr int OUTPUT_VECTORS = VL == 16 ? 4 : 2;  // times 4 heads: accumulators
 constexpr int64_t VALUE_KEYS = 16;                // keys of the value pass served before accumulators go back to memory
 
 struct DecodeScratch {
-  alignas(64) float keys[VL][KEY_STRIDE];  // VL keys of a 16-bit cache, as float32
+  alignas(64) float keys[VL][KEY_STRIDE];  // VL keys of a cache of fewer bits, as float32
   int64_t offsets[SCORE_STRIDE];
   float *q, *scores;  // [heads, head_dim] scaled to log2 units, [heads, SCORE_STRIDE]
 };
 
 // Scores of the keys i:i + VL of a chunk, every head.
-template <typename T>
+template <typename C>
 VB_INLINE void score_keys(const Paged& a, DecodeScratch& s, int64_t i) {
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
-    const T* k[VL];
-    for (int j = 0; j < VL; ++j) k[j] = (const T*)a.keys + s.offsets[i + j] + kv_head * a.head_dim;
+    const C* k[VL];
+    for (int j = 0; j < VL; ++j) k[j] = (const C*)a.keys + s.offsets[i + j] + kv_head * a.head_dim;
     const int64_t head = kv_head * a.group();
-    score_heads<T>(s.scores + head * SCORE_STRIDE + i, SCORE_STRIDE, s.q + head * a.head_dim, k, s.keys, a.group(),
+    score_heads<C>(s.scores + head * SCORE_STRIDE + i, SCORE_STRIDE, s.q + head * a.head_dim, k, s.keys, a.group(),
                    a.head_dim);
   }
 }
 
 // out[g][0:V*VL] += sum over keys of weight * value, for G heads of one KV head.
-template <typename T, int G, int V>
-VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weights, const T* values,
+template <typename C, int G, int V>
+VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weights, const C* values,
                                const int64_t* offsets, int64_t count) {
   vf sums[G][V];
   for (int g = 0; g < G; ++g)
     for (int v = 0; v < V; ++v) sums[g][v] = load(out + g * head_dim + v * VL);
   for (int64_t i = 0; i < count; ++i) {
-    const T* row = values + offsets[i];
+    const C* row = values + offsets[i];
     vf value[V];
     for (int v = 0; v < V; ++v) value[v] = load(row + v * VL);
     for (int g = 0; g < G; ++g)
@@ -46,21 +46,21 @@ VB_INLINE void weighted_values(float* out, int64_t head_dim, const float* weight
     for (int v = 0; v < V; ++v) store(out + g * head_dim + v * VL, sums[g][v]);
 }
 
-template <typename T, int G>
-VB_INLINE void values_of_heads(float* out, int64_t head_dim, const float* weights, const T* values,
+template <typename C, int G>
+VB_INLINE void values_of_heads(float* out, int64_t head_dim, const float* weights, const C* values,
                                const int64_t* offsets, int64_t count) {
   int64_t d = 0;
   for (; d + OUTPUT_VECTORS * VL <= head_dim; d += OUTPUT_VECTORS * VL)
-    weighted_values<T, G, OUTPUT_VECTORS>(out + d, head_dim, weights, values + d, offsets, count);
-  for (; d < head_dim; d += VL) weighted_values<T, G, 1>(out + d, head_dim, weights, values + d, offsets, count);
+    weighted_values<C, G, OUTPUT_VECTORS>(out + d, head_dim, weights, values + d, offsets, count);
+  for (; d < head_dim; d += VL) weighted_values<C, G, 1>(out + d, head_dim, weights, values + d, offsets, count);
 }
 
 // The values of the keys i:i + count of a chunk, every head.
-template <typename T>
+template <typename C>
 VB_INLINE void add_values(const Paged& a, const DecodeScratch& s, float* out, int64_t i, int64_t count) {
   const int64_t head_dim = a.head_dim, group = a.group();
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
-    const T* values = (const T*)a.values + kv_head * head_dim;
+    const C* values = (const C*)a.values + kv_head * head_dim;
     const int64_t end = (kv_head + 1) * group;
     for (int64_t head = kv_head * group; head < end; head += 4) {
       float* to = out + head * head_dim;
@@ -68,22 +68,22 @@ VB_INLINE void add_values(const Paged& a, const DecodeScratch& s, float* out, in
       const int64_t* offsets = s.offsets + i;
       switch (min64(4, end - head)) {
         case 1:
-          values_of_heads<T, 1>(to, head_dim, weights, values, offsets, count);
+          values_of_heads<C, 1>(to, head_dim, weights, values, offsets, count);
           break;
         case 2:
-          values_of_heads<T, 2>(to, head_dim, weights, values, offsets, count);
+          values_of_heads<C, 2>(to, head_dim, weights, values, offsets, count);
           break;
         case 3:
-          values_of_heads<T, 3>(to, head_dim, weights, values, offsets, count);
+          values_of_heads<C, 3>(to, head_dim, weights, values, offsets, count);
           break;
         default:
-          values_of_heads<T, 4>(to, head_dim, weights, values, offsets, count);
+          values_of_heads<C, 4>(to, head_dim, weights, values, offsets, count);
       }
     }
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scratch, Ahead& ahead) {
   DecodeScratch& s = *(DecodeScratch*)scratch;
   const int64_t head_dim = a.head_dim;
@@ -97,7 +97,7 @@ void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scra
   const int64_t lines = ahead.share((chunk.count + VL - 1) / VL + (chunk.count + VALUE_KEYS - 1) / VALUE_KEYS);
   for (int64_t i = 0; i < chunk.count; i += VL) {
     Ahead::touch(ahead, lines);
-    score_keys<T>(a, s, i);
+    score_keys<C>(a, s, i);
   }
   float* maxima = partial + a.heads * head_dim;
   for (int64_t head = 0; head < a.heads; ++head)
@@ -105,7 +105,7 @@ void decode_chunk(const Paged& a, const Chunk& chunk, float* partial, void* scra
   for (int64_t i = 0; i < a.heads * head_dim; i += VL) store(partial + i, vf{});
   for (int64_t i = 0; i < chunk.count; i += VALUE_KEYS) {
     Ahead::touch(ahead, lines);
-    add_values<T>(a, s, partial, i, min64(VALUE_KEYS, chunk.count - i));
+    add_values<C>(a, s, partial, i, min64(VALUE_KEYS, chunk.count - i));
   }
 }
 
@@ -139,9 +139,12 @@ size_t decode_scratch_bytes(const Paged& a) {
   return sizeof(DecodeScratch) + size_t(a.heads * (a.head_dim + SCORE_STRIDE)) * sizeof(float);
 }
 
-template void decode_chunk<float>(const Paged&, const Chunk&, float*, void*, Ahead&);
-template void decode_chunk<bf16>(const Paged&, const Chunk&, float*, void*, Ahead&);
-template void decode_chunk<f16>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<float, float>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<bf16, bf16>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<f16, f16>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<float, f8>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<bf16, f8>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk<f16, f8>(const Paged&, const Chunk&, float*, void*, Ahead&);
 template void merge_chunks<float>(const Paged&, int64_t, const float*, int64_t);
 template void merge_chunks<bf16>(const Paged&, int64_t, const float*, int64_t);
 template void merge_chunks<f16>(const Paged&, int64_t, const float*, int64_t);

@@ -26,6 +26,7 @@ struct DecodeTiles {
   uint32_t* q;                                // [kv_heads, steps, 16 pairs, 16 columns]
   float* scores;                              // [heads, KEYS]
   bf16* weights;                              // [heads + 16, KEYS]: a left operand may reach past the last head
+  bf16* rows;                                 // [KEYS, kv_heads * head_dim]: keys, then values, of an e4m3 cache
 };
 
 static DecodeTiles& carve(const Paged& a, const Layout& layout, void* memory) {
@@ -33,13 +34,14 @@ static DecodeTiles& carve(const Paged& a, const Layout& layout, void* memory) {
   s.q = (uint32_t*)(&s + 1);
   s.scores = (float*)(s.q + a.kv_heads * layout.steps * WORDS);
   s.weights = (bf16*)(s.scores + a.heads * KEYS);
+  s.rows = s.weights + (a.heads + TILE) * KEYS;
   return s;
 }
 
 size_t decode_amx_scratch_bytes(const Paged& a) {
   const Layout layout(a);
   return sizeof(DecodeTiles) + size_t(a.kv_heads * layout.steps * WORDS) * sizeof(uint32_t) +
-         size_t(a.heads * KEYS) * sizeof(float) + size_t((a.heads + TILE) * KEYS) * sizeof(bf16);
+         size_t(a.heads * KEYS) * sizeof(float) + size_t((a.heads + TILE + a.row()) * KEYS) * sizeof(bf16);
 }
 
 // The query heads of every KV head as right operands; the columns of the other KV heads of the tile are zero.
@@ -199,14 +201,27 @@ VB_INLINE void weighted_values(const Paged& a, DecodeTiles& s, const int64_t* of
   }
 }
 
-void decode_chunk_amx(const Paged& a, const Chunk& chunk, float* partial, void* memory, Ahead& ahead) {
+// Rows of an e4m3 cache as bf16, one after another; these are then the cache.
+static void widen_rows(const Paged& a, bf16* to, const void* cache, const int64_t* offsets, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) copy_row(to + i * a.row(), (const f8*)cache + offsets[i], a.row());
+}
+
+template <typename C>
+void decode_chunk_amx(const Paged& given, const Chunk& chunk, float* partial, void* memory, Ahead& ahead) {
+  Paged a = given;
   const Layout layout(a);
   DecodeTiles& s = carve(a, layout, memory);
   // Widened to whole groups of 16 keys, each within one block; [begin, end) are the keys that count.
   const int64_t base = chunk.first / TILE * TILE, begin = chunk.first - base, end = begin + chunk.count;
   const int64_t padded = (end + TILE_PAIRS - 1) / TILE_PAIRS * TILE_PAIRS;
-  int64_t offsets[KEYS + 4 * TILE];
+  int64_t offsets[KEYS + 4 * TILE], own[KEYS + 4 * TILE];
   a.offsets(offsets, chunk.request, base, end);
+  if constexpr (sizeof(C) == 1) {
+    widen_rows(a, s.rows, given.keys, offsets, end);
+    a.keys = a.values = s.rows;
+    for (int64_t i = 0; i < end; ++i) own[i] = i * a.row();
+  }
+  const int64_t* rows = sizeof(C) == 1 ? own : offsets;
   pack_queries(a, layout, (const bf16*)a.q + a.starts[chunk.request] * a.q_stride, s.q);
 
   // The next chunk is fetched in small helpings, half of it with the products of the keys, half while the values are
@@ -217,7 +232,7 @@ void decode_chunk_amx(const Paged& a, const Chunk& chunk, float* partial, void* 
   for (int64_t i = 0; i < end; i += 4 * TILE) {
     const int64_t groups = min64(4, (end - i + TILE - 1) / TILE);
     int64_t block[4];
-    for (int64_t g = 0; g < 4; ++g) block[g] = offsets[i + min64(g, groups - 1) * TILE];
+    for (int64_t g = 0; g < 4; ++g) block[g] = rows[i + min64(g, groups - 1) * TILE];
     for (int64_t tile = 0; tile < layout.tiles; ++tile)
       score_groups(a, layout, s, block, tile, i, groups, ahead, key_lines);
   }
@@ -225,9 +240,13 @@ void decode_chunk_amx(const Paged& a, const Chunk& chunk, float* partial, void* 
   for (int64_t head = 0; head < a.heads; ++head)
     weigh(s.scores + head * KEYS, s.weights + head * KEYS, a.scale * kLog2e, begin, end, padded, maxima + head,
           maxima + a.heads + head);
+  if constexpr (sizeof(C) == 1) widen_rows(a, s.rows, given.values, offsets, end);
   for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head)
-    weighted_values(a, s, offsets, kv_head, begin, end, partial + kv_head * a.group() * a.head_dim, ahead, value_lines);
+    weighted_values(a, s, rows, kv_head, begin, end, partial + kv_head * a.group() * a.head_dim, ahead, value_lines);
 }
+
+template void decode_chunk_amx<bf16>(const Paged&, const Chunk&, float*, void*, Ahead&);
+template void decode_chunk_amx<f8>(const Paged&, const Chunk&, float*, void*, Ahead&);
 
 }  // namespace VB_NAMESPACE
 

@@ -28,11 +28,11 @@ VB_INLINE vf dot_keys(const float* q, const float (*k)[KEY_STRIDE], int64_t head
 }
 
 // Scores of VL keys k for `heads` heads with q [heads, head_dim]: scores[head * stride + i]. `copy` holds the keys of a
-// 16-bit cache as float32.
+// cache of fewer bits as float32.
 template <typename T>
 VB_INLINE void score_heads(float* scores, int64_t stride, const float* q, const T* const* k, float (*copy)[KEY_STRIDE],
                            int64_t heads, int64_t head_dim) {
-  const bool convert = sizeof(T) == 2 && heads > 1;  // once per key, not once per head
+  const bool convert = sizeof(T) < sizeof(float) && heads > 1;  // once per key, not once per head
   if (convert)
     for (int j = 0; j < VL; ++j)
       for (int64_t d = 0; d < head_dim; d += VL) store(&copy[j][d], load(k[j] + d));

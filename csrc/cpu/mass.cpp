@@ -24,10 +24,10 @@ struct Job {
   float* mass;
 };
 
-template <typename T>
+template <typename C>
 VB_INLINE void scores_of(MassScratch& s, const Paged& a, const Tile& tile, int64_t first, int64_t count) {
   a.offsets(s.offsets, tile.request, first, count);
-  rows_of(s.key, s.keys, (const T*)a.keys + tile.kv_head * a.head_dim, s.offsets, count, a.head_dim);
+  rows_of(s.key, s.keys, (const C*)a.keys + tile.kv_head * a.head_dim, s.offsets, count, a.head_dim);
   score_tile(s.scores, s.key, s.q, s.rows.vectors, count, a.head_dim);
   if (s.rows.needs_mask(first, count, a.window))
     for (int64_t v = 0; v < s.rows.vectors; ++v)
@@ -41,7 +41,7 @@ VB_INLINE void begin_tile(MassScratch& s, const Paged& a, const Tile& tile) {
 }
 
 // First pass: maximum and sum of each row over one chunk of keys, one KV head.
-template <typename T>
+template <typename T, typename C>
 static void chunk_statistics(const Paged& a, const Job& job, int64_t chunk, int64_t kv_head, MassScratch& s) {
   const int64_t begin = chunk * MASS_KEYS, end = min64(begin + MASS_KEYS, job.end);
   for (int64_t row = 0; row < job.rows; row += TILE_ROWS) {
@@ -53,7 +53,7 @@ static void chunk_statistics(const Paged& a, const Job& job, int64_t chunk, int6
     for (int64_t v = 0; v < s.rows.vectors; ++v) store(sums + v * VL, vf{});
     for (int64_t first = begin; first < end; first += TILE_KEYS) {
       const int64_t count = min64(TILE_KEYS, end - first);
-      scores_of<T>(s, a, tile, first, count);
+      scores_of<C>(s, a, tile, first, count);
       for (int64_t v = 0; v < s.rows.vectors; ++v) {
         const vf before = load(maxima + v * VL);
         vf top = before;
@@ -84,7 +84,7 @@ static void merge_statistics(const Paged& a, const Job& job) {
 }
 
 // Second pass: the mass of one chunk of keys.
-template <typename T>
+template <typename T, typename C>
 static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, MassScratch& s) {
   const int64_t begin = chunk * MASS_KEYS, end = min64(begin + MASS_KEYS, job.end);
   for (int64_t k = begin; k < end; ++k) job.mass[k] = 0.0f;
@@ -96,7 +96,7 @@ static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, MassScratc
       const float* inverse = job.sums + kv_head * job.padded + row;
       for (int64_t first = begin; first < end; first += TILE_KEYS) {
         const int64_t count = min64(TILE_KEYS, end - first);
-        scores_of<T>(s, a, tile, first, count);
+        scores_of<C>(s, a, tile, first, count);
         for (int64_t k = 0; k < count; ++k) {
           vf sum = {};
           for (int64_t v = 0; v < s.rows.vectors; ++v)
@@ -108,7 +108,7 @@ static void chunk_mass(const Paged& a, const Job& job, int64_t chunk, MassScratc
   for (int64_t k = begin; k < end; ++k) job.mass[k] /= float(a.heads);
 }
 
-template <typename T>
+template <typename T, typename C>
 static int mass_of(const Paged& a, float* mass, const int64_t* first, const int64_t* last, const int64_t* offsets,
                    int32_t threads) {
   for (int64_t r = 0; r < a.requests; ++r) {
@@ -140,12 +140,12 @@ static int mass_of(const Paged& a, float* mass, const int64_t* first, const int6
       }
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < job.chunks * a.kv_heads; ++i)
-        if (s) chunk_statistics<T>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
+        if (s) chunk_statistics<T, C>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
 #pragma omp single
       merge_statistics(a, job);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < job.chunks; ++i)
-        if (s) chunk_mass<T>(a, job, i, *s);
+        if (s) chunk_mass<T, C>(a, job, i, *s);
     }
     if (status != VB_OK) return status;
   }
@@ -160,18 +160,13 @@ int VB_FN(attention_mass)(float* mass, const void* q, const void* key_cache, con
                           const int32_t* block_tables, const int64_t* first, const int64_t* last,
                           const int64_t* seq_lens, const int64_t* offsets, int64_t requests, int64_t table_stride,
                           int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                          int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t threads) {
+                          int64_t q_stride, int64_t window, float scale, int32_t dtype, int32_t cache_dtype,
+                          int32_t threads) {
   const Paged a = {nullptr,      q,          key_cache,  nullptr, positions, block_tables, nullptr,  seq_lens, requests,
                    table_stride, num_blocks, block_size, heads,   kv_heads,  head_dim,     q_stride, window,   scale};
   const int status = a.check(first, last);
   if (status != VB_OK) return status;
-  switch (dtype) {
-    case VB_F32:
-      return mass_of<float>(a, mass, first, last, offsets, threads);
-    case VB_BF16:
-      return mass_of<bf16>(a, mass, first, last, offsets, threads);
-    case VB_F16:
-      return mass_of<f16>(a, mass, first, last, offsets, threads);
-  }
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    return mass_of<decltype(t), decltype(c)>(a, mass, first, last, offsets, threads);
+  });
 }

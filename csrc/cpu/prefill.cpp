@@ -13,7 +13,7 @@ struct PrefillScratch {
   alignas(64) float q[MAX_HEAD_DIM * TILE_ROWS];  // [head_dim, rows], in log2 units
   alignas(64) float scores[SCORES + COLUMN];
   alignas(64) float out[PADDED_ROWS * MAX_HEAD_DIM];  // [rows, head_dim]
-  alignas(64) float keys[TILE_KEYS * MAX_HEAD_DIM];   // of 16-bit caches, as float32
+  alignas(64) float keys[TILE_KEYS * MAX_HEAD_DIM];   // of caches of fewer bits, as float32
   alignas(64) float values[TILE_KEYS * MAX_HEAD_DIM];
   const float *key[TILE_KEYS + BLOCK_ROWS], *value[TILE_KEYS];
   int64_t offsets[TILE_KEYS];
@@ -51,7 +51,7 @@ VB_INLINE void value_tile(PrefillScratch& s, int64_t rows, int64_t count, int64_
 
 size_t prefill_scratch_bytes() { return sizeof(PrefillScratch); }
 
-template <typename T>
+template <typename T, typename C>
 void prefill_tile(const Paged& a, const Tile& tile, void* scratch) {
   PrefillScratch& s = *(PrefillScratch*)scratch;
   const int64_t head_dim = a.head_dim;
@@ -64,8 +64,8 @@ void prefill_tile(const Paged& a, const Tile& tile, void* scratch) {
   for (int64_t first = a.first_key(rows.lowest); first < end; first += TILE_KEYS) {
     const int64_t count = min64(TILE_KEYS, end - first);
     a.offsets(s.offsets, tile.request, first, count);
-    rows_of(s.key, s.keys, (const T*)a.keys + tile.kv_head * head_dim, s.offsets, count, head_dim);
-    rows_of(s.value, s.values, (const T*)a.values + tile.kv_head * head_dim, s.offsets, count, head_dim);
+    rows_of(s.key, s.keys, (const C*)a.keys + tile.kv_head * head_dim, s.offsets, count, head_dim);
+    rows_of(s.value, s.values, (const C*)a.values + tile.kv_head * head_dim, s.offsets, count, head_dim);
     score_tile(s.scores, s.key, s.q, rows.vectors, count, head_dim);
     Softmax::step(s.softmax, s.scores, 1.0f, first, count, a.window, [](int64_t) {});
     value_tile(s, tile.rows, count, head_dim);
@@ -78,8 +78,11 @@ void prefill_tile(const Paged& a, const Tile& tile, void* scratch) {
   }
 }
 
-template void prefill_tile<float>(const Paged&, const Tile&, void*);
-template void prefill_tile<bf16>(const Paged&, const Tile&, void*);
-template void prefill_tile<f16>(const Paged&, const Tile&, void*);
+template void prefill_tile<float, float>(const Paged&, const Tile&, void*);
+template void prefill_tile<bf16, bf16>(const Paged&, const Tile&, void*);
+template void prefill_tile<f16, f16>(const Paged&, const Tile&, void*);
+template void prefill_tile<float, f8>(const Paged&, const Tile&, void*);
+template void prefill_tile<bf16, f8>(const Paged&, const Tile&, void*);
+template void prefill_tile<f16, f8>(const Paged&, const Tile&, void*);
 
 }  // namespace VB_NAMESPACE

@@ -7,11 +7,12 @@
 namespace VB_NAMESPACE {
 
 size_t prefill_scratch_bytes();
-template <typename T>
+template <typename T, typename C>
 void prefill_tile(const Paged& a, const Tile& tile, void* scratch);
 
 size_t prefill_amx_scratch_bytes();
-void prefill_tile_amx(const Paged& a, const Tile& tile, void* scratch);  // bf16, tiles_begin() called
+template <typename C>
+void prefill_tile_amx(const Paged& a, const Tile& tile, void* scratch);  // bf16 and a cache of C, tiles_begin() called
 
 }  // namespace VB_NAMESPACE
 #endif

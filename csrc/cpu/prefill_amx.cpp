@@ -21,7 +21,8 @@ struct PrefillTiles {
   alignas(64) uint32_t weights[ROW_TILES * STEPS * WORDS];           // right operands, [row tiles, steps]
   alignas(64) uint32_t values[MAX_HEAD_DIM / TILE * STEPS * WORDS];  // left operands, [channel tiles, steps]
   alignas(64) float out[MAX_HEAD_DIM / TILE * ROW_TILES * WORDS];    // [channel tiles, row tiles, 16 channels, 16 rows]
-  int64_t offsets[TILE_KEYS];
+  alignas(64) bf16 keys[TILE_KEYS * MAX_HEAD_DIM], value_rows[TILE_KEYS * MAX_HEAD_DIM];  // of an e4m3 cache
+  int64_t offsets[TILE_KEYS], own[TILE_KEYS];
   int64_t channel_tiles;
 };
 
@@ -39,14 +40,13 @@ static void pack_queries(const Paged& a, PrefillTiles& s) {
 }
 
 // Two groups of 16 keys against two tiles of rows.
-static __attribute__((noinline)) void score_square(const Paged& a, float* scores, const bf16* low, const bf16* high,
-                                                   const uint32_t* q) {
-  const int64_t row_bytes = a.row() * 2;
+static __attribute__((noinline)) void score_square(float* scores, const bf16* low, const bf16* high, int64_t row_bytes,
+                                                   const uint32_t* q, int64_t head_dim) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t d = 0; d < a.head_dim; d += TILE_PAIRS, q += ROW_TILES * WORDS) {
+  for (int64_t d = 0; d < head_dim; d += TILE_PAIRS, q += ROW_TILES * WORDS) {
     _tile_loadd(4, low + d, row_bytes);
     _tile_loadd(6, q, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -76,7 +76,8 @@ static __attribute__((noinline)) void pack_weights(PrefillTiles& s, int64_t v) {
 
 // Values of `count` keys -> left operands, channels down and keys across; zeros stand for the keys from `count` on,
 // whose slots may hold NaN.
-static __attribute__((noinline)) void pack_values(PrefillTiles& s, const bf16* values, int64_t count) {
+static __attribute__((noinline)) void pack_values(PrefillTiles& s, const bf16* values, const int64_t* offsets,
+                                                  int64_t count) {
   for (int64_t step = 0; step < STEPS; ++step)
     for (int64_t t = 0; t < s.channel_tiles; t += 2) {
       vf low[VL], high[VL];
@@ -84,7 +85,7 @@ static __attribute__((noinline)) void pack_values(PrefillTiles& s, const bf16* v
         __m512i row[2];
         for (int64_t i = 0; i < 2; ++i) {
           const int64_t key = step * TILE_PAIRS + 2 * pair + i;
-          row[i] = key < count ? _mm512_loadu_si512(values + s.offsets[key] + t * TILE) : _mm512_setzero_si512();
+          row[i] = key < count ? _mm512_loadu_si512(values + offsets[key] + t * TILE) : _mm512_setzero_si512();
         }
         low[pair] = bit_cast<vf>(_mm512_unpacklo_epi16(row[0], row[1]));
         high[pair] = bit_cast<vf>(_mm512_unpackhi_epi16(row[0], row[1]));
@@ -150,6 +151,13 @@ static void write_out(const Paged& a, const Tile& tile, PrefillTiles& s) {
     }
 }
 
+// Rows of one head of an e4m3 cache as bf16, one after another.
+static __attribute__((noinline)) void widen_rows(bf16* to, const f8* cache, const int64_t* offsets, int64_t count,
+                                                 int64_t head_dim) {
+  for (int64_t k = 0; k < count; ++k) copy_row(to + k * head_dim, cache + offsets[k], head_dim);
+}
+
+template <typename C>
 void prefill_tile_amx(const Paged& a, const Tile& tile, void* scratch) {
   PrefillTiles& s = *(PrefillTiles*)scratch;
   s.softmax.begin(a, tile, 2 * TILE);  // tiles of rows are taken in twos
@@ -158,29 +166,42 @@ void prefill_tile_amx(const Paged& a, const Tile& tile, void* scratch) {
   pack_queries(a, s);
   for (int64_t i = 0; i < s.channel_tiles * ROW_TILES * WORDS; ++i) s.out[i] = 0.0f;
 
-  const bf16* keys = (const bf16*)a.keys + tile.kv_head * a.head_dim;
-  const bf16* values = (const bf16*)a.values + tile.kv_head * a.head_dim;
+  const C* cached_keys = (const C*)a.keys + tile.kv_head * a.head_dim;
+  const C* cached_values = (const C*)a.values + tile.kv_head * a.head_dim;
+  constexpr bool widens = sizeof(C) == 1;
+  const bf16* keys = widens ? s.keys : (const bf16*)cached_keys;
+  const bf16* values = widens ? s.value_rows : (const bf16*)cached_values;
+  const int64_t* offsets = widens ? s.own : s.offsets;
+  const int64_t row_bytes = (widens ? a.head_dim : a.row()) * 2;
+  for (int64_t k = 0; k < TILE_KEYS; ++k) s.own[k] = k * a.head_dim;
   const int64_t end = rows.highest + 1;
   bool fresh = true;  // out is zero and needs no scaling
   for (int64_t first = a.first_key(rows.lowest) / TILE * TILE; first < end; first += TILE_KEYS, fresh = false) {
     const int64_t count = min64(TILE_KEYS, end - first);
     a.offsets(s.offsets, tile.request, first, count);
+    if constexpr (widens) {
+      widen_rows(s.keys, cached_keys, s.offsets, count, a.head_dim);
+      widen_rows(s.value_rows, cached_values, s.offsets, count, a.head_dim);
+    }
     // Keys from `end` on lie behind every row, so the mask gives them weights of 0, whatever their scores.
     for (int64_t k = 0; k < TILE_KEYS; k += 2 * TILE) {
-      const bf16* low = keys + s.offsets[k < count ? k : 0];
-      const bf16* high = keys + s.offsets[k + TILE < count ? k + TILE : 0];
+      const bf16* low = keys + offsets[k < count ? k : 0];
+      const bf16* high = keys + offsets[k + TILE < count ? k + TILE : 0];
       for (int64_t v = 0; v < rows.vectors; v += 2)
-        score_square(a, s.scores + v * COLUMN + k * VL, low, high, s.q + v * WORDS);
+        score_square(s.scores + v * COLUMN + k * VL, low, high, row_bytes, s.q + v * WORDS, a.head_dim);
     }
     const bool shrunk = Softmax::step(s.softmax, s.scores, a.scale * kLog2e, first, TILE_KEYS, a.window,
                                       [&s](int64_t v) { pack_weights(s, v); });
     if (shrunk && !fresh) scale_rows(s, s.softmax.shrink);
-    pack_values(s, values, count);
+    pack_values(s, values, offsets, count);
     for (int64_t c = 0; c < s.channel_tiles; c += 2)
       for (int64_t v = 0; v < rows.vectors; v += 2) value_square(s, c, v);
   }
   write_out(a, tile, s);
 }
+
+template void prefill_tile_amx<bf16>(const Paged&, const Tile&, void*);
+template void prefill_tile_amx<f8>(const Paged&, const Tile&, void*);
 
 }  // namespace VB_NAMESPACE
 

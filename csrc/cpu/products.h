@@ -52,7 +52,7 @@ VB_INLINE void score_tile(float* scores, const float** key, const float* q, int6
   }
 }
 
-// Pointers to `count` rows of one KV head: into a float32 cache itself, or to a float32 copy of a 16-bit one.
+// Pointers to `count` rows of one KV head: into a float32 cache itself, or to a float32 copy of another one.
 VB_INLINE void rows_of(const float** rows, float*, const float* cache, const int64_t* offsets, int64_t count, int64_t) {
   for (int64_t k = 0; k < count; ++k) rows[k] = cache + offsets[k];
 }

@@ -38,12 +38,16 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef uint8_t vb __attribute__((vector_size(VL)));
 
 struct bf16 {
   uint16_t bits;
 };
 struct f16 {
   uint16_t bits;
+};
+struct f8 {  // e4m3: no infinities, and 448 is the largest
+  uint8_t bits;
 };
 
 template <typename To, typename From>
@@ -111,6 +115,18 @@ VB_INLINE vf load(const f16* p) {
   __builtin_memcpy(&bits, p, sizeof(bits));
   return half_bits_to_float(bits);
 }
+VB_INLINE vf load(const f8* p) {
+  vb bytes;
+  __builtin_memcpy(&bytes, p, sizeof(bytes));
+#if defined(__AVX512F__)
+  const vh bits = bit_cast<vh>(_mm256_cvtepu8_epi16(bit_cast<__m128i>(bytes)));
+#else
+  const vh bits = __builtin_convertvector(bytes, vh);
+#endif
+  // Exponent and mantissa in their places of a half, whose exponent is larger by 8; all ones are NaN in both.
+  const vh nan = bit_cast<vh>((bits & 0x7f) == 0x7f) & 0x7c00;
+  return half_bits_to_float((bits & 0x80) << 8 | (bits & 0x7f) << 7 | nan) * 0x1p8f;
+}
 
 // --- float32 -> storage, to nearest even
 
@@ -151,6 +167,22 @@ VB_INLINE void store(f16* p, vf v) {
 #endif
 }
 
+VB_INLINE void store(f8* p, vf v) {
+  const vu bits = bit_cast<vu>(v), size = bits & 0x7fffffffu, limit = vu{} + bit_cast<uint32_t>(448.0f);
+  const vu magnitude = size < limit ? size : limit;
+  // As for halves: subnormals are read from the mantissa of a number whose last bit is worth one of them.
+  const vu tiny = bit_cast<vu>(bit_cast<vf>(magnitude) + 0x1p14f) - bit_cast<uint32_t>(0x1p14f);
+  const vu normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+  vu rounded = magnitude < bit_cast<uint32_t>(0x1p-6f) ? tiny : normal;
+  rounded = (size > 0x7f800000u ? vu{} + 0x7fu : rounded) | (bits >> 24 & 0x80u);
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rounded));
+#else
+  const vb bytes = __builtin_convertvector(rounded, vb);
+#endif
+  __builtin_memcpy(p, &bytes, sizeof(bytes));
+}
+
 // What a value is after a trip through storage.
 VB_INLINE vf round_to(vf v, const float*) { return v; }
 template <typename T>
@@ -175,6 +207,15 @@ VB_INLINE void store_n(T* p, vf v, int64_t n) {
   T buffer[VL];
   store(buffer, v);
   __builtin_memcpy(p, buffer, size_t(n) * sizeof(T));
+}
+
+template <typename S, typename D>
+VB_INLINE void copy_row(D* to, const S* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += VL) store_n(to + i, load_n(from + i, n - i), n - i);
+}
+template <typename T>
+VB_INLINE void copy_row(T* to, const T* from, int64_t n) {
+  __builtin_memcpy(to, from, size_t(n) * sizeof(T));
 }
 
 VB_INLINE float sum_lanes(vf v) {

@@ -43,11 +43,11 @@ struct WindowJob {
     pack_queries<T>(s.q, a, s.rows, a.scale * kLog2e);
   }
 
-  template <typename T>
+  template <typename C>
   void score(WindowScratch& s, const Paged& a, int64_t kv_head, int64_t first, int64_t count,
              const int32_t* last, int64_t lowest) const {
     a.offsets(s.offsets, 0, first, count);
-    rows_of(s.key, s.keys, (const T*)a.keys + kv_head * a.head_dim, s.offsets, count, a.head_dim);
+    rows_of(s.key, s.keys, (const C*)a.keys + kv_head * a.head_dim, s.offsets, count, a.head_dim);
     score_tile(s.scores, s.key, s.q, s.rows.vectors, count, a.head_dim);
     if (first + count - 1 > lowest)
       for (int64_t v = 0; v < s.rows.vectors; ++v)
@@ -56,7 +56,7 @@ struct WindowJob {
 };
 
 // First pass: maximum and sum of each row over one chunk of keys, one KV head.
-template <typename T>
+template <typename T, typename C>
 static void window_statistics(const Paged& a, const WindowJob& job, int64_t chunk, int64_t kv_head, WindowScratch& s) {
   const int64_t begin = chunk * WINDOW_KEYS, end = min64(begin + WINDOW_KEYS, job.end);
   for (int64_t vector = 0; vector < job.rows / VL; vector += TILE_ROWS / VL) {
@@ -67,7 +67,7 @@ static void window_statistics(const Paged& a, const WindowJob& job, int64_t chun
     for (int64_t v = 0; v < s.rows.vectors; ++v) store(sums + v * VL, vf{});
     for (int64_t first = begin; first < end; first += TILE_KEYS) {
       const int64_t count = min64(TILE_KEYS, end - first);
-      job.score<T>(s, a, kv_head, first, count, s.rows.positions, s.rows.lowest);
+      job.score<C>(s, a, kv_head, first, count, s.rows.positions, s.rows.lowest);
       for (int64_t v = 0; v < s.rows.vectors; ++v) {
         const float* column = s.scores + v * COLUMN;
         const vf before = load(maxima + v * VL);
@@ -101,7 +101,7 @@ static void merge_window(const Paged& a, const WindowJob& job) {
 }
 
 // Second pass: what one chunk of keys receives from the heads of one KV head.
-template <typename T>
+template <typename T, typename C>
 static void window_chunk(const Paged& a, const WindowJob& job, int64_t chunk, int64_t kv_head, WindowScratch& s) {
   const int64_t begin = chunk * WINDOW_KEYS, end = min64(begin + WINDOW_KEYS, job.end);
   for (int64_t vector = 0; vector < job.rows / VL; vector += TILE_ROWS / VL) {
@@ -110,7 +110,7 @@ static void window_chunk(const Paged& a, const WindowJob& job, int64_t chunk, in
     const float* inverse = job.sums + kv_head * job.rows + vector * VL;
     for (int64_t first = begin; first < end; first += TILE_KEYS) {
       const int64_t count = min64(TILE_KEYS, end - first);
-      job.score<T>(s, a, kv_head, first, count, s.reaches, s.rows.lowest - job.buffer);
+      job.score<C>(s, a, kv_head, first, count, s.reaches, s.rows.lowest - job.buffer);
       for (int64_t v = 0; v < s.rows.vectors; ++v) {
         const float* column = s.scores + v * COLUMN;
         const vf top = load(maxima + v * VL), factor = load(inverse + v * VL);
@@ -129,7 +129,7 @@ static void window_chunk(const Paged& a, const WindowJob& job, int64_t chunk, in
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 static int window_of(const Paged& a, WindowJob job, int32_t threads) {
   for (int64_t i = 0; i < a.heads * job.keys; ++i) job.out[i] = 0.0f;
   if (job.queries == 0 || job.keys == 0) return VB_OK;
@@ -155,12 +155,12 @@ static int window_of(const Paged& a, WindowJob job, int32_t threads) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < job.chunks * a.kv_heads; ++i)
-      if (s) window_statistics<T>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
+      if (s) window_statistics<T, C>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
 #pragma omp single
     merge_window(a, job);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < job.chunks * a.kv_heads; ++i)
-      if (s) window_chunk<T>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
+      if (s) window_chunk<T, C>(a, job, i / a.kv_heads, i % a.kv_heads, *s);
   }
   return status;
 }
@@ -172,7 +172,8 @@ using namespace VB_NAMESPACE;
 int VB_FN(window_sums)(float* sums, const void* q, const void* key_cache, const int64_t* positions,
                        const int32_t* block_table, int64_t queries, int64_t keys, int64_t blocks, int64_t num_blocks,
                        int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t q_stride,
-                       int64_t buffer, float scale, int32_t power, int32_t dtype, int32_t threads) {
+                       int64_t buffer, float scale, int32_t power, int32_t dtype, int32_t cache_dtype,
+                       int32_t threads) {
   const int64_t first = 0;
   const Paged a = {nullptr,    q,          key_cache, nullptr,  positions, block_table, &first, &keys, 1, blocks,
                    num_blocks, block_size, heads,     kv_heads, head_dim,  q_stride,    0,      scale, nullptr};
@@ -184,13 +185,7 @@ int VB_FN(window_sums)(float* sums, const void* q, const void* key_cache, const 
   job.buffer = min64(buffer, keys);  // what is farther than all keys is as good
   job.power = power;
   job.out = sums;
-  switch (dtype) {
-    case VB_F32:
-      return window_of<float>(a, job, threads);
-    case VB_BF16:
-      return window_of<bf16>(a, job, threads);
-    case VB_F16:
-      return window_of<f16>(a, job, threads);
-  }
-  return VB_BAD_DTYPE;
+  return with_types(dtype, cache_dtype, [&](auto t, auto c) {
+    return window_of<decltype(t), decltype(c)>(a, job, threads);
+  });
 }

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.ops.e4m3 import widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 QUERY_TILE = 256  # rows: small enough to skip most of the causal upper half, large enough for good products
@@ -38,11 +39,13 @@ class TorchNativeBackend(AttentionBackend):
         return out
 
 
-def _gather(kv: PagedKV, metadata: AttentionMetadata, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of a request in order of position, each [seq_len, kv_heads, head_dim]."""
+def _gather(
+    kv: PagedKV, metadata: AttentionMetadata, request: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a request in `dtype` and in order of position, each [seq_len, kv_heads, head_dim]."""
     n, block_size = metadata.seq_lens[request], kv.block_size
     blocks = metadata.block_tables[request, : -(-n // block_size)]
-    return kv.key[blocks].flatten(0, 1)[:n], kv.value[blocks].flatten(0, 1)[:n]
+    return widened(kv.key[blocks].flatten(0, 1)[:n], dtype), widened(kv.value[blocks].flatten(0, 1)[:n], dtype)
 
 
 def _group(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -75,7 +78,7 @@ def _prefill(step: LayerStep, request: int) -> torch.Tensor:
     """Return the attention of one request's queries [m, heads, head_dim] at their positions."""
     metadata, scale, window = step.metadata, step.scale, step.window
     rows = metadata.rows(request)
-    q, (k, v) = step.q[rows], _gather(step.kv, metadata, request)
+    q, (k, v) = step.q[rows], _gather(step.kv, metadata, request, step.q.dtype)
     m, kv_heads = q.shape[0], k.shape[1]
     group = q.shape[1] // kv_heads
     is_causal = m == k.shape[0] and (window is None or m <= window)  # every position is a query
@@ -117,8 +120,8 @@ def _decode(step: LayerStep, requests: list[int], out: torch.Tensor) -> None:
     longest = max(metadata.seq_lens[r] for r in requests)
     index = torch.tensor(requests, device=q.device)
     blocks = metadata.block_tables[index, : -(-longest // kv.block_size)]
-    k = kv.key[blocks].flatten(1, 2)[:, :longest]  # [requests, longest, kv_heads, head_dim], a copy
-    v = kv.value[blocks].flatten(1, 2)[:, :longest]
+    k = widened(kv.key[blocks].flatten(1, 2)[:, :longest], q.dtype)  # [requests, longest, kv_heads, head_dim], a copy
+    v = widened(kv.value[blocks].flatten(1, 2)[:, :longest], q.dtype)
     lengths = [metadata.seq_lens[r] for r in requests]
     if min(lengths) < longest:
         # Slots behind a shorter request hold what an earlier request left there. A weight of 0 does not silence a NaN.

@@ -19,6 +19,8 @@ from math import prod
 
 import torch
 
+from vllm_blend.ops.e4m3 import E4M3, e4m3_to_float
+
 STEPS = 16  # of an octave
 SMALLEST = torch.finfo(torch.float32).tiny
 BLOCK = 1 << 18  # numbers that are converted at once
@@ -45,7 +47,7 @@ class Quantization:
 
 QUANTIZATIONS = {
     "int8": Quantization(torch.int8, 127.0, ((0,), (1, 2))),
-    "fp8": Quantization(torch.float8_e4m3fn, 448.0, ((0, 1, 2), (0, 1, 2))),
+    "fp8": Quantization(E4M3, 448.0, ((0, 1, 2), (0, 1, 2))),
 }
 
 
@@ -83,7 +85,7 @@ class QuantizedTensor:
         scales = self._scales()
         for rows, values in self._blocks():
             stored = self.values[rows]
-            values.copy_(e4m3_to_float(stored) if self.how.dtype is torch.float8_e4m3fn else stored)
+            values.copy_(e4m3_to_float(stored) if self.how.dtype is E4M3 else stored)
             out[rows].copy_(values.mul_(scales if len(scales) == 1 else scales[rows]))
 
     def _blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -101,14 +103,6 @@ class QuantizedTensor:
     def _scales(self) -> torch.Tensor:
         scales = torch.exp2(self.steps.float() / -STEPS) * (self.top / self.how.largest)
         return scales.clamp_min_(SMALLEST).view(_scale_shape(self.values.shape, self.dims))
-
-
-def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
-    """Return x.float() for finite x of float8_e4m3fn: a number's bits in the place of float16's, whose exponent is
-    larger by 8. On a CPU with AVX-512 this was 3 times as fast as torch 2.13 for ten thousand numbers, and 10 times for
-    two million."""
-    bits = x.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return bits.view(torch.float16).float().mul_(2.0**8)
 
 
 def _scale_shape(shape: Sequence[int], dims: tuple[int, ...]) -> list[int]:

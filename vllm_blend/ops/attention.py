@@ -6,7 +6,8 @@ import torch
 
 from vllm_blend.ops import cpu
 from vllm_blend.ops import pointers as to
-from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.e4m3 import widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -48,7 +49,7 @@ def paged_attention(
         to.BlockTables(block_tables), to.QueryStarts(query_start_loc), to.SeqLens(seq_lens),
         None if sinks is None else to.Sinks(sinks), tokens, seq_lens.shape[0], block_tables.shape[1], kv.num_blocks,
         kv.block_size, heads, kv.kv_heads, head_dim, q_stride, sliding_window or 0, scale, DTYPE_CODES[q.dtype],
-        torch.get_num_threads(),
+        CACHE_CODES[kv.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "paged_attention")
@@ -96,7 +97,7 @@ def attention_mass(
         to.Mass(mass), to.Query(q), kv.key_address, to.Positions(positions), to.BlockTables(block_tables),
         to.FirstRows(first), to.LastRows(last), to.SeqLens(lengths), to.Offsets(offsets), len(seq_lens),
         block_tables.shape[1], kv.num_blocks, kv.block_size, heads, kv.kv_heads, head_dim, q_stride,
-        sliding_window or 0, scale, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+        sliding_window or 0, scale, DTYPE_CODES[q.dtype], CACHE_CODES[kv.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "attention_mass")
@@ -140,7 +141,7 @@ def paged_attention_reference(
         probabilities = _probabilities(
             q[rows], _keys(kv.key, block_tables[request], n), positions[rows], scale, sliding_window, sinks
         )
-        v = _keys(kv.value, block_tables[request], n).to(probabilities.dtype)  # [n, kv_heads, head_dim]
+        v = widened(_keys(kv.value, block_tables[request], n), probabilities.dtype)  # [n, kv_heads, head_dim]
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         out[rows] = torch.einsum("hmn,nhd->mhd", probabilities, v).to(q.dtype)
     return out
@@ -184,7 +185,7 @@ def _probabilities(
     """Return probabilities [heads, queries, keys] for q [queries, heads, head_dim] and k [keys, kv_heads, head_dim]."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     by_kv_head = q.to(dtype).unflatten(1, (k.shape[1], -1))  # no copy of K for each query head
-    scores = torch.einsum("mkgd,nkd->kgmn", by_kv_head, k.to(dtype)).flatten(0, 1) * scale
+    scores = torch.einsum("mkgd,nkd->kgmn", by_kv_head, widened(k, dtype)).flatten(0, 1) * scale
     keys = torch.arange(len(k), device=q.device)
     hidden = keys[None] > positions[:, None]
     if window is not None:

@@ -18,6 +18,7 @@ import torch
 
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.c_functions import Float, Int, Int32, Int64, bind
+from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
 BUILD_HINT = "build them with `pip install -e .` or `python setup.py build_ext --inplace` in the checkout"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum vb_dtype
+CACHE_CODES = DTYPE_CODES | {E4M3: 3}  # of caches and chunks
 
 _STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (TypeError, "the kernel was not built for this dtype or head size"),
@@ -63,12 +65,14 @@ class CPUKernels(Protocol):
         self, q_out: to.QueryOut, k_out: to.KeyOut | None, q: to.Query, k: to.Key | None, v: to.Value | None,
         cos: to.Cos, sin: to.Sin, key_cache: to.KeyCache | None, value_cache: to.ValueCache | None,
         slots: to.Slots | None, tokens: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64, half: Int64,
-        q_stride: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, threads: Int32, /,
+        q_stride: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, cache_dtype: Int32,
+        threads: Int32, /,
     ) -> Int: ...
 
     def reshape_and_cache(
         self, k: to.Key, v: to.Value, key_cache: to.KeyCache, value_cache: to.ValueCache, slots: to.Slots,
-        tokens: Int64, row: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, threads: Int32, /,
+        tokens: Int64, row: Int64, k_stride: Int64, v_stride: Int64, num_slots: Int64, dtype: Int32, cache_dtype: Int32,
+        threads: Int32, /,
     ) -> Int: ...
 
     def place_chunk(
@@ -82,34 +86,36 @@ class CPUKernels(Protocol):
         self, out: to.Out, q: to.Query, key_cache: to.KeyCache, value_cache: to.ValueCache, positions: to.Positions,
         block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens, sinks: to.Sinks | None,
         tokens: Int64, requests: Int64, table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64,
-        kv_heads: Int64, head_dim: Int64, q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+        kv_heads: Int64, head_dim: Int64, q_stride: Int64, window: Int64, scale: Float, dtype: Int32,
+        cache_dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 
     def attention_states(
         self, out: to.Out, lse: to.LogSumExp, q: to.Query, key_cache: to.KeyCache, value_cache: to.ValueCache,
         positions: to.Positions, block_tables: to.BlockTables, starts: to.QueryStarts, seq_lens: to.SeqLens,
         tokens: Int64, table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64,
-        head_dim: Int64, q_stride: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+        head_dim: Int64, q_stride: Int64, scale: Float, dtype: Int32, cache_dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 
     def attention_mass(
         self, mass: to.Mass, q: to.Query, key_cache: to.KeyCache, positions: to.Positions, block_tables: to.BlockTables,
         first: to.FirstRows, last: to.LastRows, seq_lens: to.SeqLens, offsets: to.Offsets, requests: Int64,
         table_stride: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64, head_dim: Int64,
-        q_stride: Int64, window: Int64, scale: Float, dtype: Int32, threads: Int32, /,
+        q_stride: Int64, window: Int64, scale: Float, dtype: Int32, cache_dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 
     def window_sums(
         self, sums: to.Sums, q: to.Query, key_cache: to.KeyCache, positions: to.Positions, block_table: to.BlockTables,
         queries: Int64, keys: Int64, blocks: Int64, num_blocks: Int64, block_size: Int64, heads: Int64, kv_heads: Int64,
-        head_dim: Int64, q_stride: Int64, buffer: Int64, scale: Float, power: Int32, dtype: Int32, threads: Int32, /,
+        head_dim: Int64, q_stride: Int64, buffer: Int64, scale: Float, power: Int32, dtype: Int32, cache_dtype: Int32,
+        threads: Int32, /,
     ) -> Int: ...
 
     def accumulate_sums(
         self, metric: to.Metric, q: to.Query, head_keys: to.KeyCache, tables: to.BlockTables, lengths: to.SeqLens,
         key_positions: to.KeyPositions, query_positions: to.Positions, rows: Int64, table_width: Int64,
         table_stride: Int64, pages: Int64, block_size: Int64, group: Int64, head_dim: Int64, q_stride: Int64,
-        buffer: Int64, scale: Float, power: Int32, dtype: Int32, threads: Int32, /,
+        buffer: Int64, scale: Float, power: Int32, dtype: Int32, cache_dtype: Int32, threads: Int32, /,
     ) -> Int: ...
 
     def linear(

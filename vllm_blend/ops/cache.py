@@ -9,11 +9,12 @@ import torch
 
 from vllm_blend.ops import constants, cpu, cuda
 from vllm_blend.ops import pointers as to
-from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
 from vllm_blend.ops.cuda_library import cache_view, check, expect, rows_of, stream_of
+from vllm_blend.ops.e4m3 import E4M3, narrowed, widened
 from vllm_blend.ops.layernorm import rms_norm
 from vllm_blend.ops.paged_kv import PagedKV, check_chunks_fit
-from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels
+from vllm_blend.ops.rotary import rotary_embedding_reference, rotary_kernels, tables_fit
 
 
 class HeadNorms(NamedTuple):
@@ -44,7 +45,8 @@ def reshape_and_cache(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mappin
     tokens, kv_heads, head_dim = k.shape
     status = kernels.reshape_and_cache(
         to.Key(k), to.Value(v), kv.key_address, kv.value_address, to.Slots(slot_mapping), tokens,
-        kv_heads * head_dim, k_stride, v_stride, kv.num_slots, DTYPE_CODES[k.dtype], torch.get_num_threads(),
+        kv_heads * head_dim, k_stride, v_stride, kv.num_slots, DTYPE_CODES[k.dtype], CACHE_CODES[kv.dtype],
+        torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "reshape_and_cache")
@@ -83,7 +85,7 @@ def rotary_and_cache(
     status = kernels.rope(
         to.QueryOut(out), None, to.Query(q), to.Key(k), to.Value(v), to.Cos(cos), to.Sin(sin), kv.key_address,
         kv.value_address, to.Slots(slot_mapping), tokens, heads, kv.kv_heads, head_dim, cos.shape[1], q_stride,
-        k_stride, v_stride, kv.num_slots, DTYPE_CODES[q.dtype], torch.get_num_threads(),
+        k_stride, v_stride, kv.num_slots, DTYPE_CODES[q.dtype], CACHE_CODES[kv.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "rotary_and_cache")
@@ -175,7 +177,7 @@ def place_chunks(
     for k, v in chunks:
         at = slice(start, start + k.shape[1])
         start = at.stop
-        kernels = rotary_kernels(k[0], cos[at], sin[at]) if len(k) else None
+        kernels = kernels_for(cos) if len(k) and tables_fit(k[0], cos[at], sin[at]) else None
         if kernels is None or not _fits_layers(k, v, key_cache, value_cache, slot_mapping[at]):
             place_chunk_reference(k, v, cos[at], sin[at], key_cache, value_cache, slot_mapping[at])
             continue
@@ -184,7 +186,7 @@ def place_chunks(
             to.Key(k), to.Value(v), to.Cos(cos[at]), to.Sin(sin[at]), to.KeyCache(key_cache),
             to.ValueCache(value_cache), to.Slots(slot_mapping[at]), layers, tokens, kv_heads, head_dim, cos.shape[1],
             k.stride(0), v.stride(0), key_cache.stride(0), value_cache.stride(0),
-            key_cache.shape[1] * key_cache.shape[2], DTYPE_CODES[k.dtype], DTYPE_CODES[key_cache.dtype],
+            key_cache.shape[1] * key_cache.shape[2], CACHE_CODES[k.dtype], CACHE_CODES[key_cache.dtype],
             torch.get_num_threads(),
         )  # fmt: skip
         if status:
@@ -224,8 +226,8 @@ def _layer_pointers(caches: torch.Tensor) -> torch.Tensor:
 
 
 def reshape_and_cache_reference(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-    kv.key.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    kv.value.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    _write(kv.key.view(-1, *k.shape[1:]), 0, slot_mapping, narrowed(k, kv.dtype))
+    _write(kv.value.view(-1, *v.shape[1:]), 0, slot_mapping, narrowed(v, kv.dtype))
 
 
 def place_chunk_reference(
@@ -238,9 +240,17 @@ def place_chunk_reference(
     slot_mapping: torch.Tensor,
 ) -> None:
     layers, _, kv_heads, head_dim = k.shape
-    rotated = rotary_embedding_reference(k.float(), cos, sin).to(key_cache.dtype)
-    key_cache.view(layers, -1, kv_heads, head_dim).index_copy_(1, slot_mapping, rotated)
-    value_cache.view(layers, -1, kv_heads, head_dim).index_copy_(1, slot_mapping, v.to(value_cache.dtype))
+    rotated = rotary_embedding_reference(widened(k, torch.float32), cos, sin)
+    stored = v if v.dtype == value_cache.dtype else narrowed(v, value_cache.dtype)
+    for cache, rows in ((key_cache, narrowed(rotated, key_cache.dtype)), (value_cache, stored)):
+        _write(cache.view(layers, -1, kv_heads, head_dim), 1, slot_mapping, rows)
+
+
+def _write(slots: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy `rows` to the slots `index` along `dim`; both have one dtype. torch copies no e4m3 so, but bytes."""
+    if slots.dtype is E4M3:
+        slots, rows = slots.view(torch.uint8), rows.view(torch.uint8)
+    slots.index_copy_(dim, index, rows)
 
 
 def _fits(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> bool:
@@ -262,8 +272,7 @@ def _fits_layers(
     return (
         k.dtype == v.dtype
         and key_cache.dtype == value_cache.dtype
-        and kernels_for(key_cache) is not None
-        and all(t[0].is_contiguous() for t in (k, v, key_cache, value_cache))
+        and all(t.is_cpu and t.dtype in CACHE_CODES and t[0].is_contiguous() for t in (k, v, key_cache, value_cache))
         and _slots_fit(slot_mapping, k.shape[1])
     )
 

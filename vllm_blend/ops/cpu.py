@@ -11,6 +11,7 @@ import torch
 
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import DTYPE_CODES, CPUKernels, raise_status
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.int4_matrix import Int4Matrix
 from vllm_blend.ops.paged_kv import PagedKV
 
@@ -43,7 +44,7 @@ def rotary(
     status = kernels.rope(
         to.QueryOut(q_out), k_out_pointer, to.Query(q), k_pointer, None, to.Cos(cos), to.Sin(sin), None, None,
         None, tokens, heads, kv_heads, head_dim, cos.shape[1], q_stride, k_stride, 0, 0, DTYPE_CODES[q.dtype],
-        torch.get_num_threads(),
+        DTYPE_CODES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "rotary_embedding")
@@ -52,7 +53,7 @@ def rotary(
 
 def accepts_cache(x: torch.Tensor, kv: PagedKV) -> bool:
     """Return whether kernels can work on this cache together with x."""
-    return x.dtype == kv.dtype and kv.is_alike and kv.is_contiguous
+    return kv.dtype in (x.dtype, E4M3) and kv.is_alike and kv.is_contiguous
 
 
 def accepts_attention(q: torch.Tensor, kv: PagedKV) -> bool:

@@ -7,6 +7,7 @@ import torch
 from vllm_blend.ops import cuda
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.cuda_library import DTYPES, check, expect, rows_of, stream_of
+from vllm_blend.ops.e4m3 import widened
 
 
 def kv_deviation(
@@ -53,4 +54,4 @@ def kv_deviation_reference(
 def squared_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return distances [n] of a, b [n, heads, channels], computed in float32, or float64 for float64."""
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(dtype) - b.to(dtype)).square().sum((1, 2))
+    return (widened(a, dtype) - widened(b, dtype)).square().sum((1, 2))

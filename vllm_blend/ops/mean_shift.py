@@ -16,6 +16,7 @@ import torch
 from vllm_blend.ops import cuda
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.cuda_library import cache_view, check, expect, rows_of, stream_of
+from vllm_blend.ops.e4m3 import narrowed, widened
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.ops.rotary import rotary_embedding
@@ -288,13 +289,13 @@ def mean_shift_reference(
     slots = torch.where(plan.slots >= 0, plan.slots, ~plan.slots)
     where = slots // size, slots % size
     for pages, moved in ((kv.key, keys), (kv.value, values)):
-        pages[where] = torch.where(moves, moved.to(pages.dtype), pages[where])
+        pages[where] = torch.where(moves, narrowed(moved, pages.dtype), pages[where])
 
 
 def _shifted(plan: MeanShiftPlan, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all stored tokens after their segment's shift, whether they move or not: [T, kv_heads, head_dim]."""
     sources = plan.sources
-    old = torch.cat([part.to(computed.device, non_blocking=True) for part in stored]).float()
+    old = widened(torch.cat([part.to(computed.device, non_blocking=True) for part in stored]), torch.float32)
     shift = old.new_zeros(len(sources.segments), old[0].numel())
     for request in dict.fromkeys(each.request for each in sources.segments):
         segments = [i for i, each in enumerate(sources.segments) if each.request == request]

@@ -33,7 +33,12 @@ def rotary_qk(
 
 def rotary_kernels(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> CPUKernels | None:
     """Return the kernels that can rotate x [tokens, heads, head_dim] by these tables, or None."""
-    fits = (
+    return kernels_for(x) if tables_fit(x, cos, sin) else None
+
+
+def tables_fit(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Return whether kernels can rotate x [tokens, heads, head_dim] by these tables, if they know its dtype."""
+    return (
         x.dim() == 3
         and cos.dtype == sin.dtype == torch.float32
         and cos.is_contiguous()
@@ -42,7 +47,6 @@ def rotary_kernels(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> CPU
         and cos.shape[0] == x.shape[0]
         and 2 * cos.shape[1] <= x.shape[2]
     )
-    return kernels_for(x) if fits else None
 
 
 def rotary_embedding_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,10 @@ import torch
 
 from vllm_blend.ops import cpu, cuda
 from vllm_blend.ops import pointers as to
-from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for, raise_status
+from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
 from vllm_blend.ops.cuda_attention import functions
 from vllm_blend.ops.cuda_library import DTYPES, check, expect, stream_of
+from vllm_blend.ops.e4m3 import E4M3, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -48,7 +49,7 @@ def attention_states(
         to.Out(out), to.LogSumExp(lse), to.Query(q), kv.key_address, kv.value_address, to.Positions(positions),
         to.BlockTables(tables), to.QueryStarts(starts), to.SeqLens(lengths), tokens, tables.shape[1],
         (kv.num_blocks - 1) * step + 1, kv.block_size, heads, kv.kv_heads, head_dim, q_stride, scale,
-        DTYPE_CODES[q.dtype], torch.get_num_threads(),
+        DTYPE_CODES[q.dtype], CACHE_CODES[kv.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if status:
         raise_status(status, "attention_states")
@@ -62,7 +63,7 @@ def accepts_states(q: torch.Tensor, kv: PagedKV) -> bool:
     return (
         head_dim % 16 == 0
         and head_dim <= cpu.MAX_HEAD_DIM
-        and q.dtype == kv.dtype
+        and kv.dtype in (q.dtype, E4M3)
         and kv.is_alike
         and stride == kv.value.stride()
         and stride[1:] == (kv.kv_heads * head_dim, head_dim, 1)
@@ -90,8 +91,8 @@ def attention_states_reference(
         if m == 0 or n == 0:
             continue
         blocks = block_tables[request, : -(-n // size)]
-        k = kv.key[blocks].flatten(0, 1)[:n].to(dtype).permute(1, 2, 0)  # [kv_heads, head_dim, n]
-        v = kv.value[blocks].flatten(0, 1)[:n].to(dtype).transpose(0, 1)
+        k = widened(kv.key[blocks].flatten(0, 1)[:n], dtype).permute(1, 2, 0)  # [kv_heads, head_dim, n]
+        v = widened(kv.value[blocks].flatten(0, 1)[:n], dtype).transpose(0, 1)
         grouped = q[rows].to(dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # by KV head
         scores = torch.bmm(grouped, k).mul_(scale).unflatten(1, (m, -1))  # [kv_heads, m, group, n]
         at = positions[rows]

@@ -10,6 +10,7 @@ from vllm_blend.features.kv_compress.sums import KeyRows, SumRule, WindowKeys
 from vllm_blend.ops import cpu
 from vllm_blend.ops.attention import expect
 from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops.e4m3 import widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 TILE_ELEMENTS = 1 << 26  # of the largest tensor that a twin makes at a time: 256 MiB in float32
@@ -107,7 +108,8 @@ def window_sums_reference(q: torch.Tensor, kv: PagedKV, keys: WindowKeys, rule: 
     step = max(1, TILE_ELEMENTS // (group * queries * n))
     for first in range(0, kv_heads, step):
         at = slice(first, first + step)
-        scores = torch.bmm(grouped[at].to(dtype), stored[at].to(dtype)).mul_(scale).unflatten(1, (group, queries))
+        scores = torch.bmm(grouped[at].to(dtype), widened(stored[at], dtype))
+        scores = scores.mul_(scale).unflatten(1, (group, queries))
         received = scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(too_near, 0.0)
         out[at] = (received if power == 1 else received.square_()).sum(2)
     return out.flatten(0, 1)
@@ -133,7 +135,7 @@ def accumulate_sums_reference(
     for first in range(0, len(q), step):
         at = slice(first, first + step)
         pages = tables[at].long()
-        keys = kv.key[pages].flatten(1, 3).to(dtype)  # [rows, width * block_size, head_dim]
+        keys = widened(kv.key[pages].flatten(1, 3), dtype)  # [rows, width * block_size, head_dim]
         scores = torch.bmm(q[at].to(dtype), keys.transpose(1, 2)).mul_(scale)
         held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[at, None]
         scores = scores.masked_fill_(~held[:, None], float("-inf"))
