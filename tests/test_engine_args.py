@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend import BlendConfig, EngineArgs
-from vllm_blend.config import ChunkDevice, ExecutorBackend, LoadFormat, SchedulingPolicy
+from vllm_blend.config import ChunkDevice, ExecutorBackend, KVCacheDtype, LoadFormat, SchedulingPolicy
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS
 from vllm_blend.features.kv_compress.config import Aggregation, AllocationChoice, KVCompressConfig
 from vllm_blend.features.kv_events.config import KVEventsConfig
@@ -92,13 +92,21 @@ OF_TYPE: dict[Any, tuple[list[Any], list[Any]]] = {
     LoadFormat: ([1, "sideways", True, ["auto"]], ["auto", "dummy"]),
     ChunkDevice: (["tpu", 0], ["cpu"]),
     ChunkFormat: (["int4", 8], ["fp8"]),
+    KVCacheDtype: (["fp8_e5m2", 8, "int8"], ["fp8_e4m3", "fp8", "auto"]),
     OffloadMode: (["no", False], ["exact"]),
     Aggregation: (["L3", 2], ["L1-avg"]),
     AllocationChoice: (["row", 1], ["head"]),
     SchedulingPolicy: (["lifo", 1], ["priority"]),
     ExecutorBackend: (["external_launcher", 2], ["mp"]),
 }
-OPTIONAL_IN_VLLM = {"attention_backend", "block_size", "enable_prefix_caching", "max_num_seqs", "seed"}
+OPTIONAL_IN_VLLM = {
+    "attention_backend",
+    "block_size",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "max_num_seqs",
+    "seed",
+}
 
 
 def without_none(declared: Any) -> Any:

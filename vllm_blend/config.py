@@ -31,6 +31,7 @@ LoadFormat = Literal["auto", "dummy"]
 ChunkDevice = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["uni", "mp", "ray"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"]
 QUANTIZATIONS = ("fp8",)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Settings of a generation config that are sampling settings, and their names in SamplingParams.
@@ -114,6 +115,11 @@ class CacheConfig(OptionGroup):
     title: ClassVar[str] = "KV cache"
 
     block_size: int = option(16, "tokens in a block of the KV cache", check=_check_block_size, none_means_default=True)
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        "dtype of the KV cache and of chunks: auto (the model's), or fp8 (e4m3), on a CPU alone; see docs/kv_cache.md",
+        none_means_default=True,
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that the engine may use", check=share_of("the memory")
     )
@@ -121,6 +127,10 @@ class CacheConfig(OptionGroup):
     num_gpu_blocks_override: int | None = option(
         None, "blocks of the KV cache, instead of measuring the memory", check=at_least(2)
     )
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_cache_dtype in ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -280,6 +290,11 @@ class EngineConfig(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            not self.cache.is_fp8 or self.chunk_store.format == "auto",
+            f"kv_cache_dtype={self.cache.kv_cache_dtype!r} and chunk_store_format={self.chunk_store.format!r} exclude "
+            "each other, as the chunks of an FP8 cache have eight bits already: leave one of them out",
+        )
         for name, given in (
             ("chunk_store_path", self.chunk_store.path),
             ("chunk_store_url", self.chunk_store.url),

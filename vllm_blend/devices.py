@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm_blend.checks import require
+from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def _why_no_cuda() -> str:
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and KV cache.
+    """Return the dtype of the weights.
 
     'auto' is the checkpoint's dtype on a GPU (bfloat16 for float32 checkpoints: half the memory serves as well) and
     float32 on a CPU, where half precision is fast on few machines and emulated on the others.
@@ -79,3 +80,22 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None
         return torch.bfloat16 if checkpoint_dtype in (None, torch.float32) else checkpoint_dtype
     require(dtype in _DTYPES, f"dtype={dtype!r} is unknown: use 'auto' or one of {sorted(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def resolve_cache_dtype(asked: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the KV cache of a model that runs in `model_dtype`. Raises ValueError for one that it cannot
+    have."""
+    if asked in ("fp8", "fp8_e4m3"):
+        require(
+            device.type == "cpu",
+            f"kv_cache_dtype={asked!r} works on the CPU alone so far, and the engine runs on {device.type}: leave it "
+            "at 'auto', with which the KV cache has the model's dtype (bfloat16 or float16), or give device='cpu'",
+        )
+        return E4M3
+    own = str(model_dtype).removeprefix("torch.")
+    require(
+        asked in ("auto", own),
+        f"kv_cache_dtype={asked!r}, but the model runs in {own}: give dtype={asked!r} too, or leave kv_cache_dtype at "
+        "'auto', or give 'fp8'",
+    )
+    return model_dtype

@@ -14,8 +14,9 @@ from tests.kv_store.stored_chunks import MODEL, OTHER_MODEL, PAGE, chunk, key, s
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.host_memory import aligned_empty
 from vllm_blend.kv_store.layout import PACK_BELOW, ChunkFault, ChunkLayout, StoredFormat
-from vllm_blend.kv_store.quantization import NotQuantizable, e4m3_to_float
+from vllm_blend.kv_store.quantization import NotQuantizable
 from vllm_blend.kv_store.serialization import ChunkHeader, check_key, from_bytes, serialize, to_bytes
+from vllm_blend.ops.e4m3 import e4m3_to_float
 
 KEY = key(7)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

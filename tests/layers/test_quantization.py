@@ -229,7 +229,7 @@ def test_chunk_kv_of_fp8_weights_has_keys_of_its_own(tmp_path: Path) -> None:
         num_ranks=1,
         dtype=torch.bfloat16,
         num_layers=3,
-        shape=SimpleNamespace(kv_heads=2, head_dim=16),
+        shape=SimpleNamespace(kv_heads=2, head_dim=16, dtype=torch.bfloat16),
     )
     for load_format in ("auto", "dummy"):
         configs = [

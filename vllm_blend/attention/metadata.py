@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_blend import ops
+from vllm_blend.attention.kv_scales import KVScales
 from vllm_blend.ops.attention import attention_mass_reference
 from vllm_blend.ops.paged_kv import PagedKV
 
@@ -103,6 +104,7 @@ class LayerStep(NamedTuple):
     )
     layer_idx: int = 0
     sinks: torch.Tensor | None = None  # [heads]: a score of each head that takes part in its softmax and is no key's
+    kv_scales: KVScales | None = None  # q, K and V are in these units; None: as the model has them
 
     def part(self, rows: slice | torch.Tensor, metadata: AttentionMetadata) -> LayerStep:
         """Return the same layer's work for some rows, which are all that `metadata` describes."""

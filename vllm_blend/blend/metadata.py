@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_blend.attention.kv_scales import KVScales, scaled
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
@@ -89,12 +90,14 @@ def plan_from_old_kvs(
     num_kv_heads: int,
     head_dim: int,
     last_collected: Sequence[int] = (),
+    kv_scales: Sequence[KVScales | None] = (),
 ) -> BlendPlan:
     """Return the blend that `check=True` asks for. Raises ValueError that names layer and lengths if `old_kvs` does not
     fit.
 
     `old_kvs[layer]` is [K before RoPE, V], each [tokens, kv_heads * head_dim] or [tokens, kv_heads, head_dim], for the
-    first `tokens` positions of the prompt: all of it, or all but (part of) the suffix.
+    first `tokens` positions of the prompt: all of it, or all but (part of) the suffix. `kv_scales` are those of the
+    layers' pages, if there are any.
     """
     n = len(prompt_token_ids)
     if not isinstance(old_kvs, Sequence) or len(old_kvs) != num_layers:
@@ -103,6 +106,10 @@ def plan_from_old_kvs(
     pairs = [_check_pair(pair, layer) for layer, pair in enumerate(old_kvs)]
     covered = len(pairs[0][0])
     layers = [_check_layer(pair, layer, covered, num_kv_heads, head_dim) for layer, pair in enumerate(pairs)]
+    for layer, scales in enumerate(kv_scales):
+        if scales is not None:
+            k, v = layers[layer]
+            layers[layer] = scaled(k, scales.k.reciprocal()), scaled(v, scales.v.reciprocal())
     suffix_len = metadata.get("suffix_len")
     if suffix_len is None:
         suffix_len = max(1, n - covered, _common_suffix(prompt_token_ids, last_collected))

@@ -25,7 +25,7 @@ from vllm_blend.config import EngineConfig, EngineConfigSource
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import Scheduler
-from vllm_blend.devices import resolve_device, resolve_dtype
+from vllm_blend.devices import resolve_cache_dtype, resolve_device, resolve_dtype
 from vllm_blend.engine import generation_config, setup
 from vllm_blend.engine.blend_planner import BlendPlanner
 from vllm_blend.engine.chunk_encoding import (
@@ -89,6 +89,7 @@ class LLMEngine:
         self.hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
+        resolve_cache_dtype(config.cache.kv_cache_dtype, dtype, device)  # an error now, not when weights are loaded
         resolved = {"tokenizer": model.tokenizer or model.model, "dtype": dtype, "max_model_len": self.max_model_len}
         self.model_config = LoadedModelConfig(**vars(model) | resolved, hf_config=self.hf_config)
         self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)
@@ -110,7 +111,7 @@ class LLMEngine:
         self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
         blend = config.blend
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
-        rounds = config.chunk_store.format != "auto"
+        rounds = config.chunk_store.format != "auto" or config.cache.is_fp8  # FP8 keys are rounded again in their pages
         words = WordIndex(self.tokenizer)
         self.planner = BlendPlanner(
             blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words

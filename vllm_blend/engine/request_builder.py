@@ -22,6 +22,7 @@ from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import ModelFingerprint
 from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
 from vllm_blend.sampling_params import SamplingParams
@@ -134,6 +135,7 @@ class RequestBuilder:
             worker.shape.kv_heads,
             worker.shape.head_dim,
             self.last_collected(),
+            [attention.kv_scales for attention in attention_layers(worker.model_runner.model)],
         )
 
 

@@ -132,6 +132,8 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = weights_digest(local) if local.exists() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
+    if worker.shape.dtype != worker.dtype:  # chunks of one scale must never meet pages of another
+        weights += f"/{str(worker.dtype).removeprefix('torch.')}, scales {_scales_digest(worker)}"
     if worker.num_ranks > 1:  # its KV has this rank's heads only
         weights += f"/rank {worker.rank} of {worker.num_ranks}"
     if config.hf_overrides:
@@ -145,13 +147,19 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         model="" if local.exists() else config.model,
         revision=config.revision or "",
         weights=weights,
-        dtype=str(worker.dtype).removeprefix("torch."),
+        dtype=str(worker.shape.dtype).removeprefix("torch."),
         rope=" ".join(ropes),
         tokenizer=_tokenizer_digest(tokenizer),
         num_layers=worker.num_layers,
         num_kv_heads=worker.shape.kv_heads,
         head_dim=worker.shape.head_dim,
     )
+
+
+def _scales_digest(worker: Worker) -> str:
+    scales = [attention.kv_scales for attention in attention_layers(worker.model_runner.model)]
+    listed = [None if each is None else (each.k.tolist(), each.v.tolist()) for each in scales]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
 
 
 def _describe_overrides(config: ModelConfig, hf_config: PretrainedConfig) -> str:

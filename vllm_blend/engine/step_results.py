@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_blend.attention.kv_scales import KVScales, scaled
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.engine.extension import Extension
 from vllm_blend.engine.metrics import EngineMetrics
@@ -156,9 +157,12 @@ class StepResults:
             return
         if request.output_token_ids:
             return
-        kv = request.collected_kv().flatten(-2)  # [2, layers, tokens, kv_heads * head_dim]
+        kv = request.collected_kv()
         for layer, (k, v) in zip(self.decoder.layers, zip(*kv, strict=True), strict=True):
-            layer.self_attn.hack_kv = [k, v]
+            scales: KVScales | None = layer.self_attn.attn.kv_scales
+            if scales is not None:
+                k, v = scaled(k, scales.k), scaled(v, scales.v)
+            layer.self_attn.hack_kv = [k.flatten(1), v.flatten(1)]
         self.last_collected = list(request.prompt_token_ids)
         request.collected.clear()
         request.collect_from = None

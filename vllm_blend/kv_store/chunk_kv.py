@@ -23,8 +23,14 @@ import torch
 from vllm_blend.distributed.parts import ChunkParts
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint
 from vllm_blend.ops import HostKV
+from vllm_blend.ops.e4m3 import E4M3
 
-STORED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": E4M3,  # in the units of the engine's `KVScales`, which are part of the model's fingerprint
+}
 
 
 class ChunkLost(Exception):
@@ -169,6 +175,8 @@ def find_kv_mismatch(expected: ExpectedChunk, kv: ChunkKV) -> str | None:
 
 def is_finite(kv: torch.Tensor) -> bool:
     """Return whether no number of K or V is infinite or NaN."""
+    if kv.dtype is E4M3:  # which has no infinities, and two NaNs
+        return bool(kv.detach().view(torch.uint8).bitwise_and(0x7F).max() < 0x7F)
     if kv.device.type != "cpu":
         return bool(kv.isfinite().all())
     # What is not finite is as large as infinity or larger if its bits are taken for an integer: a signed one without

@@ -30,6 +30,7 @@ from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.regular_file import read_regular
 from vllm_blend.kv_store.signing import ChunkSigner
 from vllm_blend.kv_store.tensor_file import OVERHEAD, BadTensorFile, read_tensor
+from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def write_chunk(
     size = 0
     for name, tensor in tensors.items():
         buffer = io.BytesIO()
+        if tensor.dtype is E4M3:  # torch.save writes these in a way of their own: as bytes they are plain tensors
+            tensor = tensor.view(torch.uint8)
         # A clone: saving a view would save all of the storage behind it.
         torch.save(tensor.detach().to("cpu", copy=True).contiguous(), buffer)
         data = buffer.getvalue()
@@ -89,6 +92,8 @@ def load_chunk(
     _check_identity(folder, metadata, chunk, model)
     expected, tokens = ExpectedChunk(model, chunk), len(chunk.token_ids)
     k, v = (_read_tensor(folder, name, metadata, expected.num_bytes // 2) for name in (KEYS, VALUES))
+    if STORED_DTYPES[model.dtype] is E4M3:
+        k, v = (t.view(E4M3) if t.dtype is torch.uint8 else t for t in (k, v))
     for name, tensor in ((KEYS, k), (VALUES, v)):
         mismatch = find_mismatch(expected, tensor.shape, tensor.dtype)
         if mismatch is not None:

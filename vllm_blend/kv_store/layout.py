@@ -18,6 +18,7 @@ import torch
 from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV
 from vllm_blend.kv_store.host_memory import PAGE, round_up
 from vllm_blend.kv_store.quantization import QUANTIZATIONS, QuantizedTensor
+from vllm_blend.ops.e4m3 import E4M3
 
 StoredFormat = Literal["auto", "fp8", "int8"]  # auto: the chunk's own dtype, bit for bit
 Fault = Literal["damaged", "foreign", "forged", "rounded", "truncated", "unsigned", "vanished"]
@@ -47,14 +48,15 @@ class ChunkLayout:
 
     @classmethod
     def from_kv(cls, kv: ChunkKV, stored: StoredFormat) -> ChunkLayout:
-        """Return the layout of `kv` stored as `stored`. Raises ValueError for a dtype that is not stored."""
+        """Return the layout of `kv` stored as `stored`; what has eight bits already is stored as it is. Raises
+        ValueError for a dtype that is not stored."""
         if kv.k.dtype not in STORED_DTYPES.values() or kv.v.dtype != kv.k.dtype:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES.values())
             raise ValueError(f"chunk K {kv.k.dtype} and V {kv.v.dtype} must have one dtype of {names}")
         if kv.k.numel() == 0:
             raise ValueError(f"chunk K {list(kv.k.shape)} must not be empty")
         layers, tokens, kv_heads, head_dim = kv.k.shape
-        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, stored)
+        return cls(layers, tokens, kv_heads, head_dim, kv.k.dtype, "auto" if kv.k.dtype is E4M3 else stored)
 
     @property
     def layer_shape(self) -> tuple[int, int, int]:

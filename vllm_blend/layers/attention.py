@@ -7,6 +7,7 @@ from torch import nn
 
 from vllm_blend import ops
 from vllm_blend.attention.context import NewKV, current_context
+from vllm_blend.attention.kv_scales import KVScales
 from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.distributed.sharding import Layout, Share, row_layout
 from vllm_blend.layers.layernorm import RMSNorm
@@ -40,6 +41,7 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.scale = head_dim**-0.5 if scale is None else scale  # of Q K^T
         self.sliding_window = sliding_window
+        self.kv_scales: KVScales | None = None  # set for the pages that need them, before anything is written
         self.sink_heads = sink_heads  # the query heads that are here, of a model with sinks
         sinks = None if sink_heads is None else nn.Parameter(torch.empty(num_heads), requires_grad=False)
         self.register_parameter("sinks", sinks)
@@ -67,19 +69,22 @@ class Attention(nn.Module):
         at = metadata.positions if metadata.rope_positions is None else metadata.rope_positions
         watching = [hook for hook in context.hooks if hook.wants_kv(self.layer_idx)]
         looking = [hook for hook in context.hooks if hook.wants_unrotated_kv()]
-        if norms is not None and (watching or looking):
+        scales, group = self.kv_scales, self.num_heads // self.num_kv_heads
+        if norms is not None and (watching or looking or scales is not None):
             q, k_unrotated = norms[0](q), norms[1](k_unrotated)
             norms = None
+        if scales is not None:
+            q, k_unrotated, v = scales.to_units(q, k_unrotated, v, group)
         if not watching:
             for hook in looking:
                 hook.on_unrotated_kv(self.layer_idx, kv, metadata, k_unrotated, v)
             cos, sin = self.rotary.at(at)
             by_head = None if norms is None else ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
             q = ops.rotary_and_cache(q, k_unrotated, v, cos, sin, kv, metadata.slot_mapping, by_head)
-            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks, scales)
         else:
             q, k = self.rotary(at, q, k_unrotated)
-            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks)
+            step = LayerStep(q, kv, metadata, self.scale, self.sliding_window, self.layer_idx, self.sinks, scales)
             new, kept = NewKV(k_unrotated, k, v), None
             for hook in watching:
                 kept = hook.on_kv(step, new) or kept
@@ -97,4 +102,6 @@ class Attention(nn.Module):
             step = step.part(wanted, context.metadata)
             rows = wanted if rows is None else rows[wanted]
         out = context.backend.attend(step) if len(step.q) else step.q
+        if scales is not None:
+            out = scales.from_units(out, group)
         return out.reshape(-1, self.num_heads * self.head_dim), rows

@@ -62,7 +62,7 @@ class Session:
         arguments: dict[str, Any] = {"max_num_seqs": batch} | engine_args | ENGINE
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **arguments))
         self.batch = batch
-        self.dtype: torch.dtype = self.engine.model_executor.driver_worker.model_runner.cache.key.dtype
+        self.dtype: torch.dtype = self.engine.model_executor.driver_worker.dtype
         self.true_attention: dict[tuple[int, ...], torch.Tensor] = {}  # of prompts, see true_attention.py
         self._num_encoded = 0  # chunks, by the last run
         self._probe = Probe(self.engine.model_executor.driver_worker.model_runner.model)

@@ -18,7 +18,7 @@ _METRICS = "not measured: LLM.get_metrics() returns the metrics that exist"
 _KERNELS = "kernels are chosen by attention_backend only"
 _CHUNK_KV = "KV leaves the device in chunks only: see chunk_store_path, chunk_store_url and offload_mode"
 _OFFLOAD_WEIGHTS = "weights stay on the device: use a smaller model, or quantization='fp8'"
-_KV_DTYPE = "KV is kept in the model's dtype: enable_kvc saves memory by evicting KV"
+_KV_DTYPE = "all layers have one dtype, and the scales of an FP8 cache are measured at start: give kv_cache_dtype alone"
 _WEIGHT_FILES = "weights are read from safetensors files in the way that suits the device"
 _ONE_KIND_OF_STEP = "max_num_batched_tokens is the only limit on the prompt tokens of a step"
 _SPECULATIVE = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
@@ -67,7 +67,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "offload_prefetch_step": Unsupported(1, _OFFLOAD_WEIGHTS),
     "offload_params": Unsupported(set(), _OFFLOAD_WEIGHTS, ([],)),
     "kv_cache_memory_bytes": Unsupported(None, "give gpu_memory_utilization, or num_gpu_blocks_override"),
-    "kv_cache_dtype": Unsupported("auto", _KV_DTYPE),
     "kv_cache_dtype_skip_layers": Unsupported([], _KV_DTYPE),
     "calculate_kv_scales": Unsupported(False, _KV_DTYPE),
     "prefix_caching_hash_algo": Unsupported("sha256", "the hash of cached prefixes cannot be chosen"),

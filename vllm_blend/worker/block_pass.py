@@ -22,6 +22,7 @@ from vllm_blend.worker.chunk_placement import ChunkPlacement
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.hooks import CaptureHook, NarrowingHook
+from vllm_blend.worker.kv_cache import KVCache
 from vllm_blend.worker.mean_shift import mean_shift_hook
 from vllm_blend.worker.passes import PassOutput, WorkerExtension
 from vllm_blend.worker.question_graphs import QuestionGraphs
@@ -83,7 +84,7 @@ class BlockPass:
         arriving = self.placement.start([item.request for item in items if item.starts_blend])
         spans, masses = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.parts.device, drawn)
-        capture = _capture_hook(items, self.cache.key.shape[0])
+        capture = _capture_hook(items, self.cache)
         narrowing = _narrowing_hook(spans, masses, self.parts)
         own = (capture, narrowing, mean_shift_hook(spans, self.placement.rotaries))
         added = (extension.hook(items) for extension in self.extensions)
@@ -213,7 +214,7 @@ def _num_outputs(items: Sequence[ScheduledRequest]) -> list[int]:
     ]
 
 
-def _capture_hook(items: Sequence[ScheduledRequest], num_layers: int) -> CaptureHook | None:
+def _capture_hook(items: Sequence[ScheduledRequest], cache: KVCache) -> CaptureHook | None:
     """Return the hook that keeps rows of the requests whose KV is collected. There, a blend computes its suffix alone:
     no holes."""
     first = {
@@ -221,7 +222,9 @@ def _capture_hook(items: Sequence[ScheduledRequest], num_layers: int) -> Capture
         for index, item in enumerate(items)
         if item.request.collect_from is not None and item.start < item.request.num_prompt_tokens
     }
-    return CaptureHook(first, num_layers) if first else None
+    # Chunks are kept in the dtype of the pages, what a user's hooks have asked for in the model's.
+    chunks = {index: cache.key.dtype for index in first if items[index].request.params is None}
+    return CaptureHook(first, len(cache.layers), chunks) if first else None
 
 
 def _first_row_position(item: ScheduledRequest) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Literal
 
 import torch
 
 from vllm_blend import ops
 from vllm_blend.attention.context import NewKV
+from vllm_blend.attention.kv_scales import KVScales, scaled
 from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence
+from vllm_blend.ops.deviation import squared_distance
+from vllm_blend.ops.e4m3 import widened
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads
 
@@ -30,6 +34,7 @@ class LayerEvidence(Evidence):
     _new: NewKV
     _kv: PagedKV
     _slots: torch.Tensor
+    _scales: KVScales | None
     _heads: SharedHeads
     _read: dict[str, torch.Tensor]
 
@@ -48,7 +53,7 @@ class LayerEvidence(Evidence):
         self.__dict__.update(positions=positions, seed=plan.content_seed)
         self.__dict__.update(question_mass=None if mass is None else mass[positions])
         self.__dict__.update(_plan=plan, _rows=rows, _new=new, _kv=step.kv, _slots=step.metadata.slot_mapping)
-        self.__dict__.update(_heads=heads, _read={})
+        self.__dict__.update(_scales=step.kv_scales, _heads=heads, _read={})
 
     def look(self, name: str) -> None:
         """Add this rank's part to what rank 0 reads: a method without arguments or an attribute."""
@@ -62,11 +67,11 @@ class LayerEvidence(Evidence):
 
     def k_deviation(self) -> torch.Tensor:
         self._announce("k_deviation")
-        return self._heads.kv_sum(ops.kv_deviation(self._new.k, self._kv.key, self._slots, self._rows))
+        return self._heads.kv_sum(self._deviation(self._new.k, self._kv.key, "k"))
 
     def v_deviation(self) -> torch.Tensor:
         self._announce("v_deviation")
-        return self._heads.kv_sum(ops.kv_deviation(self._new.v, self._kv.value, self._slots, self._rows))
+        return self._heads.kv_sum(self._deviation(self._new.v, self._kv.value, "v"))
 
     @cached_property
     def chunk_offsets(self) -> torch.Tensor:
@@ -74,19 +79,31 @@ class LayerEvidence(Evidence):
 
     @property
     def k_new(self) -> torch.Tensor:
-        return self._of_all_heads("k_new", lambda: self._new.k[self._rows])
+        return self._of_all_heads("k_new", lambda: self._unscaled(self._new.k[self._rows], "k"))
 
     @property
     def k_old(self) -> torch.Tensor:
-        return self._of_all_heads("k_old", lambda: self._kv.key.flatten(0, 1)[self._slots[self._rows]])
+        return self._of_all_heads("k_old", lambda: self._cached(self._kv.key, "k"))
 
     @property
     def v_new(self) -> torch.Tensor:
-        return self._of_all_heads("v_new", lambda: self._new.v[self._rows])
+        return self._of_all_heads("v_new", lambda: self._unscaled(self._new.v[self._rows], "v"))
 
     @property
     def v_old(self) -> torch.Tensor:
-        return self._of_all_heads("v_old", lambda: self._kv.value.flatten(0, 1)[self._slots[self._rows]])
+        return self._of_all_heads("v_old", lambda: self._cached(self._kv.value, "v"))
+
+    def _deviation(self, new: torch.Tensor, cached: torch.Tensor, which: Literal["k", "v"]) -> torch.Tensor:
+        if self._scales is None:
+            return ops.kv_deviation(new, cached, self._slots, self._rows)
+        return squared_distance(self._unscaled(new[self._rows], which), self._cached(cached, which))
+
+    def _cached(self, cache: torch.Tensor, which: Literal["k", "v"]) -> torch.Tensor:
+        """Return the rows' K or V that are reused, in the dtype and units of the model."""
+        return self._unscaled(widened(cache.flatten(0, 1)[self._slots[self._rows]], self._new.v.dtype), which)
+
+    def _unscaled(self, x: torch.Tensor, which: Literal["k", "v"]) -> torch.Tensor:
+        return x if self._scales is None else scaled(x, getattr(self._scales, which))
 
     def _of_all_heads(self, name: str, part: Callable[[], torch.Tensor]) -> torch.Tensor:
         if name not in self._read:

@@ -14,6 +14,7 @@ from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Look, choose
 from vllm_blend.distributed.ranks import RankLostError
 from vllm_blend.ops.attention import attention_probabilities
+from vllm_blend.ops.e4m3 import narrowed
 from vllm_blend.worker.evidence import LayerEvidence
 from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads, agree
 
@@ -21,20 +22,22 @@ from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads, agree
 class CaptureHook(LayerHook):
     """Keeps K before RoPE and V of some requests' rows, in the memory where they stay: a chunk is large."""
 
-    def __init__(self, first_rows: dict[int, int], num_layers: int) -> None:
-        """first_rows: request of the step -> the first of its rows to keep."""
-        self.first_rows, self.num_layers = first_rows, num_layers
+    def __init__(self, first_rows: dict[int, int], num_layers: int, dtypes: dict[int, torch.dtype]) -> None:
+        """first_rows: request of the step -> the first of its rows to keep; dtypes: what these are kept in, where it
+        is not the model's dtype."""
+        self.first_rows, self.num_layers, self.dtypes = first_rows, num_layers, dtypes
         self._captured: dict[int, torch.Tensor] = {}
 
     def on_kv(self, step: LayerStep, new: NewKV) -> None:
         for request, first in self.first_rows.items():
             rows = step.metadata.rows(request)
             rows = slice(rows.start + first, rows.stop)
-            kept = new.k_unrotated[rows]
+            dtype = self.dtypes.get(request, new.v.dtype)
+            k, v = (narrowed(x[rows], dtype) for x in (new.k_unrotated, new.v))
             if request not in self._captured:
-                self._captured[request] = kept.new_empty(2, self.num_layers, *kept.shape)
-            self._captured[request][0, step.layer_idx] = kept
-            self._captured[request][1, step.layer_idx] = new.v[rows]
+                self._captured[request] = k.new_empty(2, self.num_layers, *k.shape)
+            self._captured[request][0, step.layer_idx] = k
+            self._captured[request][1, step.layer_idx] = v
 
     def captured(self, request: int) -> torch.Tensor:
         """Return a request's kept rows: [2, layers, tokens, kv_heads, head_dim]."""
@@ -61,7 +64,7 @@ class QuestionMassHook(LayerHook):
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(self, step: LayerStep) -> None:
-        q, kv, metadata, scale, window, layer_idx, sinks = step
+        q, kv, metadata, scale, window, layer_idx, sinks = step[:7]
         if not self._masses:
             shapes = [(kv.kv_heads, n) for n in metadata.seq_lens]
             self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,15 +16,18 @@ from vllm_blend.blend.metadata import FuseMetadata, default_fuse_metadata
 from vllm_blend.blend.selectors import Look, make_selector
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig
+from vllm_blend.devices import resolve_cache_dtype
 from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.models.loader import load_model
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.graph_capture import CUDAGraphs
 from vllm_blend.worker.block_pass import BlockPass, Graphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.kv_cache import CacheShape, KVCache
+from vllm_blend.worker.kv_scales import measure_kv_scales
 from vllm_blend.worker.memory import GIB, GRAPHS_REMEDY, Pool, Share, Usage, measure_tensors, must_fit
 from vllm_blend.worker.model_runner import ModelRunner
 from vllm_blend.worker.passes import GraphHook, WorkerExtension, WorkerSpec, make_worker_extensions
@@ -58,6 +62,7 @@ class Worker:
     ) -> None:
         self.rank, self.num_ranks, self._ranks = ranks.rank, ranks.size, ranks
         self.config, self.dtype, self.device, self.max_model_len = config, dtype, device, max_model_len
+        cache_dtype = resolve_cache_dtype(config.cache.kv_cache_dtype, dtype, device)
         self.hf_config = hf_config
         if device.type == "cuda":
             _warn_of_others(Usage.settled(device), config.cache.gpu_memory_utilization)
@@ -75,7 +80,7 @@ class Worker:
                 ranks=ranks,
             )
         attentions = attention_layers(model)
-        self.shape = CacheShape(len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim, dtype)
+        self.shape = CacheShape(len(attentions), attentions[0].num_kv_heads, attentions[0].head_dim, cache_dtype)
         self._has_sinks = any(attention.sinks is not None for attention in attentions)
         self._heads = SharedHeads(ranks, attentions[0].kv_copies)
         self.num_layers, self.num_heads = len(attentions), attentions[0].num_heads
@@ -84,10 +89,12 @@ class Worker:
             WorkerSpec(config, device, self.shape, max_model_len, self.wants_graphs)
         )
         backend = self._make_backend()
+        if cache_dtype is E4M3:
+            self._measure_scales(model)
         staging = None
         if config.blend.resolve_chunk_device(device) != device:
-            staging = StagingRing(self.shape.kv_heads, self.shape.head_dim, dtype, device)
-        model.model.cache_fuse_metadata = FuseMetadata(default_fuse_metadata(dtype))
+            staging = StagingRing(self.shape.kv_heads, self.shape.head_dim, cache_dtype, device)
+        model.model.cache_fuse_metadata = FuseMetadata(default_fuse_metadata(cache_dtype))
         self.memory: Share | None = None  # how a GPU's memory was shared out, where that was measured
         self.pool = Pool(self._num_blocks(model), config.cache.block_size, self._block_bytes, max_model_len)
         with must_fit("the KV cache", "lower gpu_memory_utilization or num_gpu_blocks_override", device):
@@ -119,6 +126,11 @@ class Worker:
         require(name == "auto", f"attention_backend={name!r}: {unfit}; raise block_size, or use 'auto'")
         logger.warning("attention runs in plain torch: %s", unfit)
         return make_backend("torch_native", self.device, self.dtype, *heads, sinks=self._has_sinks)
+
+    def _measure_scales(self, model: CausalLM) -> None:
+        shape, vocab_size = replace(self.shape, dtype=self.dtype), int(self.hf_config.get_text_config().vocab_size)
+        size = self.config.cache.block_size
+        measure_kv_scales(model, self._make_backend(), shape, self.device, vocab_size, self.max_model_len, size)
 
     @property
     def _block_bytes(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from vllm_blend.features.kv_compress import ops
 from vllm_blend.features.kv_compress.sums import SumRule, WindowKeys
 from vllm_blend.layers.rotary import RotaryEmbedding
+from vllm_blend.ops.e4m3 import E4M3, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -37,7 +38,8 @@ class LayerView:
     layer_idx: int
     num_layers: int
     scale: float  # of attention scores
-    keys: torch.Tensor  # [kv_heads, n, head_dim], after RoPE; rows that are not `valid` hold anything, NaN included
+    keys: torch.Tensor  # [kv_heads, n, head_dim], after RoPE; rows that are not `valid` hold anything, NaN included.
+    # In the units of `KVScales` where the cache has these; so are queries, and each head has a unit of its own.
     values: torch.Tensor  # [kv_heads, n, head_dim], likewise
     positions: torch.Tensor  # [kv_heads, n] int64
     valid: torch.Tensor  # [kv_heads, n] bool: heads may hold different numbers of KVs
@@ -97,7 +99,8 @@ class BlockView(LayerView):
         return ops.window_sums(at.queries, self.kv, keys, SumRule(self.scale, power, buffer))
 
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
-        return cache[self.block_table[: -(-self.n // cache.shape[1])]].flatten(0, 1)[: self.n].transpose(0, 1)
+        kept = cache[self.block_table[: -(-self.n // cache.shape[1])]].flatten(0, 1)[: self.n].transpose(0, 1)
+        return wide(kept) if kept.dtype is E4M3 else kept
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def held(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x in float32, or float64 as it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return widened(x, torch.float32) if x.dtype is E4M3 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_buffer(buffer: int) -> None:
