@@ -128,10 +128,6 @@ class CacheConfig(OptionGroup):
         None, "blocks of the KV cache, instead of measuring the memory", check=at_least(2)
     )
 
-    @property
-    def is_fp8(self) -> bool:
-        return self.kv_cache_dtype in ("fp8", "fp8_e4m3")
-
 
 @dataclass(frozen=True)
 class SchedulerConfig(OptionGroup):
@@ -290,11 +286,6 @@ class EngineConfig(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.cache.is_fp8 or self.chunk_store.format == "auto",
-            f"kv_cache_dtype={self.cache.kv_cache_dtype!r} and chunk_store_format={self.chunk_store.format!r} exclude "
-            "each other, as the chunks of an FP8 cache have eight bits already: leave one of them out",
-        )
         for name, given in (
             ("chunk_store_path", self.chunk_store.path),
             ("chunk_store_url", self.chunk_store.url),

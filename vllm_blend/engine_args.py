@@ -13,7 +13,7 @@ from vllm_blend.checks import check_field_types
 from vllm_blend.command_line import add_flags, given
 from vllm_blend.config import EngineConfig
 from vllm_blend.executor.backends import choose_backend
-from vllm_blend.features import FEATURES, check_exclusions, check_ranks
+from vllm_blend.features import FEATURES, check_cache_dtype, check_exclusions, check_ranks
 from vllm_blend.options import Option, OptionGroup
 from vllm_blend.unsupported import accept_defaults
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
@@ -101,5 +101,6 @@ class EngineArgs(_Options):
         check_exclusions(features)
         config = EngineConfig.from_values(values, features=features)
         check_ranks(config)
+        check_cache_dtype(config)
         choose_backend(config)  # whose errors are raised before anything is loaded
         return config

@@ -46,6 +46,25 @@ VB_INLINE void pack_columns(uint32_t* to, const bf16* const* row, int64_t count)
   for (int i = 0; i < TILE; ++i) __builtin_memcpy(to + i * TILE, &block[i], sizeof(vf));
 }
 
+// n numbers of e4m3 as bf16, which holds them all; n is a multiple of TILE_PAIRS.
+VB_INLINE void widen_row(bf16* to, const f8* from, int64_t n) {
+  // What shifting exponent and mantissa into place does not give: numbers below 2^-6, and NaN, at its last five bits.
+  alignas(64) static const uint16_t rare[32] = {0,      0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
+                                                0,      0,      0,      0,      0,      0,      0,      0,
+                                                0,      0,      0,      0,      0,      0,      0,      0,
+                                                0,      0,      0,      0,      0,      0,      0,      0x7fc0};
+  const __m512i table = _mm512_load_si512(rare), low = _mm512_set1_epi16(0x7f);
+  for (int64_t i = 0; i < n; i += TILE_PAIRS) {
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(from + i)));
+    const __m512i size = _mm512_and_si512(wide, low), sign = _mm512_slli_epi16(_mm512_andnot_si512(low, wide), 8);
+    const __m512i next = _mm512_and_si512(_mm512_add_epi16(size, _mm512_set1_epi16(1)), low);
+    const __mmask32 is_rare = _mm512_cmplt_epu16_mask(next, _mm512_set1_epi16(9));
+    const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    const __m512i found = _mm512_mask_permutexvar_epi16(usual, is_rare, size, table);
+    _mm512_storeu_si512(to + i, _mm512_or_si512(found, sign));
+  }
+}
+
 }  // namespace VB_NAMESPACE
 #else
 namespace VB_NAMESPACE {

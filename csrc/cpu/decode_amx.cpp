@@ -203,7 +203,7 @@ VB_INLINE void weighted_values(const Paged& a, DecodeTiles& s, const int64_t* of
 
 // Rows of an e4m3 cache as bf16, one after another; these are then the cache.
 static void widen_rows(const Paged& a, bf16* to, const void* cache, const int64_t* offsets, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) copy_row(to + i * a.row(), (const f8*)cache + offsets[i], a.row());
+  for (int64_t i = 0; i < count; ++i) widen_row(to + i * a.row(), (const f8*)cache + offsets[i], a.row());
 }
 
 template <typename C>

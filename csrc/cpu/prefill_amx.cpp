@@ -154,7 +154,7 @@ static void write_out(const Paged& a, const Tile& tile, PrefillTiles& s) {
 // Rows of one head of an e4m3 cache as bf16, one after another.
 static __attribute__((noinline)) void widen_rows(bf16* to, const f8* cache, const int64_t* offsets, int64_t count,
                                                  int64_t head_dim) {
-  for (int64_t k = 0; k < count; ++k) copy_row(to + k * head_dim, cache + offsets[k], head_dim);
+  for (int64_t k = 0; k < count; ++k) widen_row(to + k * head_dim, cache + offsets[k], head_dim);
 }
 
 template <typename C>

@@ -56,6 +56,7 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.models.causal_lm import Decoder
 from vllm_blend.models.loader import load_hf_config
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_parser import parse_context, parse_prompt
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
@@ -111,7 +112,8 @@ class LLMEngine:
         self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
         blend = config.blend
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
-        rounds = config.chunk_store.format != "auto" or config.cache.is_fp8  # FP8 keys are rounded again in their pages
+        # Keys of an FP8 chunk are rounded once more in their pages.
+        rounds = config.chunk_store.format != "auto" or worker.shape.dtype is E4M3
         words = WordIndex(self.tokenizer)
         self.planner = BlendPlanner(
             blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words

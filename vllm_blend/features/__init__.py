@@ -56,6 +56,16 @@ def check_ranks(config: EngineConfig) -> None:
     )
 
 
+def check_cache_dtype(config: EngineConfig) -> None:
+    """Raise ValueError for an option that excludes an FP8 cache."""
+    dtype, stored = config.cache.kv_cache_dtype, config.chunk_store.format
+    require(
+        not dtype.startswith("fp8") or stored == "auto",
+        f"kv_cache_dtype={dtype!r} and chunk_store_format={stored!r} exclude each other, as the chunks of an FP8 cache "
+        "have eight bits already: leave one of them out",
+    )
+
+
 def check_exclusions(features: Sequence[FeatureConfig]) -> None:
     """Raise ValueError for two features that are on and exclude each other, with the reason."""
     used = {type(feature): feature for feature in features if feature.is_on}
