@@ -1,10 +1,10 @@
 """The units of an FP8 cache, measured when the model is loaded: one forward of random tokens says how large K and V of
 each head are.
 
-e4m3 has an exponent of its own, so a number within its range is rounded by 3% at most, whatever the scale: what a scale
+e4m3 has an exponent of its own, so a number within its range is rounded by 6% at most, whatever the scale: what a scale
 must do is keep the head's numbers below 448, and most of them above 2**-6. A power of 16 brings the largest to between
-2 and 32, which leaves 14 times that for text that is unlike random tokens, and for K after RoPE. For most heads of most
-models it is 1.
+2 and 32, which leaves 14 times that for text that is unlike random tokens, and for K after RoPE. For most heads of the
+demo models it is 1.
 """
 
 from __future__ import annotations
