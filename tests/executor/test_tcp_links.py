@@ -63,6 +63,23 @@ def test_messages_go_both_ways_until_an_end_is_closed(listener: LinkListener) ->
     own.close()
 
 
+def test_both_ends_notice_a_machine_that_is_cut_off(listener: LinkListener) -> None:
+    results: list[Any] = []
+    thread = call(listener.address, 1, results)
+    called = listener.accept(SECONDS)
+    thread.join(SECONDS)
+    assert called is not None
+    for link in (called[1], results[0]):
+        with socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            found = {
+                name: end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            }
+        assert found == {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+        link.close()
+
+
 def test_a_link_waits_longer_than_its_handshake(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_links, "HANDSHAKE_SECONDS", 1)
     results: list[Any] = []

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0  # in which a caller has to prove itself
 DIAL_SECONDS = 120.0  # in which rank 0 has to answer: it hears callers one after another, idle ones too
+# A machine that is cut off sends no end of its connections: the system asks after 10 idle seconds, then every 5, and
+# gives up 30 s after the last answer, as it does with what was sent and not acknowledged. Linux has all of these.
+CUT_OFF = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def dial(address: Address, rank: int) -> Connection:
 def _connection(peer: socket.socket) -> Connection:
     peer.setblocking(True)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step must not wait for the one before it
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone sends no end
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in CUT_OFF.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(peer.detach())
 
 

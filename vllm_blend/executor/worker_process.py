@@ -101,7 +101,7 @@ def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable
         worker = settings.build(ranks)
         link.send("ready")
         Follower(worker.model_runner).serve(link)
-    except (RankLostError, BrokenPipeError, ConnectionResetError):
+    except (RankLostError, BrokenPipeError, ConnectionResetError, TimeoutError):
         logger.debug("rank %d ends because another rank has", rank, exc_info=True)
         return 1
     except Exception as error:
