@@ -207,7 +207,9 @@ def test_spans_that_overlap_are_computed_once() -> None:
 @pytest.mark.cpu_only
 def test_levers_that_change_scores_are_refused() -> None:
     assert make_selector("relevant_passages + mean_shift(strength=0.5)").mean_shift() == 0.5
-    with pytest.raises(ValueError, match="chooses whole passages, and smoothing changes the scores of tokens: leave"):
+    with pytest.raises(
+        ValueError, match="chooses spans such as sentences, not tokens by their scores, which smoothing changes: leave"
+    ):
         make_selector("relevant_passages+smoothing")
 
 

@@ -103,8 +103,8 @@ def parse_selector(text: str, selectors: Registry[type[Selector]]) -> Selector:
     changing = next((lever.name for lever in levers if not isinstance(lever, MeanShift)), None)
     if rule.chooses_passages and changing is not None:
         raise ValueError(
-            f"blend_selector={text!r}: {rule.name!r} chooses whole passages, and {changing} changes the scores of "
-            f"tokens: leave {changing} out"
+            f"blend_selector={text!r}: {rule.name!r} chooses spans such as sentences, not tokens by their scores, "
+            f"which {changing} changes: leave {changing} out"
         )
     return Composed(text, rule, tuple(levers))
 
