@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from tests.checkout import ROOT
+from vllm_blend.features.kv_events.config import KVEventsConfig
+from vllm_blend.ray import build_app, generate
 from vllm_blend.ray.app import build, read_options
 from vllm_blend.ray.options import RayOptions
 
@@ -77,6 +79,43 @@ def test_what_is_wrong_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as raised:
         read_options(options)
     assert message in str(raised.value)
+
+
+EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:*"}
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ({"endpoint": "tcp://*:5557"}, "endpoint='tcp://*:5557' is one address"),
+        ({"endpoint": "ipc:///tmp/events"}, "endpoint='ipc:///tmp/events' is one address"),
+        ({"replay_endpoint": "tcp://*:5558"}, "replay_endpoint='tcp://*:5558' is one address"),
+    ],
+)
+def test_several_engines_do_not_publish_at_one_address(events: dict[str, Any], message: str) -> None:
+    engine = {"model": MODEL, "kv_events_config": EVENTS | events}
+    for count in ({"replicas": 2}, {"max_replicas": 2}):
+        with pytest.raises(ValueError) as raised:
+            build_app(engine | count)
+        assert message in str(raised.value) and f"use {next(iter(count))}=1" in str(raised.value)
+    dataset: Any = None  # which is not looked at yet
+    with pytest.raises(ValueError) as raised:
+        generate(dataset, engine, concurrency=2)
+    assert message in str(raised.value) and "use concurrency=1" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        ({}, 2),  # free ports
+        ({"endpoint": "tcp://router:5557"}, 2),  # the router listens
+        ({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}, 1),
+        ({"endpoint": "tcp://*:5557", "enable_kv_cache_events": False}, 2),
+    ],
+)
+def test_engines_with_addresses_of_their_own_may_publish(events: dict[str, Any], count: int) -> None:
+    config = read_options({"model": MODEL, "kv_events_config": EVENTS | events}).engine.create_engine_config()
+    config.feature(KVEventsConfig).check_engines("replicas", count)
 
 
 def test_the_example_is_read() -> None:

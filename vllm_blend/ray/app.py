@@ -28,6 +28,7 @@ from vllm_blend.engine_args import OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.serve import DEFAULTS, SERVER_OPTIONS, explain_unknown
 from vllm_blend.executor.backends import choose_backend
+from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.options import Option
 from vllm_blend.ray.options import RayOptions
@@ -101,6 +102,8 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
         given_options["replicas"] = replicas
     config = read_options(given_options)
     engine_config = config.engine.create_engine_config()  # what is wrong with it is said here, not by a worker
+    count = "replicas" if config.ray.max_replicas is None else "max_replicas"
+    engine_config.feature(KVEventsConfig).check_engines(count, config.ray.most_replicas)
     model = engine_config.model
     if Path(model.model).is_dir():
         hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)

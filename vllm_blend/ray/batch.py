@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.checks import require
 from vllm_blend.engine_args import EngineArgs
+from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def generate(
     """
     for name, value in (("concurrency", concurrency), ("batch_size", batch_size)):
         require(type(value) is int and value >= 1, f"{name}={value!r} must be an integer of at least 1")
-    EngineArgs(**engine).create_engine_config()  # what is wrong with it is said here, not by an actor
+    config = EngineArgs(**engine).create_engine_config()  # what is wrong with it is said here, not by an actor
+    config.feature(KVEventsConfig).check_engines("concurrency", concurrency)
     params = SamplingParams(**(sampling or {}))
     require(params.n == 1, f"n={params.n}: a row has one answer; repeat the row instead")
     columns = dataset.columns() or []

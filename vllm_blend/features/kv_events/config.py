@@ -71,6 +71,21 @@ class KVEventsConfig(FeatureConfig):
         """Return whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
+    def check_engines(self, option: str, count: int) -> None:
+        """Raise ValueError if `count` engines with this configuration, as `option` asks for, would bind one address."""
+        if not self.is_on or count == 1:
+            return
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            if address is None or address.endswith(":*") or address.startswith("inproc://"):
+                continue
+            require(
+                name == "endpoint" and not is_bound(address),
+                f"kv_events_config: {name}={address!r} is one address, and {option}={count} makes several engines, of "
+                f"which only one on a machine can listen there: use {option}=1 and start an application for each "
+                "engine, with an address of its own, or use 'tcp://*:*' for free ports, which the engines log",
+            )
+
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         """Return the one option, which has all of the fields, as in vLLM."""
