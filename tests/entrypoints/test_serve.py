@@ -90,6 +90,24 @@ def test_a_bad_config_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_loads_its_model(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_blend", "serve", REUSE_DEMO, "--uds", str(tmp_path / "socket")]
+    environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(command, stderr=file, cwd=ROOT, env=environment) as process:
+        try:
+            tasks = Path(f"/proc/{process.pid}/task")  # the child is one of a thread's
+            wait_until(lambda: any((task / "children").read_text() for task in tasks.iterdir()))
+            [child] = [int(each) for task in tasks.iterdir() for each in (task / "children").read_text().split()]
+            process.send_signal(number)
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
+    assert not Path(f"/proc/{child}").exists()
+    assert log.read_text().endswith(f"vllm-blend serve: ends, as it got {number.name}\n"), log.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]  # the sockets' folders are gone
+
+
 def test_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
     """A process of the command: what runs when the signal comes ends as it would have, new requests get 503, and when
     the last one has ended so does the process. What the chunk store still had to write is on the disk then."""

@@ -6,16 +6,18 @@
 
 Flags have vLLM's names. A YAML file given by --config has them as keys, with dashes or underscores; the command line
 overrides it. Blending is on unless --no-enable-blending is given. docs/server.md explains the endpoints. The exit
-status is 0 after SIGTERM or SIGINT, and 2 for bad input, before any work.
+status is 0 after SIGTERM or SIGINT, also while the model loads, and 2 for bad input, before any work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,32 @@ DEFAULTS: dict[str, Any] = {"enable_blending": True, "max_logprobs": 20}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     try:
-        engine_args, options = parse(list(sys.argv[1:] if argv is None else argv))
-        return _load_server()(engine_args, options)
+        with _ending_on_signals():
+            engine_args, options = parse(list(sys.argv[1:] if argv is None else argv))
+            return _load_server()(engine_args, options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"vllm-blend serve: error: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGINT end the command with status 0 while uvicorn does not look at them: what has been started,
+    such as a process that loads the model, is ended on the way out."""
+    if threading.current_thread() is not threading.main_thread():  # elsewhere Python sets no handlers
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        print(f"vllm-blend serve: ends, as it got {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(0)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _load_server() -> Callable[[EngineArgs, ServerOptions], int]:
