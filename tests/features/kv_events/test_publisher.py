@@ -17,6 +17,7 @@ import zmq
 from tests.features.kv_events import subscriber as wire
 from tests.features.kv_events.subscriber import Subscriber, subscribed
 from tests.waiting import DEADLINE, wait_until
+from vllm_blend.features.kv_events import publisher as publisher_module
 from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.features.kv_events.events import (
     AllBlocksCleared,
@@ -148,8 +149,8 @@ def test_requests_that_are_none_are_ignored(caplog: pytest.LogCaptureFixture) ->
         publisher.publish(removed(1))
         [(number, batch)] = subscriber.replay(count)
         assert (number, batch.ts) == (count, 1.0)
-    ignored = [record for record in caplog.records if "a request for KV events was ignored" in record.message]
-    assert len(ignored) == 4
+    ignored = [record.args for record in caplog.records if "requests for KV events were ignored" in record.message]
+    assert [args[0] for args in ignored if isinstance(args, tuple)] == [1, 2, 4]  # a flood of them is not one of lines
 
 
 def test_a_full_queue_drops_the_oldest_which_can_still_be_asked_for(
@@ -223,6 +224,34 @@ def test_a_client_that_asks_and_does_not_read_is_sent_little(monkeypatch: pytest
             numbers.append(int.from_bytes(client.recv_multipart()[1], "big", signed=True))
         assert numbers[:4] == [0, 1, 2, wire.END]
         assert len(numbers) <= 8  # of 200: two answers
+
+
+def test_the_next_request_waits_until_the_last_answer_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "REPLAYED_PER_SECOND", 1 / 3600)  # an hour for each message
+    with publishing(replay_endpoint="inproc://rested") as publisher, joined(publisher) as (subscriber, count):
+        answered = counted_answers(publisher, monkeypatch)
+        with asking(publisher) as client, asking(publisher) as other:
+            client.send_multipart([b"", bytes(8)])
+            wait_until(lambda: len(answered) == 1)
+            for each in (client, other):
+                each.send_multipart([b"", bytes(8)])
+            for number in range(count, count + 3):  # batches go on: the thread has looked at its sockets
+                publisher.publish(removed(number))
+                assert subscriber.receive()[1] == number
+            assert len(answered) == 1 and not other.poll(0)
+            for expected in (2, 3):
+                publisher._replay_at = 0.0  # the hours are over
+                publisher.publish(removed(expected))
+                wait_until(lambda expected=expected: len(answered) == expected)  # type: ignore[misc]
+
+
+def test_a_client_that_sends_a_large_request_is_disconnected() -> None:
+    with publishing() as publisher, joined(publisher) as (subscriber, count):
+        publisher.publish(removed(1))
+        subscriber.ask(b"", b"x" * 1_000_000)
+        with subscribed(publisher.endpoint, publisher.replay_endpoint) as other:
+            assert other.replay(count)[0][0] == count
+        assert publisher._num_ignored == 0  # it was never taken into memory
 
 
 def test_every_answer_is_whole_if_each_is_read_before_the_next_request() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import socket
 import threading
+import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,10 @@ logger = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 LINGER_MS = 1000  # how long sockets that are closed go on sending what they have
 CLOSE_SECONDS = 5.0  # how long closing waits for the thread
+# What replays may take of the engine's process, whose interpreter they share, and of its memory:
+REPLAYED_PER_SECOND = 20_000  # messages, to all clients together: the next request waits until they are made up for
+REQUESTS_WAITING = 16  # of one client; what it sends beyond them waits on its own side
+REQUEST_BYTES = 256  # of a frame of a request, which needs 8: a client that sends a larger one is disconnected
 
 
 @dataclass
@@ -54,6 +61,8 @@ class ZmqPublisher:
         self._next_number = 0
         self._is_closing = False
         self.num_dropped = 0
+        self._num_ignored = 0  # requests that are none
+        self._replay_at = 0.0  # time.monotonic() before which no request is read
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: list[zmq.Socket[bytes]] = []
         # Terminating a context of its own waits until the ports are free again. Subscribers in this process, at
@@ -68,7 +77,8 @@ class ZmqPublisher:
                 # What a client that does not read may leave waiting. A whole answer has buffer_steps + 1 messages, and
                 # ZeroMQ may take up to half of its limit of those read before for unread: more would be dropped.
                 waiting = min(2 * config.buffer_steps + 1, ZEROMQ_MAX)
-                self._replay = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True)
+                options = {zmq.RCVHWM: REQUESTS_WAITING, zmq.MAXMSGSIZE: REQUEST_BYTES}
+                self._replay = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, waiting, True, options)
         except BaseException:
             self._close_sockets(linger=0)
             raise
@@ -132,11 +142,12 @@ class ZmqPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
-        if self._replay is not None:
-            poller.register(self._replay, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll())
+                pause = max(0.0, self._replay_at - time.monotonic())
+                if self._replay is not None:
+                    poller.register(self._replay, 0 if pause else zmq.POLLIN)  # 0 leaves it out
+                ready = dict(poller.poll(math.ceil(1000 * pause) or None))
                 is_closing = self._is_closing  # before the queue is read: what is put in later is not promised
                 if self._woken.fileno() in ready:
                     self._woken.recv(1 << 16)
@@ -156,11 +167,21 @@ class ZmqPublisher:
             self._woken.close()
             self._waker.close()
 
-    def _open(self, kind: int, field: str, endpoint: str, waiting: int, bind: bool) -> zmq.Socket[bytes]:
+    def _open(
+        self,
+        kind: int,
+        field: str,
+        endpoint: str,
+        waiting: int,
+        bind: bool,
+        options: Mapping[zmq.SocketOption, int] | None = None,
+    ) -> zmq.Socket[bytes]:
         """Return a socket at an endpoint. Raises ValueError naming the field of the configuration."""
         made: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(made)
         made.setsockopt(zmq.SNDHWM, waiting)
+        for option, value in (options or {}).items():
+            made.setsockopt(option, value)
         made.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             made.bind(endpoint) if bind else made.connect(endpoint)
@@ -196,11 +217,15 @@ class ZmqPublisher:
         """
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-            logger.warning(
-                "a request for KV events was ignored: it must be an empty frame and the first number wanted, as 8 "
-                "bytes, most significant first; it has frames of %s bytes",
-                [len(frame) for frame in frames[1:]],
-            )
+            self._num_ignored += 1
+            if self._num_ignored.bit_count() == 1:  # 1, 2, 4, 8 ...: not a line for each
+                logger.warning(
+                    "%d requests for KV events were ignored: one must be an empty frame and the first number wanted, "
+                    "as 8 bytes, most significant first; the last had frames of %s bytes",
+                    self._num_ignored,
+                    [len(frame) for frame in frames[1:9]],
+                )
+            self._rest(1)
             return
         client, start = frames[0], int.from_bytes(frames[2], "big")
         with self._lock:
@@ -208,6 +233,11 @@ class ZmqPublisher:
         for each in wanted:
             replay.send_multipart((client, b"", each.number.to_bytes(8, "big"), self._encoded(each)))
         replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+        self._rest(len(wanted) + 1)
+
+    def _rest(self, num_messages: int) -> None:
+        """Read no other request for as long as so many messages are allowed to take."""
+        self._replay_at = time.monotonic() + num_messages / REPLAYED_PER_SECOND
 
     def _encoded(self, numbered: NumberedBatch) -> zmq.Frame:
         if numbered.payload is None:
