@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define VB_ABI_VERSION 4
+#define VB_ABI_VERSION 5
 
 #if defined(_WIN32)
 #define VB_EXPORT extern "C" __declspec(dllexport)

@@ -275,6 +275,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     with pytest.raises(SystemExit):
         held_out.main([model, *flags, "--output", str(output)])
     monkeypatch.setattr(FinishedParts, "add", add)
+    before = output.read_bytes()
     for more, message in (
         ([], "a.json.unfinished is of an interrupted run: go on with --resume, or delete the file"),
         (["--resume", "--samples", "2"], "is of another measurement, as questions differ: give the same arguments"),
@@ -282,6 +283,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         with pytest.raises(SystemExit):
             held_out.main([model, *flags, "--output", str(output), *more])
         assert message in capsys.readouterr().err
+        assert output.read_bytes() == before
 
     measured: list[int] = []
     monkeypatch.setattr(FinishedParts, "add", lambda self, index, known: measured.append(index))

@@ -22,7 +22,7 @@ from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 4  # VB_ABI_VERSION of the header that the signatures below were written from
+ABI_VERSION = 5  # VB_ABI_VERSION of the header that the signatures below were written from
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"

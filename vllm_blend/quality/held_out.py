@@ -88,15 +88,16 @@ def run(args: argparse.Namespace, command: str) -> HeldOut:
     def begin(engine: EngineFacts, data: list[Questions]) -> None:
         about = _describe(args, command, runs, crew, engine)
         started.append(HeldOut(about, tuple(_cells(parts, [Measured(questions, Outcome(), {}) for questions in data]))))
+        is_new = args.split == TEST.name and not args.again and not args.resume
+        if is_new and (found := find_read(args.output.parent, started[0])):
+            raise ValueError(
+                "on the test split, numbers are read once for each claim, and these files have them:\n  "
+                + "\n  ".join(found)
+                + "\nshow them with --report, take other worlds (--first-world), or measure with --again"
+            )
+        finished.begin(about, data)  # which refuses other arguments, so the output that they are not of stays
         if args.split == TEST.name:
-            if not args.again and not args.resume and (found := find_read(args.output.parent, started[0])):
-                raise ValueError(
-                    "on the test split, numbers are read once for each claim, and these files have them:\n  "
-                    + "\n  ".join(found)
-                    + "\nshow them with --report, take other worlds (--first-world), or measure with --again"
-                )
             write_held_out(args.output, started[0])
-        finished.begin(about, data)
 
     def say(text: str) -> None:
         if not text.startswith(" "):  # scores of a few questions
