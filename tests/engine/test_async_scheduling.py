@@ -110,6 +110,36 @@ def test_min_tokens_count_what_is_unread(min_tokens: int, monkeypatch: pytest.Mo
         assert output.outputs[0].finish_reason == "length" or token_ids[-1] in stops
 
 
+@pytest.mark.parametrize("failing_read", range(1, 7))
+def test_min_tokens_hold_when_a_step_cannot_be_read(failing_read: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the step that failed and of the one queued behind it are drawn again, and count no more."""
+    stops = list(range(0, TINY_VOCABULARY, 2))
+    asked = greedy(16, min_tokens=5, stop_token_ids=stops)
+    with engine(MODEL, async_scheduling=True, **ROOM) as llm:
+        [expected] = run(llm, prompts()[1], asked)
+        inner, reads = llm.llm_engine, iter(range(1, 1000))
+        settle = inner.model_executor.settle
+
+        def failing(result: Any) -> None:
+            if next(reads) == failing_read:
+                raise RuntimeError("a step cannot be read")
+            settle(result)
+
+        monkeypatch.setattr(inner.model_executor, "settle", failing)
+        inner.add_request("again", prompts()[1], asked)
+        outputs, failures = [], 0
+        while inner.has_unfinished_requests():
+            try:
+                outputs += inner.step()
+            except RuntimeError:
+                failures += 1
+        token_ids = outputs[-1].outputs[0].token_ids
+    assert failures == 1
+    assert len(token_ids) > 5 and not set(token_ids[:5]) & set(stops)
+    if settings.current().exact:
+        assert token_ids == expected.outputs[0].token_ids
+
+
 def test_what_needs_the_last_token_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(MODEL, async_scheduling=True, **ROOM) as llm:
         counted = launches(llm, monkeypatch)

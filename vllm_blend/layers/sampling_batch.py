@@ -34,7 +34,8 @@ class SamplingBatch:
         self.states, self.vocab_size, self.device = list(states), vocab_size, device
         values = np.fromiter(chain.from_iterable([state.draw_settings for state in states]), np.float64).reshape(-1, 4)
         special = [row for row, state in enumerate(states) if not state.plain]
-        self._waiting = [states[row] for row in special if states[row].awaits_min_tokens]
+        self._bounded = [states[row] for row in special if states[row].params.min_tokens]
+        self._waiting = [state.awaits_min_tokens for state in self._bounded]
         self.logprobs = {row: k for row in special if (k := states[row].params.logprobs) is not None}
         changed = [row for row in special if states[row].changes_logits]
         self.changed = [self._changed(rows, values) for rows in _groups(changed, vocab_size)]
@@ -55,7 +56,8 @@ class SamplingBatch:
             self.states == list(states)  # a state equals only itself
             and self.vocab_size == vocab_size
             and self.device == device
-            and all(state.awaits_min_tokens for state in self._waiting)
+            # a state may wait again: tokens of a step that could not be read do not count any more
+            and self._waiting == [state.awaits_min_tokens for state in self._bounded]
         )
 
     def draw_uniforms(self, generator: torch.Generator) -> torch.Tensor | None:
