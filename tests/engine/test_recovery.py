@@ -102,6 +102,34 @@ def test_a_failed_step_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert_same([output], [expected])
 
 
+def test_tokens_are_counted_that_came_before_an_error_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may raise anything: the tokens that were entered before are not drawn again."""
+    llm = make()
+    engine = llm.llm_engine
+    for name in ("a", "b"):
+        engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, GREEDY)
+    _, second = (group.requests[0] for group in dict.fromkeys(engine.requests.groups.values()))
+    assert second.detokenizer is not None
+    append, calls = second.detokenizer.append, iter(range(1000))
+
+    def failing(token_id: int, ends: bool = False) -> str | None:
+        if next(calls) == 2:
+            raise Interrupted
+        return append(token_id, ends)
+
+    monkeypatch.setattr(second.detokenizer, "append", failing)
+    outputs: dict[str, int] = {}
+    failures = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+        except Interrupted:
+            failures += 1
+    assert failures == 1
+    counted = {metric.name: metric.value for metric in engine.get_metrics()}["vllm:generation_tokens"]
+    assert counted == sum(outputs.values()) == 12
+
+
 def test_aborting_the_last_request_that_needs_a_chunk_stops_its_encoding() -> None:
     llm = make(max_num_batched_tokens=16)
     engine = llm.llm_engine

@@ -103,17 +103,15 @@ class StepResults:
         self, sampled: Sequence[Request], tokens: SamplerOutput, now: float, touched: dict[RequestGroup, None]
     ) -> None:
         """Add a token to each request: what most steps do, in plain code."""
-        groups, append = self.requests.groups, self.processor.append_token
-        count = 0
+        groups, append, metrics = self.requests.groups, self.processor.append_token, self.metrics
         for request, token, logprobs in zip(sampled, tokens.token_ids, tokens.logprobs, strict=True):
             request.num_in_flight -= 1
             if request.status is RequestStatus.FINISHED:
                 continue
             touched[groups[request]] = None
-            count += 1
+            metrics.generation_tokens += 1  # one by one: a tokenizer may raise for a later request
             if append(request, token, logprobs, now):
                 self.requests.finish(request, request.finish_reason or "stop")
-        self.metrics.generation_tokens += count
 
     def _append_rows(
         self,
