@@ -50,17 +50,26 @@ def test_all_draws_of_the_longest_draft_are_taken_back() -> None:
 
 def decode(sampler: Sampler, params: SamplingParams, drafts: list[int]) -> tuple[int, int]:
     """Two tokens after token 0 of a model that looks at the last token alone; the first step verifies `drafts`."""
-    output: list[int] = []
-    state = SamplingState(params, [0], output)
-    while len(output) < 2:
-        guesses = [] if output else drafts
-        before = [output[-1] if output else 0, *guesses]
-        states = [state.after(guesses[:n]) for n in range(len(guesses) + 1)]
-        drawn = sampler(TABLE[before], states).token_ids
-        kept = num_kept(guesses, drawn)
-        state.take_back(len(drawn) - kept)
-        output += drawn[:kept]
-    return output[0], output[1]
+    [pair] = decode_batch(sampler, params, drafts, 1)
+    return pair
+
+
+def decode_batch(sampler: Sampler, params: SamplingParams, drafts: list[int], size: int) -> list[tuple[int, int]]:
+    """So many requests as that of `decode`, in one batch."""
+    outputs: list[list[int]] = [[] for _ in range(size)]
+    states = [SamplingState(params, [0], output) for output in outputs]
+    guesses = drafts
+    while running := [row for row in range(size) if len(outputs[row]) < 2]:
+        before = [token for row in running for token in (outputs[row][-1] if outputs[row] else 0, *guesses)]
+        draws = [states[row].after(guesses[:n]) for row in running for n in range(len(guesses) + 1)]
+        tokens = sampler(TABLE[before], draws).token_ids
+        for row, start in zip(running, range(0, len(tokens), len(guesses) + 1), strict=True):
+            drawn = tokens[start : start + len(guesses) + 1]
+            kept = num_kept(guesses, drawn)
+            states[row].take_back(len(drawn) - kept)
+            outputs[row] += drawn[:kept]
+        guesses = []  # the first step alone verifies
+    return [(output[0], output[1]) for output in outputs]
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -84,7 +93,7 @@ def test_the_distribution_is_that_of_plain_decoding(settings: dict[str, Any]) ->
     for drafts in ([likely[0], likely[1]], [unlikely[0], unlikely[1]], [likely[0]], [(likely[0] + 1) % VOCABULARY, 0]):
         sampler = Sampler(seed=len(drafts))
         params = SamplingParams(**settings)
-        seen = Counter(decode(sampler, params, drafts) for _ in range(draws))
+        seen = Counter(decode_batch(sampler, params, drafts, draws))
         assert seen.keys() <= exact.keys()
         observed = [seen[pair] for pair in possible]
         expected = [exact[pair] * draws for pair in possible]
