@@ -105,7 +105,7 @@ def test_answers_over_repeated_tokens_do_not_depend_on_the_batch(metric: str) ->
     settings |= {"max_cache_tokens": 16, "block_size": BLOCK_SIZE, "enable_prefix_caching": False}
     params = greedy(36, logprobs=1, ignore_eos=True)
     with engine(tiny_model("qwen2"), **settings) as llm:
-        for seed in range(4):
+        for seed in range(2):
             generator = torch.Generator().manual_seed(seed)
             few = torch.randint(TINY_VOCABULARY, (4,), generator=generator)
             drawn = [few[torch.randint(4, (length,), generator=generator)].tolist() for length in (46, 32, 23, 9, 36)]
