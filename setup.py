@@ -2,7 +2,8 @@
 
 CPU kernels: any C++17 compiler will do (CXX, else g++, clang++ or c++). One binary holds every instruction set and
 picks at run time, so it may be copied to an older CPU of the same architecture. Where there is no compiler, or the
-build fails, the package installs all the same and runs its plain torch twins.
+build fails, the package installs all the same and runs its plain torch twins. The library that lies in the checkout is
+used again if the same compiler has made it of the same sources.
 
 CUDA kernels: compiled here, for every supported GPU, where a driver sees a GPU and nvcc is found. Elsewhere (a build
 machine, a container image) the first engine on a GPU compiles them for that GPU, from the sources that the package
@@ -12,6 +13,7 @@ carries (vllm_blend/ops/cuda_build.py). VLLM_BLEND_BUILD_CUDA=1 compiles them he
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -23,7 +25,9 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -179,7 +183,9 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         if self.inplace:  # a library of older sources is worse than none
             for ext in self.extensions:
-                Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+                library = Path(self.get_ext_filename(ext.name))
+                if ext.name == CUDA_LIBRARY or not is_up_to_date(library, ext.sources):
+                    library.unlink(missing_ok=True)
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
@@ -188,8 +194,14 @@ class BuildKernels(build_ext):
         if ext.name == CUDA_LIBRARY:
             build_cuda(target, Path(self.build_temp, "cuda"))
             return
+        present = Path(self.get_ext_filename(ext.name))
+        if is_up_to_date(present, ext.sources):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(present, target)  # with its time: setuptools leaves the one in the checkout as it is
+            print(f"vllm-blend: {present} was made of these sources")
+            return
         try:
-            compile_kernels([Path(source) for source in ext.sources], target)
+            CPUKernels.of(ext.sources).compile(target)
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
             print(
@@ -238,32 +250,66 @@ def accepts(compiler: str, flags: list[str]) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def compile_kernels(sources: list[Path], target: Path) -> None:
-    compiler = find_compiler()
-    openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"]) else []
-    isas: dict[str, list[str]] = {"generic": []}
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        isas |= {isa: extra for isa, extra in X86_ISAS.items() if accepts(compiler, extra)}
+@dataclass(frozen=True)
+class CPUKernels:
+    """What the library of the CPU kernels is made of, and by which compiler."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        objects: list[str] = []
-        commands: list[list[str]] = []
+    compiler: str
+    openmp: list[str]
+    isas: dict[str, list[str]]  # the compiler's flags of each instruction set
+    sources: Sequence[Path]
 
-        def add(source: Path, label: str, extra: list[str]) -> None:
-            objects.append(str(Path(folder, f"{label}.{source.stem}.o")))
-            commands.append([compiler, *FLAGS, *openmp, *extra, "-c", str(source), "-o", objects[-1]])
+    @classmethod
+    def of(cls, sources: Sequence[str]) -> CPUKernels:
+        """Ask the compiler what it can do. Raises FileNotFoundError if there is none."""
+        compiler = find_compiler()
+        openmp = ["-fopenmp"] if accepts(compiler, ["-fopenmp"]) else []
+        isas: dict[str, list[str]] = {"generic": []}
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            isas |= {isa: extra for isa, extra in X86_ISAS.items() if accepts(compiler, extra)}
+        return cls(compiler, openmp, isas, [Path(source) for source in sources])
 
-        for source in sources:
-            if source.name == COMMON_SOURCE:
-                add(source, "common", [f"-DVB_HAVE_{isa.upper()}" for isa in isas])
-            else:
-                for isa, extra in isas.items():
-                    add(source, isa, [f"-DVB_ISA={isa}", *extra])
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(run, commands))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        run([compiler, "-shared", *openmp, *objects, "-o", str(target)])
-    print(f"vllm-blend: built {target} for {', '.join(isas)}" + ("" if openmp else ", without OpenMP: one thread"))
+    @property
+    def mark(self) -> str:
+        """Return the text that the library carries: a digest of every file, every flag and the compiler's version."""
+        version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, cwd=ROOT).stdout
+        digest = hashlib.sha256(repr((self.compiler, version, FLAGS, self.openmp, self.isas)).encode())
+        for path in sorted([*CPU_SOURCES.iterdir(), *CPU_SOURCES.parent.glob("*.h")]):
+            digest.update(f"{path} {path.stat().st_size} ".encode() + path.read_bytes())
+        return f"vllm-blend CPU kernels {digest.hexdigest()}"
+
+    def compile(self, target: Path) -> None:
+        """Write the library. Raises CalledProcessError with what the compiler said."""
+        with tempfile.TemporaryDirectory() as folder:
+            objects: list[str] = []
+            commands: list[list[str]] = []
+
+            def add(source: Path, label: str, extra: list[str]) -> None:
+                objects.append(str(Path(folder, f"{label}.{source.stem}.o")))
+                commands.append([self.compiler, *FLAGS, *self.openmp, *extra, "-c", str(source), "-o", objects[-1]])
+
+            for source in self.sources:
+                if source.name == COMMON_SOURCE:
+                    add(source, "common", [f"-DVB_HAVE_{isa.upper()}" for isa in self.isas])
+                else:
+                    for isa, extra in self.isas.items():
+                        add(source, isa, [f"-DVB_ISA={isa}", *extra])
+            marked = Path(folder, "mark.cpp")
+            marked.write_text(f'extern "C" const char* vb_cpu_mark() {{ return "{self.mark}"; }}\n')
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                list(pool.map(run, commands))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            run([self.compiler, "-shared", "-fPIC", *self.openmp, str(marked), *objects, "-o", str(target)])
+        threads = "" if self.openmp else ", without OpenMP: one thread"
+        print(f"vllm-blend: built {target} for {', '.join(self.isas)}{threads}")
+
+
+def is_up_to_date(library: Path, sources: Sequence[str]) -> bool:
+    """Return whether the compiler at hand would make this library again."""
+    try:
+        return CPUKernels.of(sources).mark.encode() in library.read_bytes()
+    except OSError:  # no library, or no compiler
+        return False
 
 
 def run(command: list[str]) -> None:

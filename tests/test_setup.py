@@ -85,6 +85,43 @@ def test_the_library_of_an_installation_that_must_build_it(checkout: Path, nvcc:
     assert done.returncode != 0 and "VLLM_BLEND_BUILD_CUDA=true is unknown: use 1" in done.stderr
 
 
+def test_cpu_kernels_are_compiled_again_only_if_a_file_or_the_compiler_has_changed(
+    nvcc: FakeNvcc, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    checkout = copy_checkout(own)
+    library = checkout / "vllm_blend" / "libvllm_blend_cpu.so"
+    for path in (checkout / "csrc" / "cpu").glob("*.cpp"):  # two of the sources are enough
+        if path.name not in ("common.cpp", "attention.cpp"):
+            path.unlink()
+
+    def compiled(*arguments: str, **variables: str) -> int:
+        """Build with a compiler that writes text; return how many files it compiled."""
+        before = len(nvcc.calls)
+        cpu_only = {"CXX": str(nvcc.path), "VLLM_BLEND_BUILD_CUDA": "0"}
+        done = setup(checkout, nvcc, "build_ext", *arguments, **(cpu_only | variables))
+        assert done.returncode == 0, done.stderr
+        return sum(" -c " in f" {call} " for call in nvcc.calls[before:])
+
+    every_file = compiled("--inplace")
+    assert every_file > 1
+    first, text = library.stat(), library.read_bytes()
+    assert compiled("--inplace") == 0
+    # The file itself stays: other processes may be loading it.
+    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    assert compiled("--build-lib", "build/lib") == 0
+    assert (checkout / "build/lib/vllm_blend/libvllm_blend_cpu.so").read_bytes() == text
+
+    with (checkout / "csrc" / "cpu" / "rows.h").open("a") as header:
+        header.write("// changed\n")
+    assert compiled("--inplace") == every_file and library.read_bytes() != text
+    assert compiled("--inplace", FAKE_VERSION="fake 2.0") == every_file
+    assert compiled("--inplace", FAKE_VERSION="fake 2.0") == 0
+    compiled("--inplace", FAKE_FAILS="attention.cpp")  # a library of older sources is worse than none
+    assert not library.exists()
+
+
 HAS_DRIVER = Path("/proc/driver/nvidia/version").exists()
 
 
