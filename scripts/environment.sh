@@ -27,6 +27,16 @@ base_python() {
   return 1
 }
 
+# install_with FOLDER ARGUMENTS...: let the environment's pip install something. What is imported is compiled to bytecode at
+# its first import, a small part of the twenty thousand files; only where Python may not write it down does pip compile all.
+install_with() {
+  local folder=$1
+  shift
+  local -a when=(--no-compile)
+  if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then when=(--compile); fi
+  "$folder/bin/python" -m pip install --quiet "${when[@]}" "$@"
+}
+
 # installation_stamp [EXTRAS]: what an installation depends on.
 installation_stamp() {
   echo "$(cat requirements.txt setup.py csrc/*.h csrc/cpu/* | cksum) ${1:-}"
@@ -49,9 +59,9 @@ install_into() {
   # torch by itself first: the download that takes longest should not wait for the resolver.
   torch="$(grep '^torch==' requirements.txt)"
   index="$("$python" scripts/torch_index.py "${torch#torch==}")"
-  "$folder/bin/python" -m pip install --quiet ${index:+--extra-index-url "$index"} "$torch"
-  "$folder/bin/python" -m pip install --quiet -r requirements.txt
-  "$folder/bin/python" -m pip install --quiet --editable ".${extras:+[$extras]}"
+  install_with "$folder" ${index:+--extra-index-url "$index"} "$torch"
+  install_with "$folder" -r requirements.txt
+  install_with "$folder" --editable ".${extras:+[$extras]}"
   echo "$stamp" >"$folder/.installed"
 }
 

@@ -18,7 +18,7 @@ packages=tests/integrations/requirements.txt
 install_into "$venv" structured,server
 stamp="$(cat requirements.txt "$packages" | cksum)"
 if [[ "$(cat "$venv/.integrations" 2>/dev/null)" != "$stamp" ]]; then
-  "$venv/bin/python" -m pip install --quiet --requirement "$packages" --constraint requirements.txt
+  install_with "$venv" --requirement "$packages" --constraint requirements.txt
   echo "$stamp" >"$venv/.integrations"
 fi
 

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,15 +72,23 @@ def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path: 
     body = f'echo "$@" >>{log}; if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
     python = fake_python(tmp_path / "python", body)
     install = f'source scripts/environment.sh; install_into "{tmp_path / "venv"}" dev'
-    assert bash(install, PYTHON=python).returncode == 0
+    assert bash(install, PYTHON=python, PYTHONDONTWRITEBYTECODE="").returncode == 0
     commands = log.read_text().splitlines()
-    assert any(line == "-m pip install --quiet --editable .[dev]" for line in commands)
+    assert any(line == "-m pip install --quiet --no-compile --editable .[dev]" for line in commands)
     torch = next(i for i, line in enumerate(commands) if "torch==" in line)
-    assert torch < commands.index("-m pip install --quiet -r requirements.txt")
+    assert torch < commands.index("-m pip install --quiet --no-compile -r requirements.txt")
     log.write_text("")
     assert bash(install, PYTHON=python).returncode == 0 and log.read_text() == ""
     (tmp_path / "venv/.installed").write_text("older")
     assert bash(install, PYTHON=python).returncode == 0 and "--editable" in log.read_text()
+
+
+@pytest.mark.parametrize(("variable", "option"), [("", "--no-compile"), ("1", "--compile")])
+def test_pip_compiles_where_python_may_not_write_what_it_compiles(variable: str, option: str, tmp_path: Path) -> None:
+    fake_python(tmp_path / "bin/python", 'echo "$@"')
+    code = f'source scripts/environment.sh; install_with "{tmp_path}" --requirement "some file"'
+    done = bash(code, PYTHONDONTWRITEBYTECODE=variable)
+    assert done.stdout == f"-m pip install --quiet {option} --requirement some file\n"
 
 
 def test_an_installation_that_fails_is_not_taken_for_done(tmp_path: Path) -> None:
