@@ -180,13 +180,23 @@ def held_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("lines", "most"), [(30, 1.5), (3000, 1.1)])
 def test_a_passage_counts_by_the_memory_that_it_takes(lines: int, most: float) -> None:
-    """One with a word on each line takes a bit for each word and sentence, so tokens would tell little."""
+    """Also one with a word on each line."""
     tokenizer: Any = Pieces("\n", *(f"w{number}" for number in range(lines)))
     ids = [token for number in range(lines) for token in (number + 1, 0)]
     index = WordIndex(tokenizer)
     words = index.read(ids)  # what all passages share
     held = held_bytes(lambda: index.read(ids))
     assert 0.9 * held <= words.num_bytes <= most * held
+
+
+def test_a_passage_takes_memory_by_its_length() -> None:
+    """However many lines it has: three times the words on three times the lines take three times as much."""
+    tokenizer: Any = Pieces("\n", *(f"w{number}" for number in range(9000)))
+    one, three = (
+        WordIndex(tokenizer).read([token for number in range(lines) for token in (number + 1, 0)])
+        for lines in (3000, 9000)
+    )
+    assert three.num_bytes < 3.3 * one.num_bytes
 
 
 def test_what_is_remembered_is_bounded_by_memory() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.engine.engines import DEMO
-from vllm_blend.blend.relevance.numbers import ones
 from vllm_blend.blend.relevance.pages import PageWords
 from vllm_blend.blend.relevance.passages import PromptPassages, Span
 from vllm_blend.blend.relevance.words import PassageWords, WordIndex, split_words
@@ -65,7 +64,7 @@ def words_by_sentence(passage: PassageWords) -> list[set[str]]:
     """Return the words of each sentence."""
     found: list[set[str]] = [set() for _ in passage.stops]
     for number, sentences in passage.sentences_with.items():
-        for sentence in ones(sentences):
+        for sentence in sentences:
             found[sentence].update(texts_of(passage, [number]))
     return found
 

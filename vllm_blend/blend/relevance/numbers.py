@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,11 +82,3 @@ def fixed(*rows: Iterable[int]) -> np.ndarray:
     array = np.array(lists if len(lists) > 1 else lists[0], np.int64)
     array.setflags(write=False)
     return array
-
-
-def ones(bits: int) -> Iterator[int]:
-    """Yield which bits of a number are set, ascending."""
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest

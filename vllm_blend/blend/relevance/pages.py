@@ -18,7 +18,7 @@ from math import fsum
 import numpy as np
 
 from vllm_blend.blend.relevance.bm25 import bm25_scores, length_norms, rarities, row_sums
-from vllm_blend.blend.relevance.numbers import STEM_LETTERS, Groups, Numbering, mark, ones, places_of
+from vllm_blend.blend.relevance.numbers import STEM_LETTERS, Groups, Numbering, mark, places_of
 from vllm_blend.blend.relevance.words import PassageWords, WeighedWords
 
 LATER_SHARE = 0.6  # of a page whose first sentence has a name, but later than another page's has it
@@ -123,7 +123,7 @@ class PageWords:
         found: list[int] = []
         first = 0
         for own in self.pages[page]:
-            found += [first + sentence for sentence in ones(own.sentences_with_any(numbers))]
+            found += [first + sentence for sentence in sorted(own.sentences_with_any(numbers))]
             first += len(own.stops)
         return found
 

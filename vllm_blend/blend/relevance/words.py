@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.blend.relevance.numbers import Numbering, fixed, ones
+from vllm_blend.blend.relevance.numbers import Numbering, fixed
 
 # Thai to Tibetan, Myanmar, Khmer, kana, Chinese characters, Hangul.
 _UNSPACED = (
@@ -37,6 +37,7 @@ _MOST_CLOSING = 16  # characters behind the end of a sentence that are looked at
 MAX_WORD_BYTES = 1 << 27  # of different words, some 850,000 in English: behind more, all is read anew
 MAX_PASSAGE_BYTES = 1 << 26  # of passages whose words are kept: some 2 million tokens by 512, or 0.8 million by 45
 _PASSAGE_BYTES = 1200  # of a passage besides its words
+_SHARED_NUMBERS = 257  # from 0 on: Python has these already, and others are objects of a passage's own
 _WORD_BYTES = 40  # of a different word of a passage besides the arrays and the sentences that have it
 
 
@@ -75,10 +76,10 @@ class PassageWords:
 
     `words` has a column for each different word: its number, and twice the number of times that it occurs, and one more
     if it stands in the first sentence. `length` is the number of all words. Sentences stop at `stops`, in tokens, and
-    the next one begins there; `sentences_with` has, for each word, a number whose bit i says whether sentence i has it.
-    `head` are the words of the first sentence, in their order. The words `lower` stand in lower case somewhere in the
-    passage. `capitals` has a column for each sentence with one of the others: the numbers of word and sentence. Of
-    these words `names` are those that do not only begin sentences: names and numbers, as a rule.
+    the next one begins there; `sentences_with` has the numbers of the sentences that have a word, ascending. `head` are
+    the words of the first sentence, in their order. The words `lower` stand in lower case somewhere in the passage.
+    `capitals` has a column for each sentence with one of the others: the numbers of word and sentence. Of these words
+    `names` are those that do not only begin sentences: names and numbers, as a rule.
 
     Other prompts are read from this, so nothing of it can be changed.
     """
@@ -87,7 +88,7 @@ class PassageWords:
     words: np.ndarray  # [2, different words] int64
     length: int
     stops: np.ndarray  # [sentences] int64
-    sentences_with: Mapping[int, int]
+    sentences_with: Mapping[int, tuple[int, ...]]
     head: np.ndarray  # [words] int64
     lower: np.ndarray  # [words] int64
     capitals: np.ndarray  # [2, places] int64
@@ -99,27 +100,26 @@ class PassageWords:
 
     @property
     def num_bytes(self) -> int:
-        """Return about how much memory this takes. Each word takes a bit for each sentence up to the last one that
-        has it, so a passage of many short sentences takes much more than others of its length."""
+        """Return about how much memory this takes."""
         arrays = (self.words, self.stops, self.head, self.lower, self.capitals, self.names)
-        bits = sum(map(sys.getsizeof, self.sentences_with.values()))
-        return _PASSAGE_BYTES + sum(array.nbytes for array in arrays) + len(self.sentences_with) * _WORD_BYTES + bits
+        numbers = sum(map(sys.getsizeof, self.sentences_with.values()))
+        numbers += max(0, len(self.stops) - _SHARED_NUMBERS) * sys.getsizeof(_SHARED_NUMBERS)
+        return _PASSAGE_BYTES + sum(array.nbytes for array in arrays) + len(self.sentences_with) * _WORD_BYTES + numbers
 
-    def sentences_with_any(self, numbers: Iterable[int]) -> int:
-        """Return a number whose bits say which sentences have one of some words."""
-        found, sentences_with = 0, self.sentences_with
-        for number in numbers:
-            if number in sentences_with:
-                found |= sentences_with[number]
-        return found
+    def sentences_with_any(self, numbers: Iterable[int]) -> Collection[int]:
+        """Return the numbers of the sentences that have one of some words, each once."""
+        sentences_with = self.sentences_with
+        found = [sentences_with[number] for number in numbers if number in sentences_with]
+        return found[0] if len(found) == 1 else set().union(*found)
 
-    def weigh_sentences(self, words: Sequence[WeighedWords], among: int = -1) -> dict[int, float]:
-        """Return the weights of those sentences that have some of the words, out of those whose bit `among` has."""
+    def weigh_sentences(self, words: Sequence[WeighedWords], among: Collection[int] | None = None) -> dict[int, float]:
+        """Return the weights of those sentences that have some of the words, out of those `among` (None: all)."""
         weights: dict[int, list[float]] = {}
-        for each in words if among else ():
-            for sentence in ones(self.sentences_with_any(each.numbers) & among):
+        for each in words if among is None or among else ():
+            for sentence in self.sentences_with_any(each.numbers):
                 weights.setdefault(sentence, []).append(each.weight)
-        return {sentence: fsum(own) for sentence, own in weights.items()}
+        chosen = weights if among is None else weights.keys() & set(among)
+        return {sentence: fsum(weights[sentence]) for sentence in chosen}
 
 
 class WordIndex:
@@ -178,28 +178,31 @@ class WordIndex:
         number_of = self._numbering.__getitem__
         counts: Counter[int] = Counter()
         stops: list[int] = []
-        sentences_with: dict[int, int] = {}
+        sentences_with: dict[int, list[int]] = {}
         head: list[int] = []
         lower: set[int] = set()
         inner: set[int] = set()
         for _, stop, text in self._split(token_ids):
             words = list(map(number_of, split_words(text)))
             counts.update(words)
-            bit = 1 << len(stops)
+            sentence = len(stops)
             for number in set(words):
-                sentences_with[number] = sentences_with.get(number, 0) | bit
+                if number in sentences_with:
+                    sentences_with[number].append(sentence)
+                else:
+                    sentences_with[number] = [sentence]
             lower.update(map(number_of, lower_words(text)))
             inner.update(words[1:])
             head = head if stops else words
             stops.append(stop)
         in_head = set(head)
-        capitals = [(word, sentence) for word in counts.keys() - lower for sentence in ones(sentences_with[word])]
+        capitals = [(word, sentence) for word in counts.keys() - lower for sentence in sentences_with[word]]
         return PassageWords(
             self._numbering,
             fixed(counts, [2 * count + (number in in_head) for number, count in counts.items()]),
             counts.total(),
             fixed(stops),
-            MappingProxyType(sentences_with),
+            MappingProxyType({word: tuple(sentences) for word, sentences in sentences_with.items()}),
             fixed(head),
             fixed(lower),
             fixed([word for word, _ in capitals], [sentence for _, sentence in capitals]),
