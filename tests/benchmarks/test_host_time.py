@@ -19,7 +19,7 @@ def test_a_turn_measures_everything() -> None:
     found = run_turn(ROOT, spec)
     assert list(found) == list(LABELS)
     assert all(len(samples) == 1 and samples[0] > 0 for samples in found.values())
-    assert found["stream_wall"][0] >= 5.0  # the device's time is in it
+    assert found["stream_wall"][0] > 4.5  # the device's time is in it, by another clock than its own
     assert found["stream_tokens_an_output"][0] >= 1.0
 
 
