@@ -27,3 +27,17 @@ def test_chat(server: TestServer) -> None:
     found = server.post("/tokenize", json={"messages": messages}).json()["tokens"]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
     assert server.post("/v1/chat/completions", json=body).json()["prompt_token_ids"] == found
+
+
+def test_tools_are_looked_into(server: TestServer) -> None:
+    body = {"messages": [{"role": "user", "content": "b"}]}
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+    without = server.post("/tokenize", json=body).json()["tokens"]
+    assert server.post("/tokenize", json=body | {"tools": []}).json()["tokens"] == without
+    assert server.post("/tokenize", json=body | {"tools": [tool]}).status_code == 200
+    for wrong, message in (
+        ({}, "tools[0].type=None is not supported"),
+        ({"type": "function", "function": {"name": 3}}, "tools[0].function.name=3 is not a name"),
+    ):
+        answer = server.post("/tokenize", json=body | {"tools": [wrong]})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]

@@ -15,6 +15,7 @@ from vllm_blend.entrypoints.openai.protocol.others import (
 )
 from vllm_blend.entrypoints.openai.server import Server, server_of
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
+from vllm_blend.entrypoints.openai.tool_calls.tool_choice import parse_tool_choice, parse_tools
 from vllm_blend.prompt_parser import is_far_too_long, parse_piece
 
 router = APIRouter(route_class=StrictRoute)
@@ -75,7 +76,7 @@ def _tokenize(server: Server, body: TokenizeRequest) -> list[int]:
         server,
         body.chat_template,
         body.chat_template_kwargs,
-        body.tools,
+        parse_tool_choice(None, parse_tools(body.tools)).template_tools,
         body.add_generation_prompt,
         body.continue_final_message,
     )
