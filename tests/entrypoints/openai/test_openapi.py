@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import MagicMock
 
+import jsonschema_rs
 import pytest
 
 from tests.entrypoints.openai.servers import TestServer
@@ -76,6 +77,30 @@ def test_alternatives_are_described(description: dict[str, Any]) -> None:
     schemas = description["components"]["schemas"]
     for name, fields in (("ChunkRequest", ["text", "token_ids"]), ("TokenizeRequest", ["prompt", "messages"])):
         assert [kind["required"] for kind in schemas[name]["anyOf"]] == [[field] for field in fields]
+
+
+@pytest.mark.cpu_only
+def test_what_may_be_left_out_may_be_none(server: TestServer, description: dict[str, Any]) -> None:
+    """The description says so, and the server takes it."""
+    result = {"type": "tool_result", "tool_use_id": "1"}
+    results = [[result], [result | {"content": None}], [result | {"content": "a"}]]
+    documents = [{"text": "a", "score": None, "title": None}, {"data": "a", "score": None}, {"text": "a", "score": 1.5}]
+    function = {"name": "f", "description": None, "parameters": None}
+    bodies: list[tuple[str, str, dict[str, Any]]] = [
+        ("/v1/messages/count_tokens", "MessagesRequest", {"messages": [{"role": "user", "content": content}]})
+        for content in results
+    ]
+    bodies += [("/tokenize", "TokenizeRequest", {"messages": [USER], "documents": [each]}) for each in documents]
+    bodies.append(
+        ("/tokenize", "TokenizeRequest", {"messages": [USER], "tools": [{"type": "function", "function": function}]})
+    )
+    for path, name, body in bodies:
+        if path.startswith("/v1/messages"):
+            body |= {"model": "demo", "max_tokens": 1}
+        schema = {"$ref": f"#/components/schemas/{name}", "components": description["components"]}
+        assert jsonschema_rs.is_valid(schema, body), body
+        answer = server.post(path, json=body)
+        assert answer.status_code == 200, (body, answer.text)
 
 
 @pytest.mark.cpu_only

@@ -16,7 +16,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 def either(first: str, second: str) -> dict[str, Any]:
     """Return what a model's schema says in addition if just one of two fields is to be given."""
     pairs = ((first, second), (second, first))
-    return {"anyOf": [{"required": [own], "properties": {own: _GIVEN, other: _ABSENT}} for own, other in pairs]}
+    return {"anyOf": [{"required": [own], "properties": {own: _GIVEN, other: _NULL}} for own, other in pairs]}
 
 
 def _one_of(*schemas: dict[str, Any]) -> dict[str, Any]:
@@ -28,11 +28,15 @@ def _list(item: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 _GIVEN: dict[str, Any] = {"not": {"type": "null"}}
-_ABSENT = {"type": "null"}
 _TEXT = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
+_NULL = {"type": "null"}
 _JSON_TEXT = {"type": "string", "contentMediaType": "application/json", "examples": ['{"city": "Jorholm"}']}
 _ANY_OBJECT = {"type": "object"}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return _one_of(schema, _NULL)
 
 
 def _content(*kinds: str) -> dict[str, Any]:
@@ -43,23 +47,23 @@ def _content(*kinds: str) -> dict[str, Any]:
 _CALL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME, "arguments": _JSON_TEXT})})
 _CHAT_MESSAGE = _one_of(
     _object({"role": _NAME, "content": _content("text")}),
-    _object({"role": {"const": "assistant"}, "tool_calls": _list(_CALL, minItems=1)}, content={"type": "null"}),
+    _object({"role": {"const": "assistant"}, "tool_calls": _list(_CALL, minItems=1)}, content=_NULL),
 )
+_SCORE = _or_null({"type": "number"})
 _DOCUMENT = _one_of(
     _NAME,
-    _object({"text": _NAME}, title=_TEXT, score={"type": "number"}),
-    _object({"data": _one_of(_NAME, _object({"text": _NAME}))}, id=_TEXT, score={"type": "number"}),
+    _object({"text": _NAME}, title=_or_null(_TEXT), score=_SCORE),
+    _object({"data": _one_of(_NAME, _object({"text": _NAME}))}, id=_TEXT, score=_SCORE),
     _object({"id": {"type": "string", "pattern": "^chunk-"}}),
 )
-_TOOL = _object(
-    {"type": {"const": "function"}, "function": _object({"name": _NAME}, description=_TEXT, parameters=_ANY_OBJECT)}
-)
+_ABOUT_FUNCTION = {"description": _or_null(_TEXT), "parameters": _or_null(_ANY_OBJECT)}
+_TOOL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME}, **_ABOUT_FUNCTION)})
 _INPUT_ITEM = _one_of(
     _object({"role": _NAME, "content": _content("input_text", "output_text")}, type={"const": "message"}),
     _object({"type": {"const": "function_call"}, "call_id": _NAME, "name": _NAME, "arguments": _JSON_TEXT}),
     _object({"type": {"const": "function_call_output"}, "call_id": _NAME, "output": _TEXT}),
 )
-_RESPONSES_TOOL = _object({"type": {"const": "function"}, "name": _NAME}, description=_TEXT, parameters=_ANY_OBJECT)
+_RESPONSES_TOOL = _object({"type": {"const": "function"}, "name": _NAME}, **_ABOUT_FUNCTION)
 _SOURCE = _object({"type": {"const": "text"}, "data": _TEXT}, media_type={"const": "text/plain"})
 _TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT})
 _BLOCK = _one_of(
@@ -69,7 +73,7 @@ _BLOCK = _one_of(
         {"type": {"const": "search_result"}, "content": _list(_object({"type": {"const": "text"}, "text": _TEXT}))}
     ),
     _object({"type": {"const": "tool_use"}, "id": _NAME, "name": _NAME, "input": _ANY_OBJECT}),
-    _object({"type": {"const": "tool_result"}, "tool_use_id": _NAME, "content": _content("text")}),
+    _object({"type": {"const": "tool_result"}, "tool_use_id": _NAME}, content=_or_null(_content("text"))),
 )
 
 ChatMessages = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_list(_CHAT_MESSAGE, minItems=1))]
