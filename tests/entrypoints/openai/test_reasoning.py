@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_blend.entrypoints.openai.reasoning import ReasoningParser, detect_reasoning_parser, opens_reasoning
+from vllm_blend.entrypoints.openai.reasoning import (
+    ReasoningParser,
+    count_reasoning,
+    detect_reasoning_parser,
+    opens_reasoning,
+)
 from vllm_blend.entrypoints.openai.tool_calls.deltas import join_deltas
 
 PARTS = st.lists(
@@ -57,3 +62,17 @@ def test_prompts_and_templates_that_reason() -> None:
     assert not opens_reasoning(None)
     assert detect_reasoning_parser("{% if '</think>' in content %}") == "qwen3"
     assert detect_reasoning_parser("{{ messages }}") is detect_reasoning_parser(None) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [
+        (["<think>", "Ċ", "Why", "?", "</think>", "So", "</think>"], 5),
+        (["Why", "?", "<", "/th", "ink", ">ĊĊ", "So"], 6),  # a token that begins before the mark ends is of it
+        (["<think>", "Why", "</th"], 3),
+        (["Why?</think>So"], 1),
+        ([], 0),
+    ],
+)
+def test_tokens_of_reasoning_end_with_the_mark(tokens: list[str], count: int) -> None:
+    assert count_reasoning(tokens) == count

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vllm_blend.entrypoints.openai.blocks import Block, BlockReader, Step
 from vllm_blend.entrypoints.openai.chat_request import ChatCall
 from vllm_blend.entrypoints.openai.generation import Generation
+from vllm_blend.entrypoints.openai.reasoning import count_reasoning
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.usage import UsageCounter
 from vllm_blend.outputs import CompletionOutput, RequestOutput
@@ -26,11 +27,13 @@ class BlockAnswer(ABC):
     def __post_init__(self) -> None:
         self._counter = UsageCounter()
         self._reader = BlockReader(self.call.parsers.make(self.call.prompt.text))
+        self._token_ids: list[int] = []
 
     def _read_whole(self, output: RequestOutput) -> CompletionOutput:
         """Read the output of a call that does not stream. Return its completion."""
         [completion] = output.outputs
         self._counter.add(0, output)
+        self._token_ids += completion.token_ids
         for _ in self._reader.feed(completion.text, True):
             pass
         return completion
@@ -46,12 +49,19 @@ class BlockAnswer(ABC):
                     for event in self._first_events():
                         yield event
                 for last in output.outputs:
+                    self._token_ids += last.token_ids
                     for step, block, text in self._reader.feed(last.text, last.finish_reason is not None):
                         for event in self._block_events(step, block, text):
                             yield event
         if last is not None:
             for event in self._last_events(last):
                 yield event
+
+    def _num_reasoning_tokens(self) -> int:
+        """Return how many tokens of the answer belong to its reasoning, once it has been read."""
+        if all(block.kind != "reasoning" for block in self._reader.blocks):
+            return 0
+        return count_reasoning(self.server.engine.get_tokenizer().convert_ids_to_tokens(self._token_ids))
 
     @abstractmethod
     def _first_events(self) -> Iterator[str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
 from vllm_blend.entrypoints.openai.tool_calls.deltas import MessageDelta
 from vllm_blend.entrypoints.openai.tool_calls.text_reader import Steps, TextReader
 
@@ -65,3 +69,11 @@ def detect_reasoning_parser(chat_template: str | None) -> str | None:
 def opens_reasoning(prompt: str | None) -> bool:
     """Return whether a prompt ends with `<think>`, so that the answer begins within the reasoning."""
     return prompt is not None and prompt[-100:].rstrip().endswith(_BEGIN)
+
+
+def count_reasoning(tokens: Sequence[str]) -> int:
+    """Return how many tokens of an answer that reasons belong to its reasoning: those up to the closing mark, with it,
+    or all. `tokens` are as the vocabulary writes them, in which the mark is as it is in texts."""
+    at = "".join(tokens).find(_END)
+    ends = list(accumulate(map(len, tokens)))
+    return len(tokens) if at < 0 else bisect_left(ends, at + len(_END)) + 1

@@ -112,7 +112,7 @@ class _Answer(BlockAnswer):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": details | {"cache_write_tokens": details["stored_tokens"]},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": usage.total_tokens,
         }
 

@@ -142,6 +142,8 @@ def test_responses_and_messages(server: TestServer, answer: Answer) -> None:
         assert [part.text for part in reasoning.content] == [THOUGHT] and response.output_text == CONTENT
         assert all(item.type == "function_call" and item.call_id for item in items)
         assert [(item.name, json.loads(item.arguments)) for item in items] == CALLS
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    assert answers[0].usage.output_tokens_details == answers[1].usage.output_tokens_details
     for message in answers[2:]:
         thinking, text, *uses = message.content
         assert (thinking.type, text.type, message.stop_reason) == ("thinking", "text", "tool_use")
