@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,38 @@ def test_tensors_that_do_not_fit_are_named(family: str, change: Any, message: st
     path = write_gguf(tmp_path / "model.gguf", family, gguf_model(family, num_hidden_layers=2), change=change)
     with pytest.raises(ValueError, match=rf"model\.gguf: the checkpoint does not fit .*{message}.*{REMEDY}"):
         load_tiny(path)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tensor_under_two_names_is_named(is_first: bool, tmp_path: Path) -> None:
+    """One is llama.cpp's, the other is what it stands for here: one of them would be used in silence."""
+
+    def twice(arrays: dict[str, np.ndarray]) -> None:
+        others = {} if is_first else dict(arrays)
+        if not is_first:
+            arrays.clear()
+        arrays["model.embed_tokens.weight"] = np.zeros_like((others or arrays)["token_embd.weight"])
+        arrays.update(others)
+
+    file = write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2", num_hidden_layers=2), change=twice)
+    with pytest.raises(ValueError, match=r"model\.gguf has model\.embed_tokens\.weight twice, once as"):
+        load_tiny(file)
+
+
+def test_what_is_left_out_of_the_metadata_takes_no_memory(tmp_path: Path) -> None:
+    """An array is not copied: of bytes, or of one long string."""
+    size = 20 << 20
+    for name, array in (("numbers", struct.pack("<IQ", 0, size)), ("text", struct.pack("<IQQ", 8, 1, size))):
+        key = b"k" * 3
+        metadata = struct.pack("<Q", len(key)) + key + struct.pack("<I", 9) + array + bytes(size)
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + metadata)
+        read_header(file)  # what is imported at first
+        tracemalloc.start()
+        assert read_header(file).metadata == {"kkk": None}
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < size // 20
 
 
 def test_layers_that_are_missing_are_named(tmp_path: Path) -> None:

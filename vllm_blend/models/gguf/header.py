@@ -123,12 +123,12 @@ class _Reader:
         if of in _NUMBERS:
             if count <= MAX_KEPT:
                 return list(self._numbers(f"<{count}{_NUMBERS[of][1]}"))
-            self._bytes(count * struct.calcsize(_NUMBERS[of]))
+            self._skip(count * struct.calcsize(_NUMBERS[of]))
             return None
         if of != _STRING:
             raise _Damaged(f"an array of metadata has entries of the type {of}")
         for _ in range(count):
-            self._bytes(self._number("<Q"))
+            self._skip(self._number("<Q"))
         return None
 
     def _string(self) -> str:
@@ -136,10 +136,13 @@ class _Reader:
 
     def _bytes(self, count: int) -> bytes:
         start = self._at
-        if count > len(self._data) - start:
+        self._skip(count)
+        return self._data[start : self._at]
+
+    def _skip(self, count: int) -> None:
+        if count > len(self._data) - self._at:
             raise _Damaged(f"it ends at byte {len(self._data)}, within its header")
         self._at += count
-        return self._data[start : self._at]
 
     def _number(self, form: str) -> Any:
         return self._numbers(form)[0]

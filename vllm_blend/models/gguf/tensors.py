@@ -54,11 +54,13 @@ def family_of(header: GGUFHeader) -> GGUFFamily:
 
 def gguf_tensors(header: GGUFHeader) -> dict[str, GGUFTensor]:
     """Return the tensors by the names that they have in a Hugging Face checkpoint. A tensor without a place there
-    keeps its own name."""
+    keeps its own name. Raises ValueError if two have the same."""
     family, found = family_of(header), {}
     for name, place in header.tensors.items():
         if name not in IGNORED:
             theirs = family.checkpoint_name(name)
+            if theirs in found:
+                raise ValueError(f"{header.path} has {theirs} twice, once as {name}: fetch it again")
             found[theirs] = GGUFTensor(header, place, theirs, _change_of(header, family, name, place))
     return found
 
