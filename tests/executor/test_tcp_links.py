@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,16 @@ from vllm_blend.executor.tcp_links import Address, LinkListener, dial
 
 HOST = "127.0.0.1"
 SECONDS = 60.0  # for another thread to call, on any machine
+
+
+@dataclass
+class Touch:
+    """What makes a file when it is unpickled."""
+
+    path: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
 
 
 @pytest.fixture
@@ -102,6 +114,22 @@ def test_a_wrong_key_is_refused_by_both_ends(listener: LinkListener, caplog: pyt
     assert isinstance(results[0], AuthenticationError | EOFError | OSError)
     assert "a connection that is not from a rank is closed" in caplog.text
     assert repr(listener.address) == f"Address(host='{HOST}', port={listener.address.port})"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_stranger_s_pickle_is_not_run(listener: LinkListener, tmp_path: Path, answers: bool) -> None:
+    """Neither at once nor after the challenge, to which it has no answer."""
+    touched = tmp_path / "touched"
+    with socket.create_connection((HOST, listener.address.port)) as stranger:
+        link = Connection(stranger.detach())
+        if answers:
+            link.send_bytes(b"{sha256}" + b"x" * 32)
+        link.send_bytes(pickle.dumps(Touch(str(touched))))
+        assert listener.accept(SECONDS) is None
+        link.close()
+    assert not touched.exists()
+    pickle.loads(pickle.dumps(Touch(str(touched))))
+    assert touched.exists()
 
 
 def test_one_that_says_nothing_is_given_up(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.engine.errors import EngineDeadError
 from vllm_blend.executor.several_ranks import SeveralRanksExecutor
-from vllm_blend.executor.team import Team
+from vllm_blend.executor.team import WATCH_SECONDS, Team
 
 pytestmark = pytest.mark.cpu_only
 
@@ -27,6 +28,7 @@ class Process:
 
     def __init__(self) -> None:
         self.ended = threading.Event()
+        self.link: Connection  # its end of the connection to rank 0
 
     def wait(self, timeout: float) -> str | None:
         return "ended with exit status 1" if self.ended.wait(timeout) else None
@@ -50,11 +52,21 @@ class OnGPU(Ranks):
 
 def team_of_two() -> tuple[Team, Process, OnGPU]:
     team, process, ranks = Team(), Process(), OnGPU()
-    own, _ = Pipe()
+    own, process.link = Pipe()
     team.processes.append(process)
     team.links.append(own)
     team.part_from(ranks)
     return team, process, ranks
+
+
+def test_the_exchange_ends_when_another_rank_is_out_of_reach() -> None:
+    """Its process, which Ray may be long in asking about, has not ended."""
+    team, process, ranks = team_of_two()
+    assert not ranks.left.wait(3 * WATCH_SECONDS)
+    process.link.close()
+    assert ranks.left.wait(SECONDS)
+    process.ended.set()
+    team.end()
 
 
 def test_the_exchange_ends_when_another_rank_has_ended() -> None:

@@ -7,7 +7,10 @@ the middle of a step travels through connections of Python's multiprocessing, pi
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
+LOOK = timedelta(seconds=1)  # between two looks, while an exchange lasts, at whether the other ranks are there
 MEETING = timedelta(minutes=2)  # in which ranks that have started find one another
 LOOPBACK = "127.0.0.1"  # for ranks that are on one machine
 
@@ -129,13 +133,50 @@ class Ranks:
         assert self._group is not None
         try:
             work = start(self._group)
-            if work is not None:  # there is none for what is queued on the current stream
+            if work is None:  # it is queued on the current stream
+                return
+            if self.waits_on_device:
                 work.wait()
+            else:
+                self._wait(work)
+        except RankLostError:
+            raise
         except RuntimeError as error:  # torch has no type for it
             raise RankLostError(f"the ranks cannot exchange tensors ({error})") from error
 
+    def _wait(self, work: Any) -> None:
+        """Wait for an exchange of gloo, which does not see that a machine is gone. The connections do."""
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # which raises what has failed
+                    return
+            if any(map(has_ended, self.links)):
+                # The group's destructor would wait for the exchange to end by its own timeout.
+                threading.Thread(target=_outlast, args=(work, self._group), daemon=True, name="lost-exchange").start()
+                raise RankLostError("the connection to another rank has ended in the middle of an exchange")
+
 
 ONE_RANK = Ranks()
+
+
+def has_ended(link: Connection) -> bool:
+    """Return whether the other end of a connection is closed or out of reach, without reading anything."""
+    poller = select.poll()
+    try:
+        poller.register(link, getattr(select, "POLLRDHUP", 0))
+    except OSError:  # this end is closed
+        return True
+    return bool(poller.poll(0))
+
+
+def _outlast(work: Any, group: Any) -> None:
+    """Hold a group until its exchange has ended."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 def _on_current_stream(options: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from vllm_blend.distributed.ranks import Ranks
+from vllm_blend.distributed.ranks import Ranks, has_ended
 
 WATCH_SECONDS = 1.0  # between two looks at whether the other ranks live
 LAST_WORDS_SECONDS = 5.0  # in which a worker that fails says why, and one that is told to end does
@@ -38,13 +38,13 @@ class Team:
         self.undo = ExitStack()
 
     def part_from(self, ranks: Ranks) -> None:
-        """Have rank 0 leave the exchange in the end, and as soon as another rank has ended: on a GPU the host would
-        wait for its tensors for ever, as nothing else notifies it."""
+        """Have rank 0 leave the exchange in the end, and as soon as another rank has ended, or is out of
+        reach: on a GPU the host would wait for its tensors for ever, as nothing else notifies it."""
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(WATCH_SECONDS):
-                if any(process.wait(0.0) is not None for process in self.processes):
+                if any(map(has_ended, self.links)) or any(each.wait(0.0) is not None for each in self.processes):
                     ranks.leave()
                     return
 
