@@ -105,7 +105,9 @@ def test_pip_takes_the_cpu_build(indexes: tuple[Index, Index], tmp_path: Path) -
 case "$*" in
   "-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   *editable* | *-r*) ;;
-  "-m pip install"*) exec {sys.executable} -m pip download --no-deps --dest "{tmp_path}/got" "${{@:4}}" ;;
+  "-m pip install"*)
+    for argument in "${{@:4}}"; do [[ "$argument" == --*compile ]] || kept+=("$argument"); done
+    exec {sys.executable} -m pip download --no-deps --dest "{tmp_path}/got" "${{kept[@]}}" ;;
   *) exec {sys.executable} "$@" ;;
 esac
 """)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu_only
 SCRIPTS = ROOT / "scripts"
 SOURCED = ("common.sh", "environment.sh", "usage.sh")
 SHELL = sorted(str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*.sh") if path.name not in SOURCED)
-IMPORTED = ("docs_site.py", "tokenizer.py")  # a hook of MkDocs, and a part of train.py
+IMPORTED = ("docs_site.py", "svg.py", "tokenizer.py")  # a hook of MkDocs, and parts of draw_*.py and train.py
 PYTHON = sorted(str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*.py") if path.name not in IMPORTED)
 WITHOUT_ARGUMENTS = ("build_cuda.sh", "quickstart.sh", "sanitize_gpu.sh", "test_gpu.sh")
 
