@@ -115,7 +115,7 @@ def test_chunk_kv_depends_on_how_queries_are_scaled(tmp_path: Path) -> None:
             num_ranks=1,
             dtype=DTYPE,
             num_layers=3,
-            shape=SimpleNamespace(kv_heads=2, head_dim=16),
+            shape=SimpleNamespace(kv_heads=2, head_dim=16, dtype=DTYPE),
         )
         digests.add(fingerprint(ModelConfig(directory, hf_overrides=overrides), worker, None).digest)
     assert len(digests) == 2

@@ -32,7 +32,8 @@ def test_drafts_are_computed_behind_the_last_token() -> None:
     request.drafts = [51, 52]
     output = scheduler.schedule()
     [item] = output.scheduled
-    assert item == ScheduledRequest(request, 3, 3, drafts=(51, 52))
+    assert (item.request, item.start, item.num_tokens, item.drafts) == (request, 3, 3, (51, 52))
+    assert not item.is_blend and item.part is None
     assert (item.known_stop, item.stop) == (4, 6)
     assert item.samples
     assert not item.is_decode
