@@ -14,6 +14,8 @@ from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")  # names of one: vLLM has both
+
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel's part of the driver is loaded
 _DTYPES = {
     "float32": torch.float32,
@@ -85,7 +87,7 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None
 def resolve_cache_dtype(asked: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the KV cache of a model that runs in `model_dtype`. Raises ValueError for one that it cannot
     have."""
-    if asked in ("fp8", "fp8_e4m3"):
+    if asked in FP8_CACHE_DTYPES:
         require(
             device.type == "cpu",
             f"kv_cache_dtype={asked!r} works on the CPU alone so far, and the engine runs on {device.type}: leave it "

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig, FeatureConfig
+from vllm_blend.devices import FP8_CACHE_DTYPES
 from vllm_blend.features.cascade.config import CascadeConfig
 from vllm_blend.features.kv_compress.config import KVCompressConfig
 from vllm_blend.features.kv_events.config import KVEventsConfig
@@ -60,7 +61,7 @@ def check_cache_dtype(config: EngineConfig) -> None:
     """Raise ValueError for an option that excludes an FP8 cache."""
     dtype, stored = config.cache.kv_cache_dtype, config.chunk_store.format
     require(
-        not dtype.startswith("fp8") or stored == "auto",
+        dtype not in FP8_CACHE_DTYPES or stored == "auto",
         f"kv_cache_dtype={dtype!r} and chunk_store_format={stored!r} exclude each other, as the chunks of an FP8 cache "
         "have eight bits already: leave one of them out",
     )

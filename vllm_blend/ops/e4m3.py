@@ -18,6 +18,11 @@ def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return e4m3_to_float(x).to(dtype) if x.dtype is E4M3 else x.to(dtype)
 
 
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return what a KV cache holds as numbers that torch computes with: e4m3 in float32, all else as it is."""
+    return e4m3_to_float(x) if x.dtype is E4M3 else x
+
+
 def e4m3_to_float(x: torch.Tensor) -> torch.Tensor:
     """Return x.float() for float8_e4m3fn, several times as fast as torch 2.13 on a CPU: a number's bits in the place of
     float16's, whose exponent is larger by 8. All ones are NaN in both."""

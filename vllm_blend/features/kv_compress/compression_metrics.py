@@ -9,7 +9,7 @@ import torch
 from vllm_blend.features.kv_compress.cache_engine import CacheEngine
 from vllm_blend.features.kv_compress.metrics import BlockView, EvictionMetric, HeadView
 from vllm_blend.features.kv_compress.state import CompressionState
-from vllm_blend.ops.e4m3 import E4M3, widened
+from vllm_blend.ops.e4m3 import readable
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 
@@ -45,14 +45,13 @@ class CompressionMetrics:
             return self.pages.metric.view(-1)[at]
         dim = self.pages.head_keys.shape[-1]
         keys, values = self.pages.head_keys.view(-1, dim), self.pages.head_values.view(-1, dim)
-        dtype = torch.float32 if keys.dtype is E4M3 else keys.dtype
         views = (
             HeadView(
                 layer,
                 len(slots),
                 self.scale,
-                widened(keys[at[layer]], dtype),
-                widened(values[at[layer]], dtype),
+                readable(keys[at[layer]]),
+                readable(values[at[layer]]),
                 positions[layer],
                 slots[layer] >= 0,
             )

@@ -19,7 +19,7 @@ import torch
 from vllm_blend.features.kv_compress import ops
 from vllm_blend.features.kv_compress.sums import SumRule, WindowKeys
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.ops.e4m3 import E4M3, widened
+from vllm_blend.ops.e4m3 import readable
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -99,8 +99,8 @@ class BlockView(LayerView):
         return ops.window_sums(at.queries, self.kv, keys, SumRule(self.scale, power, buffer))
 
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
-        kept = cache[self.block_table[: -(-self.n // cache.shape[1])]].flatten(0, 1)[: self.n].transpose(0, 1)
-        return wide(kept) if kept.dtype is E4M3 else kept
+        blocks = cache[self.block_table[: -(-self.n // cache.shape[1])]]
+        return readable(blocks.flatten(0, 1)[: self.n].transpose(0, 1))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ def held(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x in float32, or float64 as it is."""
-    return widened(x, torch.float32) if x.dtype is E4M3 else x.to(torch.promote_types(x.dtype, torch.float32))
+    x = readable(x)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_buffer(buffer: int) -> None:
