@@ -1,4 +1,4 @@
-"""Which linear layers keep the 4-bit weights of a checkpoint, and how those get in."""
+"""Decide which linear layers keep the 4-bit weights of a checkpoint, and put those in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Int4Layers:
     reasons: dict[str, list[str]] = field(default_factory=dict)
     nbytes: int = 0
     dequantized_nbytes: int = 0
-    problems: list[str] = field(default_factory=list)
 
     def refuse(self, names: list[str], reason: str) -> None:
         self.reasons.setdefault(reason, []).extend(names)
@@ -98,11 +97,8 @@ def _keep(layer: Linear, found: Mapping[str, StoredTensor | None], rows: Mapping
         return layers.refuse(names, "matrices that are multiplied as one are not all quantized") if names else None
     try:
         parts = [tensor.int4() for tensor in sources.values()]
-    except NotInt4 as reason:
+    except (NotInt4, BadTensor) as reason:  # the loader meets what is damaged again, and refuses it
         return layers.refuse(names, str(reason))
-    except BadTensor as error:
-        layers.problems.append(str(error))
-        return None
     if len({part.group_size for part in parts}) > 1:
         return layers.refuse(names, "matrices that are multiplied as one have groups of several sizes")
     dtype = parts[0].scales.dtype

@@ -137,10 +137,11 @@ def load_model(
         reason = why_none(dtype, torch.device(device), ranks) if asks else None
         if stored_as is not None and stored_as.keeps_int4 and not keeps_int4:
             reason = "4-bit weights are not to be kept (dequantize_weights)"
-        if ranks.rank == 0 and not (asks and reason is None):
+        keeps = asks and reason is None
+        if ranks.rank == 0 and not keeps:
             _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason)
         with _naming(gguf):
-            layers = fill_from_files(built, files, stored_as, asks and reason is None)
+            layers = fill_from_files(built, files, stored_as, keeps)
         layers.log(model, str(dtype).removeprefix("torch."))
     else:
         fill_dummy(built)

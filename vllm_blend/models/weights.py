@@ -151,7 +151,6 @@ def fill_from_files(
         missing = sorted(destinations.keys() - wanted.keys())
         filled = [(name, tensor) for name, tensor in wanted.items() if name in destinations]
         problems = [problem for name, tensor in filled for problem in _fill(name, destinations[name], tensor)]
-        problems = list(dict.fromkeys([*layers.problems, *problems]))  # a damaged matrix is met twice
     if missing:
         problems.append(f"missing: {_list_names(missing)}")
     if unexpected:
