@@ -26,7 +26,6 @@ KERNEL_ROWS = {
     torch.float32: {"amx": range(8, 33), "avx512": range(8, 33), "avx2": range(2, 17), "generic": range(8, 33)},
 }
 NEVER = range(0)
-MOST_ROWS = max(rows[-1] for by_isa in KERNEL_ROWS.values() for rows in by_isa.values())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,10 +34,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     torch has the fast product for many rows. With few it repacks the weights in every call; a kernel that reads them as
     they lie, on tile registers (AMX) for bf16, is faster.
     """
-    if x.dim() == 2 and x.shape[0] <= MOST_ROWS:
-        kernels = kernels_for(x)
-        if kernels is not None:
-            wins = x.shape[0] in KERNEL_ROWS.get(x.dtype, {}).get(kernels.isa, NEVER)
-            if wins and cpu.accepts_linear(kernels, x, weight, bias):
-                return cpu.linear(kernels, x, weight, bias)
+    by_isa = KERNEL_ROWS.get(x.dtype)
+    kernels = kernels_for(x) if by_isa and x.dim() == 2 else None
+    if by_isa and kernels is not None:
+        wins = x.shape[0] in by_isa.get(kernels.isa, NEVER)
+        if wins and cpu.accepts_linear(kernels, x, weight, bias):
+            return cpu.linear(kernels, x, weight, bias)
     return F.linear(x, weight, bias)
