@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -34,7 +33,7 @@ from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, datas
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, page_predecessors, read_stage_input
-from vllm_blend.quality.intervals import LEVEL, RESAMPLES
+from vllm_blend.quality.intervals import ratio_of_medians
 from vllm_blend.quality.questions import joined_ids
 from vllm_blend.quality.report import NAMES
 from vllm_blend.sampling_params import SamplingParams
@@ -205,8 +204,8 @@ def _rotated(methods: Sequence[Method], by: int) -> list[Method]:
 
 
 def make_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds, and all
-    times to first token."""
+    """Return a row of plain numbers per method: scores and shares from 0 to 1, times in seconds, and all times to first
+    token."""
     full = statistics.median(methods[0].ttft)
     rows = []
     for method in methods:
@@ -215,20 +214,13 @@ def make_rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
         for name in ("f1", "exact_match", "rouge_l") if method.answers else ():
             row[name] = statistics.fmean(answer[name] for answer in method.answers)
         row |= {"ttft_median_s": median, "ttft_speedup": full / median}
-        row["ttft_speedup_low"], row["ttft_speedup_high"] = _speedup_interval(methods[0].ttft, method.ttft)
+        speedup = ratio_of_medians(methods[0].ttft, method.ttft)
+        row["ttft_speedup_low"], row["ttft_speedup_high"] = speedup.low, speedup.high
         row["ttft_s"] = [round(seconds, 6) for seconds in method.ttft]
         row |= {"arrival_to_first_token_median_s": statistics.median(method.latency)}
         row |= {"prompt_tokens": method.prompt_tokens, "recomputed_tokens": method.recomputed_tokens}
         rows.append(row | {"recomputed_share": method.recomputed_tokens / method.prompt_tokens})
     return rows
-
-
-def _speedup_interval(full: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Return the bootstrap interval of the ratio of medians: prompts are resampled, with both of their times."""
-    drawn = np.random.default_rng(0).integers(len(full), size=(RESAMPLES, len(full)))
-    ratios = np.median(np.array(full)[drawn], axis=1) / np.median(np.array(own)[drawn], axis=1)
-    low, high = np.percentile(ratios, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-    return float(low), float(high)
 
 
 def render_table(rows: Sequence[dict[str, Any]], metric: str) -> str:

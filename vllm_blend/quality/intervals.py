@@ -145,6 +145,16 @@ class SmallSampleIntervals(Bootstrap):
         return Estimate(value, float(bounds[0]), float(bounds[1]))
 
 
+def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the ratio of the medians of two settings' positive numbers, `ours` over `theirs`: one for each question,
+    which is resampled with both."""
+    numbers = np.array([ours, theirs], np.float64)
+    drawn = np.random.default_rng(seed).integers(len(ours), size=(RESAMPLES, len(ours)))
+    resampled = np.median(numbers[:, drawn], axis=2)
+    value, other = np.median(numbers, axis=1)
+    return _estimate(float(value / other), resampled[0] / resampled[1])
+
+
 def _estimate(value: float, resampled: np.ndarray) -> Estimate:
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high))
