@@ -16,7 +16,7 @@ REUSED, COMPUTED = PALE, 1.0
 
 
 def draw_step() -> Picture:
-    """One step as a set of (request, position) tokens: what is in the cache, and what the step computes."""
+    """Draw one step as a set of (request, position) tokens: what is in the cache, and what the step computes."""
     blended = {3, 4, 11, 12, 13, 20, 21, 22, 23}
     rows = [  # label, positions in the cache or computed now, positions computed now
         ("full prefill", 14, set(range(14))),
@@ -41,7 +41,7 @@ def draw_step() -> Picture:
 
 
 def draw_mask() -> Picture:
-    """Which keys scattered queries see: all up to their own position, or what a bottom-right causal mask shows them."""
+    """Draw which keys scattered queries see by the exact mask, and by a bottom-right causal one."""
     keys, queries = 16, [2, 3, 8, 12, 13, 14, 15]
     picture = Picture(2 * keys * PITCH + 190, 44 + len(queries) * PITCH + 50)
     for side, title in enumerate(("key position <= query position (exact)", "bottom-right causal (wrong)")):
@@ -68,7 +68,7 @@ def draw_mask() -> Picture:
 
 
 def draw_placing() -> Picture:
-    """A chunk is encoded once and placed into prompts; recomputed tokens overwrite the request's own pages."""
+    """Draw a chunk that is encoded once and placed into prompts, where recomputed tokens overwrite what was placed."""
     picture, size = Picture(830, 262), 14
     pitch = size + 2
 
@@ -105,7 +105,7 @@ def draw_placing() -> Picture:
 
 
 def draw_parts() -> Picture:
-    """A blend of more rows than a step takes is computed in parts, while running requests decode."""
+    """Draw a blend of more rows than a step takes, which is computed in parts while running requests decode."""
     picture, left, width = Picture(720, 170), 110, 110
     for step in range(5):
         x = left + step * (width + 10)
@@ -138,7 +138,7 @@ def draw_parts() -> Picture:
 
 
 def draw_tiers() -> Picture:
-    """Where a chunk can lie, what each place holds, and that the next layer arrives while one computes."""
+    """Draw the places where a chunk can lie, from fast and small to slow and large."""
     tiers = [
         ("device", "blend_chunk_cache_gib", BLUE),
         ("host", "pinned; layer by layer", GREEN),
@@ -161,7 +161,7 @@ def draw_tiers() -> Picture:
 
 
 def draw_heads() -> Picture:
-    """KV-Compress: every head keeps as many KVs as it needs, in pages of its own, and emptied pages are freed."""
+    """Draw what KV-Compress leaves: every head keeps as many KVs as it needs, in pages of its own."""
     picture, pages, page = Picture(640, 190), 6, 4
     kept = (6, 2, 4, 1)
     for side, title in enumerate(("before", "after eviction")):

@@ -54,7 +54,7 @@ def sizes(llm: LLM, prompt: ChunkedPrompt, total: int) -> list[int]:
 
 
 def draw_orders(llm: LLM) -> Picture:
-    """Two prompts with the same passages in another order."""
+    """Draw two prompts with the same passages in another order."""
     prompts = [computed_positions(llm, order) for order in ("ABC", "CAB")]
     width = LEFT + max(sum(size for _, size in pieces) for pieces, _ in prompts) * (CELL + GAP) + 40
     picture = Picture(width, 28 + 2 * ROW)
@@ -75,7 +75,7 @@ def draw_orders(llm: LLM) -> Picture:
 
 
 def draw_rules(llm: LLM) -> Picture:
-    """One prompt under several rules: a row for each, where a token is 1.7 pixels wide."""
+    """Draw one prompt under several rules: a row for each, where a token is 1.7 pixels wide."""
     sample = normalize_sample(load_dataset(DATASET)[NUMBER], NUMBER)
     gold = sample.gold or ()
     prompt = build_qa_prompt(sample, DATASET)

@@ -8,8 +8,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 
+from tests.engine.engines import BLOCK_SIZE, greedy
 from vllm_blend import LLM, RequestOutput
 
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "block_size": BLOCK_SIZE}
+PARAMS = greedy(10, logprobs=3, ignore_eos=True)
 NAME = "e4m3_cache"
 LARGEST, USUAL = 0.1, 0.005  # differences of log-probabilities
 

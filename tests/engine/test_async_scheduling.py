@@ -87,8 +87,8 @@ def test_same_answers(options: dict[str, Any], room: dict[str, Any], monkeypatch
 
 @pytest.mark.parametrize("min_tokens", [2, 5, 6])
 def test_min_tokens_count_what_is_unread(min_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which tokens were drawn may be unknown, but not how many: the first that may stop an answer is never too early,
-    nor too late."""
+    """An engine that runs ahead does not know which tokens were drawn, but it knows how many: it stops an answer
+    neither too early nor too late."""
     stops = list(range(0, TINY_VOCABULARY, 2))  # most answers end with the first token that may end them
     asked = [
         greedy(16, min_tokens=min_tokens, stop_token_ids=stops),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.blend.prompts import plain, tiny_prompt
 from tests.engine.compare import assert_identical
-from tests.engine.e4m3_reference import assert_near, differences, rounded_model
+from tests.engine.e4m3_reference import FP8, PARAMS, assert_near, differences, rounded_model
 from tests.engine.engines import (
     BLOCK_SIZE,
     DEMO,
@@ -36,8 +36,6 @@ from vllm_blend.blend.selectors import SELECTORS
 from vllm_blend.ops.e4m3 import E4M3
 
 pytestmark = pytest.mark.cpu_only
-FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "block_size": BLOCK_SIZE}
-PARAMS = greedy(10, logprobs=3, ignore_eos=True)
 WATCHED = greedy(8, logprobs=3, prompt_logprobs=3, ignore_eos=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

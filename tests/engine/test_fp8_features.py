@@ -13,7 +13,7 @@ from tests.blend.prompts import plain, tiny_prompt
 from tests.chunks.llms import chunked_llm
 from tests.distributed.ranks import threaded_llm
 from tests.engine.compare import assert_identical, assert_same_logprobs, blend_of
-from tests.engine.e4m3_reference import assert_near
+from tests.engine.e4m3_reference import FP8, PARAMS, assert_near
 from tests.engine.engines import (
     BLOCK_SIZE,
     DEMO,
@@ -21,7 +21,6 @@ from tests.engine.engines import (
     demo_prompt,
     engine,
     feature,
-    greedy,
     memory_store,
     new_llm,
     run,
@@ -43,8 +42,6 @@ from vllm_blend.kv_store.store_config import DiskStoreConfig
 from vllm_blend.ops.e4m3 import E4M3
 
 pytestmark = pytest.mark.cpu_only
-FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "block_size": BLOCK_SIZE}
-PARAMS = greedy(10, logprobs=3, ignore_eos=True)
 TINY = tiny_model("llama")
 
 
@@ -179,7 +176,7 @@ def test_a_nan_in_a_chunk_is_found() -> None:
 
 
 def test_sizes_are_those_of_eight_bits() -> None:
-    """Of float32 a quarter: pages, chunks in memory, and what the engine counts and plans with."""
+    """Pages, chunks in memory, and what the engine counts and plans with are a quarter of what they are in float32."""
     sizes = []
     for cache in ("auto", "fp8"):
         with engine(TINY, enable_blending=True, block_size=BLOCK_SIZE, kv_cache_dtype=cache) as llm:

@@ -53,15 +53,20 @@ def call(address: Address, rank: int, results: list[Any]) -> threading.Thread:
     return thread
 
 
-def test_messages_go_both_ways_until_an_end_is_closed(listener: LinkListener) -> None:
+def connected(listener: LinkListener, rank: int) -> tuple[int, Connection, Connection]:
+    """Return the rank that a caller gave, the listener's end of its connection, and the caller's."""
     results: list[Any] = []
-    thread = call(listener.address, 3, results)
+    thread = call(listener.address, rank, results)
     called = listener.accept(SECONDS)
     thread.join(SECONDS)
-    assert called is not None
-    rank, own = called
     [theirs] = results
-    assert rank == 3 and isinstance(theirs, Connection)
+    assert called is not None and isinstance(theirs, Connection)
+    return *called, theirs
+
+
+def test_messages_go_both_ways_until_an_end_is_closed(listener: LinkListener) -> None:
+    rank, own, theirs = connected(listener, 3)
+    assert rank == 3
     large = {"ids": list(range(100_000))}
     sender = threading.Thread(target=own.send, args=(large,))  # larger than what a socket holds
     sender.start()
@@ -76,12 +81,7 @@ def test_messages_go_both_ways_until_an_end_is_closed(listener: LinkListener) ->
 
 
 def test_both_ends_notice_a_machine_that_is_cut_off(listener: LinkListener) -> None:
-    results: list[Any] = []
-    thread = call(listener.address, 1, results)
-    called = listener.accept(SECONDS)
-    thread.join(SECONDS)
-    assert called is not None
-    for link in (called[1], results[0]):
+    for link in connected(listener, 1)[1:]:
         with socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             found = {
@@ -94,16 +94,12 @@ def test_both_ends_notice_a_machine_that_is_cut_off(listener: LinkListener) -> N
 
 def test_a_link_waits_longer_than_its_handshake(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_links, "HANDSHAKE_SECONDS", 1)
-    results: list[Any] = []
-    thread = call(listener.address, 1, results)
-    called = listener.accept(SECONDS)
-    thread.join(SECONDS)
-    assert called is not None
-    later = threading.Timer(2.0, called[1].send, args=("a step",))
+    _, own, theirs = connected(listener, 1)
+    later = threading.Timer(2.0, own.send, args=("a step",))
     later.start()
-    assert results[0].recv() == "a step"
-    for link in (called[1], results[0]):
-        link.close()
+    assert theirs.recv() == "a step"
+    own.close()
+    theirs.close()
 
 
 def test_a_wrong_key_is_refused_by_both_ends(listener: LinkListener, caplog: pytest.LogCaptureFixture) -> None:

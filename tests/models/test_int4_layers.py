@@ -58,7 +58,7 @@ def nbytes(model: Any) -> int:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of the model with the numbers that the format's definition gives."""
+    """Logits equal those of transformers' model with the numbers that the format's definition gives."""
     meant = save_quantized(tmp_path, name, **WIDE)
     expected = tiny_hf_model("llama", **WIDE)
     expected.load_state_dict({key: matrix.float() for key, matrix in meant.items()})

@@ -100,7 +100,7 @@ def test_rows_are_those_of_a_step_written_anew(seed: int, has_pages: bool) -> No
 
 
 def test_blocks_that_move_are_seen() -> None:
-    """As chunks leave the device and come back: the table has other entries, and its pages another version."""
+    """Chunks leave the device and come back: the table then has other entries, and its pages another version."""
     batch, rows = Batch(0), DecodeRows(SIZE, MAX_BLOCKS, BLOCK_SIZE)
     sent = np.zeros((SIZE, MAX_BLOCKS), np.int32)
     batch.add()

@@ -38,8 +38,8 @@ class Team:
         self.undo = ExitStack()
 
     def part_from(self, ranks: Ranks) -> None:
-        """Have rank 0 leave the exchange in the end, and as soon as another rank has ended, or is out of
-        reach: on a GPU the host would wait for its tensors for ever, as nothing else notifies it."""
+        """Have rank 0 leave the exchange in the end, and as soon as another rank has ended or is out of reach: on a GPU
+        the host would wait for its tensors for ever, as nothing else notifies it."""
         ended = threading.Event()
 
         def watch() -> None:

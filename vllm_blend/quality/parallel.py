@@ -156,8 +156,8 @@ def _by_workers(
     known: Sequence[Mapping[int, Known]] = (),
     done: Callable[[int, Part], None] = lambda worker, part: None,
 ) -> Iterator[list[list[Measured]]]:
-    """Yield, after each engine, what each worker has measured of its own `data`. With a `check`, nobody measures before
-    it has seen what all of them are ready for."""
+    """Yield, after each engine, what each worker has measured of its own `data`. With a `check`, workers wait
+    until it has seen what all of them are ready for."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
     connections: list[Connection] = []

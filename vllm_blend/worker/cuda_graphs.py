@@ -14,7 +14,7 @@ from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.ops.graph_capture import Capture, CUDAGraphs
 from vllm_blend.ops.host_copy import fill
 from vllm_blend.worker.batch import Drawn, Span, single_rows
-from vllm_blend.worker.decode_rows import IDS, SOURCES, DecodeRows
+from vllm_blend.worker.decode_rows import IDS, POSITIONS, ROPE_POSITIONS, SLOTS, SOURCES, DecodeRows
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.passes import GraphHook
 
@@ -88,13 +88,15 @@ class DecodeGraphs:
         rows = torch.zeros(5, size, dtype=torch.int64, device=device)
         tables = torch.zeros(size, self.max_blocks, dtype=torch.int32, device=device)
         lengths = [self.max_model_len] * size
-        metadata = AttentionMetadata(rows[1], rows[2], tables, list(range(size + 1)), lengths, rope_positions=rows[4])
+        starts = list(range(size + 1))
+        metadata = AttentionMetadata(
+            rows[POSITIONS], rows[SLOTS], tables, starts, lengths, rope_positions=rows[ROPE_POSITIONS]
+        )
 
         def step() -> torch.Tensor:
             with forward_context(ForwardContext(metadata, parts.cache.layers, parts.backend, hooks)):
-                return parts.model.compute_logits(parts.model(rows[0]))
+                return parts.model.compute_logits(parts.model(rows[IDS]))
 
         replay, logits = capture(step)
-        return _DecodeGraph(
-            replay, rows, tables, DecodeRows(size, self.max_blocks, parts.cache.block_size), logits, hooks
-        )
+        host = DecodeRows(size, self.max_blocks, parts.cache.block_size)
+        return _DecodeGraph(replay, rows, tables, host, logits, hooks)
