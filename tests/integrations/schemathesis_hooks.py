@@ -14,19 +14,20 @@ LIMITS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
+    "/v1/chunks": (),
 }
 
 
 @schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Change a request before it is sent. Only what would be allowed is changed, so that bad values stay bad."""
-    body, fields = case.body, LIMITS.get(case.operation.path, ())
-    if not isinstance(body, dict) or not fields:
+    body, fields = case.body, LIMITS.get(case.operation.path)
+    if not isinstance(body, dict) or fields is None:
         return
     for field in fields:
         if isinstance(body.get(field), int) and body[field] > MAX_TOKENS:
             body[field] = MAX_TOKENS
-    if all(body.get(field) is None for field in fields):
+    if fields and all(body.get(field) is None for field in fields):
         body[fields[0]] = MAX_TOKENS
     if isinstance(body.get("model"), str):
         body["model"] = NAME

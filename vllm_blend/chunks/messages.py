@@ -175,11 +175,19 @@ def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
                 f"{name}[{index}] is not a function call: give {{'type': 'function', 'function': {{'name': '...', "
                 "'arguments': '{...}'}}"
             )
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{name}[{index}]['function']['arguments'] is not valid JSON: {error}") from error
+        arguments = _parse_arguments(function.get("arguments"), f"{name}[{index}]['function']['arguments']")
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _parse_arguments(given: Any, name: str) -> dict[str, Any]:
+    if given is None or given == "":  # vLLM's clients leave them out of calls without any
+        return {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} is of type {type(given).__name__}: give an object, or its JSON")
+    return dict(given)

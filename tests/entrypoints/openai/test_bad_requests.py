@@ -25,6 +25,12 @@ def prompt(**fields: Any) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
 
 
+def called_with(arguments: Any) -> bytes:
+    """A conversation in which a function was called with these arguments."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": calls}])
+
+
 def chat(**fields: Any) -> bytes:
     return json.dumps({"messages": [USER], "max_tokens": 1} | fields).encode()
 
@@ -87,6 +93,9 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (CHAT, chat(messages="a"), 400, "messages is 'a'", "messages"),
     (CHAT, chat(messages=[5]), 400, "messages[0] is 5", "messages[0]"),
     (CHAT, chat(messages=[{"role": "user"}]), 400, "messages[0] has no content", "messages"),
+    (CHAT, called_with([]), 400, "['arguments'] is of type list: give an object, or its JSON", "messages"),
+    (CHAT, called_with("5"), 400, "['arguments'] is of type int: give an object, or its JSON", "messages"),
+    (CHAT, called_with("{"), 400, "['arguments'] is not valid JSON", "messages"),
     (CHAT, chat(messages=[{"role": 5, "content": "a"}]), 400, "the role 5", "messages"),
     (
         CHAT,
@@ -102,6 +111,14 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function is missing", None),
     (CHAT, chat(add_generation_prompt=True, continue_final_message=True), 400, "exclude each other", None),
     ("/tokenize", b"{}", 400, "give one of them", None),
+    (
+        "/tokenize",
+        prompt(tools=[{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
+        400,
+        "tools belongs",
+        None,
+    ),
+    ("/tokenize", prompt(documents=[{"id": None, "data": {"text": "a"}}]), 400, "documents belongs", None),
     ("/tokenize", prompt(prompt="a " * 400_000), 400, "more than 16 times max_model_len=1024 tokens", "prompt"),
     ("/detokenize", b'{"tokens": [-6]}', 400, "-6, outside the vocabulary", "tokens"),
     ("/v1/embeddings", b"{}", 404, "no pooling models", None),

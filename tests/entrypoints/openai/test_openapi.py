@@ -75,7 +75,7 @@ def test_messages_are_described(description: dict[str, Any]) -> None:
 
 def test_alternatives_are_described(description: dict[str, Any]) -> None:
     schemas = description["components"]["schemas"]
-    for name, fields in (("ChunkRequest", ["text", "token_ids"]), ("TokenizeRequest", ["prompt", "messages"])):
+    for name, fields in (("ChunkRequest", ["token_ids", "text"]), ("TokenizeRequest", ["prompt", "messages"])):
         assert [kind["required"] for kind in schemas[name]["anyOf"]] == [[field] for field in fields]
 
 
@@ -84,7 +84,11 @@ def test_what_may_be_left_out_may_be_none(server: TestServer, description: dict[
     """The description says so, and the server takes it."""
     result = {"type": "tool_result", "tool_use_id": "1"}
     results = [[result], [result | {"content": None}], [result | {"content": "a"}]]
-    documents = [{"text": "a", "score": None, "title": None}, {"data": "a", "score": None}, {"text": "a", "score": 1.5}]
+    documents = [
+        {"text": "a", "score": None, "title": None},
+        {"data": "a", "score": None, "id": None},
+        {"text": "a", "score": 1.5},
+    ]
     function = {"name": "f", "description": None, "parameters": None}
     bodies: list[tuple[str, str, dict[str, Any]]] = [
         ("/v1/messages/count_tokens", "MessagesRequest", {"messages": [{"role": "user", "content": content}]})

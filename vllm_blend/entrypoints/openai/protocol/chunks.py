@@ -35,7 +35,7 @@ class RetentionFields(RequestModel):
 class ChunkRequest(RetentionFields):
     """A passage to store: its text or its token ids, and what stands before it in the prompts that will have it."""
 
-    model_config = ConfigDict(json_schema_extra=either("text", "token_ids"))
+    model_config = ConfigDict(json_schema_extra=either("token_ids", "text", ("messages", "title")))
 
     model: str | None = None
     text: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -13,10 +14,13 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
     return {"type": "object", "properties": required | optional, "required": list(required)}
 
 
-def either(first: str, second: str) -> dict[str, Any]:
-    """Return what a model's schema says in addition if just one of two fields is to be given."""
-    pairs = ((first, second), (second, first))
-    return {"anyOf": [{"required": [own], "properties": {own: _GIVEN, other: _NULL}} for own, other in pairs]}
+def either(first: str, second: str, not_beside_first: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a model's schema says in addition if just one of two fields is to be given, and some others only with
+    the second."""
+    pairs = ((first, (second, *not_beside_first)), (second, (first,)))
+    return {
+        "anyOf": [{"required": [own], "properties": {own: _GIVEN} | dict.fromkeys(null, _NULL)} for own, null in pairs]
+    }
 
 
 def _one_of(*schemas: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +48,8 @@ def _content(*kinds: str) -> dict[str, Any]:
     return _one_of(_TEXT, _list(_object({"type": {"enum": list(kinds)}, "text": _TEXT})))
 
 
-_CALL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME, "arguments": _JSON_TEXT})})
+_ARGUMENTS = _one_of(_JSON_TEXT, _ANY_OBJECT, _NULL)
+_CALL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME}, arguments=_ARGUMENTS)})
 _CHAT_MESSAGE = _one_of(
     _object({"role": _NAME, "content": _content("text")}),
     _object({"role": {"const": "assistant"}, "tool_calls": _list(_CALL, minItems=1)}, content=_NULL),
@@ -53,14 +58,14 @@ _SCORE = _or_null({"type": "number"})
 _DOCUMENT = _one_of(
     _NAME,
     _object({"text": _NAME}, title=_or_null(_TEXT), score=_SCORE),
-    _object({"data": _one_of(_NAME, _object({"text": _NAME}))}, id=_TEXT, score=_SCORE),
+    _object({"data": _one_of(_NAME, _object({"text": _NAME}))}, score=_SCORE),
     _object({"id": {"type": "string", "pattern": "^chunk-"}}),
 )
 _ABOUT_FUNCTION = {"description": _or_null(_TEXT), "parameters": _or_null(_ANY_OBJECT)}
 _TOOL = _object({"type": {"const": "function"}, "function": _object({"name": _NAME}, **_ABOUT_FUNCTION)})
 _INPUT_ITEM = _one_of(
     _object({"role": _NAME, "content": _content("input_text", "output_text")}, type={"const": "message"}),
-    _object({"type": {"const": "function_call"}, "call_id": _NAME, "name": _NAME, "arguments": _JSON_TEXT}),
+    _object({"type": {"const": "function_call"}, "call_id": _NAME, "name": _NAME}, arguments=_ARGUMENTS),
     _object({"type": {"const": "function_call_output"}, "call_id": _NAME, "output": _TEXT}),
 )
 _RESPONSES_TOOL = _object({"type": {"const": "function"}, "name": _NAME}, **_ABOUT_FUNCTION)

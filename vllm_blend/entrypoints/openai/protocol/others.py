@@ -25,10 +25,13 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
+_OF_CHATS = ("tools", "documents")  # a text has no place for them, so nothing would look whether they are right
+
+
 class TokenizeRequest(RequestModel):
     """Text (`prompt`), or a chat (`messages`), whose token ids are asked for."""
 
-    model_config = ConfigDict(json_schema_extra=either("prompt", "messages"))
+    model_config = ConfigDict(json_schema_extra=either("prompt", "messages", _OF_CHATS))
 
     ignored: ClassVar[frozenset[str]] = frozenset(("mm_processor_kwargs",))
 
@@ -48,6 +51,10 @@ class TokenizeRequest(RequestModel):
     def _check_one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt and messages: give one of them")
+        if self.prompt is not None:
+            for name in _OF_CHATS:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to a conversation: leave it out beside prompt, or send messages")
         return self
 
 
