@@ -187,6 +187,21 @@ def test_a_damaged_matrix_is_an_error_once(tmp_path: Path) -> None:
     assert str(raised.value).count("k_proj.weight") == 1
 
 
+@pytest.mark.parametrize("name", ["awq", "pack-quantized"])
+@pytest.mark.parametrize("outputs", [0, 8])
+def test_scales_of_fewer_outputs_are_refused(name: str, outputs: int, tmp_path: Path) -> None:
+    """The kernels would read behind the scales that are there."""
+    save_quantized(tmp_path, name, **WIDE)
+    if name == "awq":
+        change(tmp_path, scales=torch.ones(4, outputs).half(), qzeros=torch.zeros(4, outputs // 8, dtype=torch.int32))
+        said = rf"scales \(4, {outputs}\) and zero points \(4, {outputs}\) are not those of 32 outputs"
+    else:
+        change(tmp_path, weight_scale=torch.ones(32, 0) if outputs == 0 else torch.ones(outputs, 4))
+        said = "64 inputs with 0 scales" if outputs == 0 else r"scales of shape \(8, 4\)"
+    with pytest.raises(ValueError, match=rf"k_proj\.weight cannot be dequantized .*: {said}"):
+        load(tmp_path)
+
+
 def test_experts_are_dequantized_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized(tmp_path, "awq", "qwen3_moe", moe_intermediate_size=48)
     load(tmp_path)

@@ -52,10 +52,14 @@ class AWQ(WeightFormat):
         """Return the integers [in, out], and the zero points and scales [groups, out]."""
         values, zeros, scales = _outputs(parts["qweight"]), _outputs(parts["qzeros"]), parts["scales"]
         check_finite("scales", scales)
-        if scales.ndim != 2 or len(scales) == 0 or len(values) % len(scales) or zeros.shape != scales.shape:
-            raise ValueError(f"{len(values)} inputs do not divide into {len(scales)} groups")
-        size = len(values) // len(scales)
-        if self.group_size is not None and size != (len(values) if self.group_size == -1 else self.group_size):
+        inputs, outputs = values.shape
+        given, given_zeros = tuple(scales.shape), tuple(zeros.shape)
+        if len(given) != 2 or given[1] != outputs or given_zeros[1] != outputs:
+            raise ValueError(f"scales {given} and zero points {given_zeros} are not those of {outputs} outputs")
+        if given[0] == 0 or inputs % given[0] or given_zeros != given:
+            raise ValueError(f"{inputs} inputs do not divide into {given[0]} groups")
+        size = inputs // given[0]
+        if self.group_size is not None and size != (inputs if self.group_size == -1 else self.group_size):
             raise ValueError(f"the groups have {size} inputs, but group_size is {self.group_size}")
         return values, zeros, scales
 

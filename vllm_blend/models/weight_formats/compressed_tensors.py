@@ -162,7 +162,7 @@ def _by_row(name: str, values: torch.Tensor, rows: int, columns: int) -> torch.T
     if values.numel() == 1:
         return values.reshape(1, 1).expand(rows, 1)
     by_row = values[:, None] if values.ndim == 1 else values
-    if by_row.ndim != 2 or len(by_row) != rows or columns % by_row.shape[1]:
+    if by_row.ndim != 2 or len(by_row) != rows or by_row.shape[1] == 0 or columns % by_row.shape[1]:
         raise NotInt4(f"its {name} of shape {tuple(values.shape)} is not that of groups of inputs")
     return by_row
 
