@@ -126,14 +126,14 @@ def test_what_a_rule_sees_is_in_the_units_of_the_model() -> None:
     assert len(chosen[0] & chosen[1]) >= 0.6 * len(chosen[0])
 
 
-def scaled_copy(directory: str, to: Path) -> str:
-    """Write the same model with keys 2**11 times as large and values 2**12 times as small, which changes no answer:
+def scaled_copy(directory: str, to: Path, keys: int = 11, values: int = -12) -> str:
+    """Write the same model with keys 2**keys times as large and values 2**values times, which changes no answer:
     neither is within the range of e4m3 any more."""
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(Path(directory) / "model.safetensors")
-    for name, exponent in (("k_proj", 11), ("q_proj", -11), ("v_proj", -12), ("o_proj", 12)):
+    for name, exponent in (("k_proj", keys), ("q_proj", -keys), ("v_proj", values), ("o_proj", -values)):
         for key in tensors:
             if f"{name}.weight" in key:
                 tensors[key] = tensors[key] * 2.0**exponent
@@ -157,6 +157,13 @@ def test_heads_out_of_range_are_scaled_into_it(tmp_path: Path) -> None:
     llm.reset_prefix_cache()
     [output] = run(llm, [plain(prompt)], PARAMS)
     assert output.outputs[0].token_ids != plain_output.outputs[0].token_ids, "scales made no difference"
+
+
+def test_scales_are_within_the_range_of_float16(tmp_path: Path) -> None:
+    """What is divided by 2**-16 is multiplied by 2**16, which float16 does not hold."""
+    directory = scaled_copy(tiny_model("llama"), tmp_path, 0, -15)
+    [output] = run(new_llm(directory, dtype="float16", **FP8), plain(tiny_prompt()), WATCHED)
+    assert differences(output, hf_model(tiny_model("llama"))).square().mean().sqrt() < 0.5
 
 
 def collect(llm: LLM, ids: list[int]) -> list[list[torch.Tensor]]:

@@ -10,6 +10,7 @@ demo models it is 1.
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
@@ -59,10 +60,11 @@ def measure_kv_scales(
 
 
 def nearest_scales(largest: torch.Tensor) -> torch.Tensor:
-    """Return powers of 16 that bring the largest numbers of heads nearest to `CENTRE`: 1 for what is 0 or not
-    finite."""
+    """Return powers of 16 that bring the largest numbers of heads nearest to `CENTRE`: 1 for what is 0 or not finite.
+    They and their reciprocals are within the range of the dtype of `largest`, in which K and V are divided."""
     known = largest.isfinite() & (largest > 0)
-    exponents = torch.log2(torch.where(known, largest.double(), CENTRE) / CENTRE).div(4).round()
+    limit = int(math.log(torch.finfo(largest.dtype).max, 16))
+    exponents = torch.log2(torch.where(known, largest.double(), CENTRE) / CENTRE).div(4).round().clamp(-limit, limit)
     return torch.exp2(4 * exponents).float()
 
 
