@@ -28,6 +28,7 @@ from tests.engine.engines import (
     new_llm,
     pages_for,
     run,
+    threads,
     tiny_model,
 )
 from tests.models.tiny import FAMILIES
@@ -157,6 +158,38 @@ def test_heads_out_of_range_are_scaled_into_it(tmp_path: Path) -> None:
     llm.reset_prefix_cache()
     [output] = run(llm, [plain(prompt)], PARAMS)
     assert output.outputs[0].token_ids != plain_output.outputs[0].token_ids, "scales made no difference"
+
+
+def with_heads_scaled(directory: str, to: Path) -> str:
+    """Write the same model with the keys and values of each KV head times a power of 16 of its own."""
+    scaled_copy(directory, to, 0, 0)
+    tensors = load_file(to / "model.safetensors")
+    keys, values = torch.tensor([2.0**12, 2.0**-12]), torch.tensor([2.0**-12, 2.0**8])
+    for name, tensor in tensors.items():
+        for part, factors in (("q_proj", 1 / keys), ("k_proj", keys), ("v_proj", values)):
+            if f"{part}.weight" in name:
+                tensors[name] = (tensor.unflatten(0, (2, -1)) * factors[:, None, None]).flatten(0, 1)
+        if "o_proj.weight" in name:
+            tensors[name] = (tensor.unflatten(1, (2, -1)) / values[:, None]).flatten(1)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return str(to)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+def test_heads_in_units_of_their_own_change_no_bit(backend: str, tmp_path: Path) -> None:
+    """Scales are powers of 16, so a head that is as many times as large has the same bytes in its pages."""
+    rules = ["none", "first_tokens", "question_attention", "question_attention + mean_shift"]
+    prompts = [plain(tiny_prompt()), *(tiny_prompt(blend_selector=rule) for rule in rules)]
+    found = []
+    for directory in (tiny_model("llama"), with_heads_scaled(tiny_model("llama"), tmp_path)):
+        llm = new_llm(directory, enable_blending=True, attention_backend=backend, **FP8)
+        with threads(1):
+            found.append([run(llm, prompt, PARAMS)[0] for prompt in prompts])
+    layers: Any = llm.llm_engine.decoder.layers
+    scales = layers[0].self_attn.attn.kv_scales
+    assert scales.k.tolist() == [2.0**12, 2.0**-12] and scales.v.tolist() == [2.0**-12, 2.0**8]
+    for output, expected in zip(*found, strict=True):
+        assert_identical(output, expected)
 
 
 def test_scales_are_within_the_range_of_float16(tmp_path: Path) -> None:
