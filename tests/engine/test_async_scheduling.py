@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from tests import settings
 from tests.engine.compare import assert_same_logprobs, blend_of
@@ -65,6 +66,7 @@ def launches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         {"stop_token_ids": list(range(0, TINY_VOCABULARY, 5))},  # ends are found out a step late
         {"ignore_eos": True, "presence_penalty": 0.7, "repetition_penalty": 1.3},
         {"min_tokens": 1, "stop_token_ids": list(range(0, TINY_VOCABULARY, 5))},
+        {"repetition_penalty": 1.3, "stop_token_ids": list(range(0, TINY_VOCABULARY, 5)), "logprobs": 1},
     ],
 )
 def test_same_answers(options: dict[str, Any], room: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ def test_same_answers(options: dict[str, Any], room: dict[str, Any], monkeypatch
         if "logprobs" in options or not exact:
             assert_same_logprobs(ours, theirs)
         assert blend_of(ours) == blend_of(theirs)
-    assert bool(counted[True]) != ("presence_penalty" in options)
+    assert counted[True]
 
 
 @pytest.mark.parametrize("min_tokens", [2, 5, 6])
@@ -143,8 +145,12 @@ def test_min_tokens_hold_when_a_step_cannot_be_read(failing_read: int, monkeypat
 def test_what_needs_the_last_token_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(MODEL, async_scheduling=True, **ROOM) as llm:
         counted = launches(llm, monkeypatch)
-        run(llm, prompts()[:1], SamplingParams(temperature=0, max_tokens=8, frequency_penalty=0.5))
+        run(llm, prompts()[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[same]))
         assert counted[False] == 8 and counted[True] == 0
+
+
+def same(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def test_a_known_end_costs_no_step_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,19 +19,37 @@ from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.token_masks import words_for
 
 
-def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
+def process_logits(
+    logits: torch.Tensor, states: Sequence[SamplingState], drawn: torch.Tensor | None = None
+) -> dict[int, str]:
     """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
 
     The order is: the user's functions, masks of constraints, allowed tokens, biases, bans (`min_tokens`, bad words),
-    penalties. Returns the errors of functions and constraints by row; such a row has no meaning, and the others are
-    right.
+    penalties. Tokens that the host has not read come from `drawn`, as `Sampler.start` has them. Returns the errors of
+    functions and constraints by row; such a row has no meaning, and the others are right.
     """
     errors = _run_functions(logits, states) | _constrain(logits, states)
     _keep_allowed(logits, states)
     _add_bias(logits, states)
+    unread = _unread_tokens(states, drawn)
     _ban(logits, states)
-    _penalize(logits, states)
+    if unread is not None:
+        _ban_behind(logits, states, unread)
+    _penalize(logits, states, unread)
     return errors
+
+
+def _unread_tokens(states: Sequence[SamplingState], drawn: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the unread token of each sequence [rows] int64 on the device, negative for none; None if all are read."""
+    rows = [state.unread_row for state in states]
+    if max(rows) < 0:
+        return None
+    assert drawn is not None
+    if rows == list(range(len(drawn))):  # the usual case where all requests of a batch have penalties
+        return drawn
+    sources = to_device(np.array(rows, dtype=np.int64), drawn.device)
+    tokens = drawn[sources.clamp(min=0)]
+    return tokens if min(rows) >= 0 else tokens.masked_fill_(sources < 0, -1)
 
 
 def _run_functions(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
@@ -87,13 +105,31 @@ def _ban(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
     logits[rows, tokens] = logits.new_full((), -torch.inf)  # a Python number would be copied from the host, and wait
 
 
-def _penalize(logits: torch.Tensor, states: Sequence[SamplingState]) -> None:
+def _ban_behind(logits: torch.Tensor, states: Sequence[SamplingState], unread: torch.Tensor) -> None:
+    """Ban the ends of bad words of which the unread token is the last but one."""
+    vocab_size = logits.shape[-1]
+    banned = [
+        (row, first, last)
+        for row, state in enumerate(states)
+        for first, last in state.bans_behind_unread()
+        if last < vocab_size
+    ]
+    if not banned:
+        return
+    rows, firsts, lasts = to_device(np.array(banned, dtype=np.int64).T, logits.device)
+    limits = torch.where(unread[rows] == firsts, -torch.inf, torch.inf).to(logits.dtype)
+    # the same token may end several bad words, so it is limited by all of them
+    logits.view(-1).scatter_reduce_(0, rows * vocab_size + lasts, limits, "amin")
+
+
+def _penalize(logits: torch.Tensor, states: Sequence[SamplingState], unread: torch.Tensor | None) -> None:
     if not any(state.penalized for state in states):
         return
     penalties = np.ones((3, len(states)), dtype=np.float32)
     for row, state in enumerate(states):
         penalties[:, row] = state.penalties
-    ops.penalize(logits, [state.penalty_table() if state.penalized else None for state in states], penalties)
+    tables = [state.penalty_table() if state.penalized else None for state in states]
+    ops.penalize(logits, tables, penalties, unread)
 
 
 def _pairs(

@@ -87,13 +87,16 @@ class Sampler(nn.Module):
         return self.start(logits, states).result()
 
     @torch.inference_mode()
-    def start(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> PendingSample:
+    def start(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], drawn: torch.Tensor | None = None
+    ) -> PendingSample:
         """Begin to choose a token for each row of logits [rows, vocabulary], which stay as they are.
 
         On a GPU everything is queued on the current stream and the host waits for nothing; the logits may be bf16 or
         fp16 there, and the choice is exactly that of the same logits in float32. Settings that change logits read the
-        states' outputs now (see `SamplingState.needs_history`). Raises ValueError if rows and states differ in number;
-        a row whose logits allow no choice is reported in the result's `errors` and disturbs no other.
+        states' outputs now, and unread tokens from `drawn` [any] int64, those of the step before on the logits' device
+        (see `SamplingState.unread_row`). Raises ValueError if rows and states differ in number; a row whose logits
+        allow no choice is reported in the result's `errors` and disturbs no other.
         """
         if logits.shape[0] != len(states):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(states)} states: give one state per row")
@@ -103,7 +106,8 @@ class Sampler(nn.Module):
         errors: dict[int, str] = {}
         for changed in batch.changed:
             own = logits[changed.rows].float()
-            errors |= {changed.numbers[row]: text for row, text in process_logits(own, changed.states).items()}
+            found = process_logits(own, changed.states, drawn)
+            errors |= {changed.numbers[row]: text for row, text in found.items()}
             ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
         return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs), errors)
 

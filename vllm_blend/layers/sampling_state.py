@@ -25,8 +25,9 @@ class SamplingState:
     """One sequence as the sampler sees it.
 
     `output_token_ids` is the owner's list, read here and never written. `bad_words` are the token sequences that
-    `SamplingParams.bind` returned. `num_unread` tokens more have been drawn in steps that the host has not read. The
-    generator draws on the host, so a seed gives the same draws on every device.
+    `SamplingParams.bind` returned. Where the step before has drawn one more token that the host has not read,
+    `unread_row` is its row among the tokens of that step. The generator draws on the host, so a seed gives the same
+    draws on every device.
     `constraint` must not change once the state has been asked for anything.
     """
 
@@ -36,7 +37,7 @@ class SamplingState:
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
     constraint: TokenConstraint | None = None
-    num_unread: int = field(init=False, default=0)
+    unread_row: int = field(init=False, default=-1)  # -1: the host knows all tokens
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
@@ -63,7 +64,7 @@ class SamplingState:
 
     @property
     def awaits_min_tokens(self) -> bool:
-        return len(self.output_token_ids) + self.num_unread < self.params.min_tokens
+        return len(self.output_token_ids) + (self.unread_row >= 0) < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:
@@ -103,18 +104,18 @@ class SamplingState:
             self._uniforms += [self._given.pop() for _ in range(count)]
 
     def after(self, token_ids: Sequence[int]) -> SamplingState:
-        """Return this sequence with more tokens, or itself if they make no difference to a draw.
+        """Return this sequence with more tokens, or itself if they make no difference to a draw. The host must know
+        all tokens before them.
 
         Both draw from the same random numbers, in the order in which they ask.
         """
-        if not token_ids or not (self.needs_history or self.params.min_tokens):
+        if not token_ids or not self._follows_tokens:
             return self
         output = [*self.output_token_ids, *token_ids]
         constraint = None if self.constraint is None else self.constraint.after(token_ids)
         other = SamplingState(
             self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words, constraint
         )
-        other.num_unread = self.num_unread
         other.generator, other._uniforms, other._given = self.generator, self._uniforms, self._given
         if self.penalized:
             other._table = self.penalty_table().copy()
@@ -122,10 +123,15 @@ class SamplingState:
 
     @cached_property
     def needs_history(self) -> bool:
-        """Return whether a draw depends on which tokens came before it in other ways than through the logits. How many
-        came, which `min_tokens` depends on, is known before they are read."""
-        listed = self.bad_words or self.params.logits_processors
-        return self.penalized or bool(listed) or self.constraint is not None
+        """Return whether the host must have read all tokens before a draw: the user's functions and constraints work on
+        them there. Penalties and bad words take an unread token from the device."""
+        return bool(self.params.logits_processors) or self.constraint is not None
+
+    @cached_property
+    def _follows_tokens(self) -> bool:
+        """Return whether a draw depends on the tokens before it in other ways than through the model's logits."""
+        counted = self.penalized or self.bad_words or self.params.min_tokens
+        return bool(counted) or self.needs_history
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:
@@ -146,16 +152,28 @@ class SamplingState:
         return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
     def banned_ids(self) -> set[int]:
-        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words."""
+        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words, but for
+        those of `bans_behind_unread`."""
         output = self.output_token_ids
         banned = set(self.stopping_ids) if self.awaits_min_tokens else set()
         for *start, last in self.bad_words:
-            if not start or output[-len(start) :] == start:
+            if not start or (self.unread_row < 0 and output[-len(start) :] == start):
                 banned.add(last)
         return banned
 
+    def bans_behind_unread(self) -> list[tuple[int, int]]:
+        """Return pairs of tokens: if the unread token is the first, the second may not come next, as it would end a bad
+        word. There are none where no token is unread."""
+        if self.unread_row < 0:
+            return []
+        output, pairs = self.output_token_ids, []
+        for *start, last in self.bad_words:
+            if start and (len(start) == 1 or output[1 - len(start) :] == start[:-1]):
+                pairs.append((start[-1], last))
+        return pairs
+
     def penalty_table(self) -> PenaltyTable:
-        """Return the tokens under a penalty, with the output as it is now."""
+        """Return the tokens under a penalty, with the output as far as it is read."""
         if self._table is None or self._table.num_counted > len(self.output_token_ids):
             # NOTE: only the repetition penalty looks at the prompt
             self._table = PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())

@@ -71,20 +71,29 @@ class PenaltyTable:
         self._changed.clear()
 
 
-def penalize(logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]) -> None:
+def penalize(
+    logits: torch.Tensor,
+    tables: Sequence[PenaltyTable | None],
+    penalties: NDArray[np.float32],
+    unread: torch.Tensor | None = None,
+) -> None:
     """Penalise logits [rows, vocabulary] float32, in place, for the tokens in each row's table (None: no penalty).
 
     penalties [3, rows]: repetition (CTRL, Keskar et al., 2019, section 4.1), on all tokens of the table; then OpenAI's
-    frequency and presence, on those that were generated.
+    frequency and presence, on those that were generated. `unread` [rows] int64, on the logits' device, is a token that
+    was generated after those that the table counts, negative for none: the host need not know it.
     """
     if cuda_sampling.accepts(logits):
-        _penalize_on_gpu(logits, tables, penalties)
+        _penalize_on_gpu(logits, tables, penalties, unread)
     else:
-        penalize_reference(logits, tables, penalties)
+        penalize_reference(logits, tables, penalties, unread)
 
 
 def penalize_reference(
-    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
+    logits: torch.Tensor,
+    tables: Sequence[PenaltyTable | None],
+    penalties: NDArray[np.float32],
+    unread: torch.Tensor | None = None,
 ) -> None:
     entries = [(row, *table.arrays()) for row, table in enumerate(tables) if table is not None]
     pairs = np.stack(
@@ -95,14 +104,30 @@ def penalize_reference(
     )
     rows, tokens = torch.from_numpy(pairs).to(logits.device)
     counts = torch.from_numpy(np.concatenate([counts for _, _, counts in entries])).to(logits.device)
+    if unread is not None:
+        rows, tokens, counts = _with_unread(rows, tokens, counts, unread)
     repetition, frequency, presence = torch.from_numpy(penalties).to(logits.device)[:, rows]
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
 
 
+def _with_unread(
+    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, unread: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the entries of tables [entries] with the unread token of each row counted once more."""
+    again = tokens == unread[rows]
+    is_new = unread >= 0
+    is_new[rows[again]] = False
+    new = is_new.nonzero()[:, 0]
+    return torch.cat([rows, new]), torch.cat([tokens, unread[new]]), torch.cat([counts + again, counts.new_ones(len(new))])
+
+
 def _penalize_on_gpu(
-    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
+    logits: torch.Tensor,
+    tables: Sequence[PenaltyTable | None],
+    penalties: NDArray[np.float32],
+    unread: torch.Tensor | None,
 ) -> None:
     rows = len(tables)
     copies = [None if table is None else table.copy_on(logits.device) for table in tables]
@@ -116,7 +141,7 @@ def _penalize_on_gpu(
     sections[2][:] = [0 if table is None else len(table) for table in tables]
     sections[3].view(np.float32).reshape(3, rows)[:] = penalties
     packed = to_device(words, logits.device)
-    cuda_sampling.penalize(logits, packed, len(changes))
+    cuda_sampling.penalize(logits, packed, len(changes), unread)
     for table in tables:
         if table is not None:
             table.copy_is_made()

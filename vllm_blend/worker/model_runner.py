@@ -72,9 +72,10 @@ class ModelRunner:
             result.sampled += [item.request for item in output.items]
             if self._ranks.leads:
                 logits.append(output.logits)
-                states += _states(output.items)
+                states += _states(output.items, self._drawn)
         if logits:
-            result.tokens = self.sampler.start(logits[0] if len(logits) == 1 else torch.cat(logits), states)
+            rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+            result.tokens = self.sampler.start(rows, states, self._drawn.token_ids)
         return result
 
     def _split(self, items: Sequence[ScheduledRequest]) -> list[tuple[Pass, Sequence[ScheduledRequest]]]:
@@ -114,13 +115,13 @@ class ModelRunner:
             pages[:, targets] = pages[:, sources]
 
 
-def _states(items: Sequence[ScheduledRequest]) -> list[SamplingState]:
+def _states(items: Sequence[ScheduledRequest], drawn: Drawn) -> list[SamplingState]:
     """Return the states of the rows that requests draw from: after the last token of each, and after each draft."""
     states = []
     for item in items:
         state = item.request.sampling
         assert state is not None
-        state.num_unread = item.request.num_in_flight
+        state.unread_row = drawn.rows[item.request] if item.request.num_in_flight else -1
         states.append(state)
         if item.drafts:
             states += [state.after(item.drafts[: count + 1]) for count in range(len(item.drafts))]
