@@ -153,6 +153,12 @@ def test_steps_are_told_of_before_the_last_one_is_read() -> None:
     """Other ranks then feed what rank 0 has drawn, which its host does not know yet."""
     prompts = [{"prompt_token_ids": [3 + i, 5, 7 * i + 2]} for i in range(3)]
     params = [greedy(9, logprobs=1), sampled(7, seed=4, logprobs=1), sampled(8, seed=5, n=2, logprobs=1)]
+    letters: dict[str, Any] = {"allowed_token_ids": list(range(39, 45)), "ignore_eos": True, "logprobs": 1}
+    prompts += [{"prompt_token_ids": [39, 40, 41]}] * 2  # few tokens, which come again
+    params += [
+        greedy(20, repetition_penalty=1.3, bad_words=["EF", "FGH", "JE", "GEJ"], **letters),
+        sampled(20, seed=6, presence_penalty=0.8, frequency_penalty=-0.3, **letters),
+    ]
     with engine(TINY) as one:
         expected = run(one, prompts, params)
     with threads(1), threaded_llm(TINY, 2, async_scheduling=True) as llm:
