@@ -1,8 +1,9 @@
 """A model and a device that cost the host next to nothing, so that a step's CPU time is what the engine itself takes.
 
 `RandomTokens` computes no layer, its decode steps are "replayed" as CUDA graphs are on a GPU (buffers are filled, then
-nothing runs), and the sampler's operator returns tokens from a table. `install` is given as `hf_overrides`: so it also
-comes into the engine process of an `AsyncLLM`, and finds the package of whichever checkout that process imports.
+nothing runs), and the sampler's operator returns tokens from a table. Penalties are prepared as a GPU's kernel reads
+them, and nothing runs either. `Settings` are given as `hf_overrides`: so they also come into the engine process of an
+`AsyncLLM`, and find the package of whichever checkout that process imports.
 
 What a GPU adds is left out: launches, pinned copies and events.
 """
@@ -19,6 +20,7 @@ from vllm_blend import ops
 from vllm_blend.layers import sampler
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY
+from vllm_blend.ops import cuda_sampling
 from vllm_blend.worker import cuda_graphs
 from vllm_blend.worker.worker import Worker
 
@@ -93,6 +95,9 @@ class Settings:
         device = Copy.device = Device(self.token_ids, self.seconds, self.seed)
         replaced: list[tuple[Any, str, Any]] = [
             (ops, "sample_tokens", device.draw),
+            (ops, "resample_tokens", nothing),
+            (cuda_sampling, "accepts", lambda logits: True),
+            (cuda_sampling, "penalize", nothing),
             (sampler, "HostCopy", Copy),
             (cuda_graphs, "CUDAGraphs", NoGraphs),
             (Worker, "__init__", _BUILD_WITH_GRAPHS),
@@ -100,6 +105,10 @@ class Settings:
         for owner, name, stand_in in replaced:
             setattr(owner, name, stand_in)
         return config
+
+
+def nothing(*_: Any) -> None:
+    """Stand in for a kernel."""
 
 
 class NoGraphs:

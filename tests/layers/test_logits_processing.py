@@ -91,7 +91,7 @@ LAST = st.sampled_from(["unread", "unread", "read", "none"])
 @given(st.lists(st.tuples(SEQUENCE, LAST, st.integers(0, 5)), min_size=1, max_size=6), st.randoms())
 def test_unread_tokens_count_as_those_that_are_read(device: str, cases: list[Any], random: Any) -> None:
     logits = random_logits(len(cases), VOCAB, seed=len(cases))
-    behind, known, drawn = [], [], []
+    behind, known, drawn = list[SamplingState](), list[SamplingState](), list[int]()
     for sequence, last, token in cases:
         ahead = state(**sequence)
         known.append(state(**sequence | {"output": [*sequence["output"], *([] if last == "none" else [token])]}))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from vllm_blend import ops
-from vllm_blend.layers.logits_processing import process_logits
 from vllm_blend.layers.logprobs import PendingLogprobs, start_logprobs
 from vllm_blend.layers.sampling_batch import SamplingBatch
 from vllm_blend.layers.sampling_state import SamplingState
@@ -106,7 +105,7 @@ class Sampler(nn.Module):
         errors: dict[int, str] = {}
         for changed in batch.changed:
             own = logits[changed.rows].float()
-            found = process_logits(own, changed.states, drawn)
+            found = changed.processing.apply(own, drawn)
             errors |= {changed.numbers[row]: text for row, text in found.items()}
             ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
         return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs), errors)

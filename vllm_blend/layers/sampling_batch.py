@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_blend.layers.logits_processing import LogitsProcessing
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.sampling import MAX_ELEMENTS_AT_ONCE, DrawSettings
@@ -21,7 +22,7 @@ GREEDY = (0.0, -float("inf"), float("inf"), 2.0)
 class ChangedRows:
     """Rows whose logits are changed before a token is chosen: few enough to copy their logits at once."""
 
-    states: list[SamplingState]
+    processing: LogitsProcessing  # of the rows' sequences
     numbers: list[int]  # of the rows
     rows: torch.Tensor  # the same, [n] int64 on the device
     settings: DrawSettings
@@ -48,7 +49,8 @@ class SamplingBatch:
 
     def _changed(self, rows: list[int], values: NDArray[np.float64]) -> ChangedRows:
         own = DrawSettings.make(values[rows], self.vocab_size, self.device)
-        return ChangedRows([self.states[r] for r in rows], rows, to_device(torch.tensor(rows), self.device), own)
+        processing = LogitsProcessing([self.states[r] for r in rows], self.device)
+        return ChangedRows(processing, rows, to_device(torch.tensor(rows), self.device), own)
 
     def serves(self, states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> bool:
         """Return whether this is the batch of these states, as they are now."""

@@ -25,7 +25,8 @@ class PenaltyTable:
         self._ids = array("i", self._slots)
         self._counts = array("i", bytes(4 * len(self._slots)))
         self._copy: torch.Tensor | None = None  # [capacity, 2] int32 on a GPU
-        self._changed: set[int] = set()  # slots in which the copy is behind
+        self._address = 0  # of the copy
+        self._changed: list[int] = []  # slots in which the copy is behind, some of them twice
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -33,12 +34,14 @@ class PenaltyTable:
     def count(self, output_token_ids: list[int]) -> None:
         """Count the tokens generated since the last call."""
         for token in output_token_ids[self.num_counted :]:
-            slot = self._slots.setdefault(token, len(self._ids))
-            if slot == len(self._ids):
+            slot = self._slots.get(token)
+            if slot is None:
+                slot = self._slots[token] = len(self._ids)
                 self._ids.append(token)
                 self._counts.append(0)
             self._counts[slot] += 1
-            self._changed.add(slot)
+            if self._copy is not None:
+                self._changed.append(slot)
         self.num_counted = len(output_token_ids)
 
     def copy(self) -> PenaltyTable:
@@ -52,22 +55,22 @@ class PenaltyTable:
         """Return token ids and counts."""
         return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
 
-    def copy_on(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on a GPU, which is behind in the slots of `changes`."""
-        if self._copy is None or self._copy.shape[0] < len(self) or self._copy.device != device:
-            capacity = max(256, 2 * len(self))
-            host = torch.zeros(capacity, 2, dtype=torch.int32, pin_memory=True)
-            host[: len(self)] = torch.from_numpy(np.stack([self._ids, self._counts], 1))
-            self._copy = host.to(device, non_blocking=True)
+    def send(self, row: int, device: torch.device, changes: list[int]) -> int:
+        """Return the address of the copy on a GPU. What is to be written to it first is appended to `changes`, four
+        numbers for a slot: `row`, slot, token, count. Once they are queued there, call `copy_is_made`."""
+        copy, size = self._copy, len(self._ids)
+        if copy is None or copy.shape[0] < size or copy.device != device:
+            host = np.zeros((max(256, 2 * size), 2), np.int32)
+            host[:size, 0], host[:size, 1] = self._ids, self._counts
+            self._copy = copy = to_device(host, device)
+            self._address = copy.data_ptr()
             self._changed.clear()
-        return self._copy
-
-    def changes(self) -> list[tuple[int, int, int]]:
-        """Return (slot, token, count) where the copy is behind."""
-        return [(slot, self._ids[slot], self._counts[slot]) for slot in self._changed]
+        for slot in self._changed:
+            changes += (row, slot, self._ids[slot], self._counts[slot])
+        return self._address
 
     def copy_is_made(self) -> None:
-        """Note that the copy has been given all `changes`."""
+        """Note that the copy has been given all changes."""
         self._changed.clear()
 
 
@@ -120,7 +123,8 @@ def _with_unread(
     is_new = unread >= 0
     is_new[rows[again]] = False
     new = is_new.nonzero()[:, 0]
-    return torch.cat([rows, new]), torch.cat([tokens, unread[new]]), torch.cat([counts + again, counts.new_ones(len(new))])
+    counts = torch.cat([counts + again, counts.new_ones(len(new))])
+    return torch.cat([rows, new]), torch.cat([tokens, unread[new]]), counts
 
 
 def _penalize_on_gpu(
@@ -129,19 +133,19 @@ def _penalize_on_gpu(
     penalties: NDArray[np.float32],
     unread: torch.Tensor | None,
 ) -> None:
-    rows = len(tables)
-    copies = [None if table is None else table.copy_on(logits.device) for table in tables]
-    changes = [(row, *c) for row, table in enumerate(tables) if table is not None for c in table.changes()]
+    rows, changes = len(tables), list[int]()
+    addresses, sizes = [0] * rows, [0] * rows
+    for row, table in enumerate(tables):
+        if table is not None:
+            addresses[row], sizes[row] = table.send(row, logits.device, changes), len(table)
     # in one transfer: changes [n, 4], addresses [rows, 2], sizes [rows], penalties [3, rows], each entry 4 bytes
-    words = np.empty((4 * len(changes) + 6 * rows,), np.int32)
-    sections = np.split(words, np.cumsum([4 * len(changes), 2 * rows, rows]))
-    if changes:
-        sections[0].reshape(-1, 4)[:] = changes
-    sections[1].view(np.int64)[:] = [0 if copy is None else copy.data_ptr() for copy in copies]
-    sections[2][:] = [0 if table is None else len(table) for table in tables]
-    sections[3].view(np.float32).reshape(3, rows)[:] = penalties
-    packed = to_device(words, logits.device)
-    cuda_sampling.penalize(logits, packed, len(changes), unread)
+    after = len(changes)  # the next section
+    words = np.empty(after + 6 * rows, np.int32)
+    words[:after] = changes
+    words[after : after + 2 * rows].view(np.int64)[:] = addresses
+    words[after + 2 * rows : after + 3 * rows] = sizes
+    words[after + 3 * rows :].view(np.float32).reshape(3, rows)[:] = penalties
+    cuda_sampling.penalize(logits, to_device(words, logits.device), len(changes) // 4, unread)
     for table in tables:
         if table is not None:
             table.copy_is_made()
