@@ -1,4 +1,4 @@
-"""Penalties and bad words where a step is queued ahead: the last token is on the device, and the host has not read it."""
+"""Penalties and bad words where steps are queued ahead: the last token lies on the device, unread by the host."""
 
 from __future__ import annotations
 

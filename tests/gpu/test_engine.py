@@ -91,6 +91,37 @@ def test_graphs_change_nothing() -> None:
     assert texts[0] == texts[1]
 
 
+def test_penalties_follow_unread_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps replayed as graphs and queued ahead give what steps give that are read one by one."""
+    params = [
+        SamplingParams(
+            temperature=0.0 if i % 2 else 1.0,
+            seed=None if i % 2 else i,
+            max_tokens=40 + i,
+            ignore_eos=True,
+            repetition_penalty=(1.05, 1.0, 1.6)[i % 3],
+            frequency_penalty=0.4 * (i % 4 == 1),
+            presence_penalty=0.5 * (i % 5 == 1),
+            bad_words=["the", "of the", "in the city"] if i % 4 > 1 else [],
+        )
+        for i in range(11)
+    ]
+    answers = []
+    for ahead in (False, True):
+        llm = LLM(MODEL, device="cuda", dtype="bfloat16", async_scheduling=ahead, **SMALL)
+        scheduler = llm.llm_engine.scheduler
+        schedule, num_ahead = scheduler.schedule, list[bool]()
+
+        def counting(ahead: bool = False, schedule: Any = schedule, num_ahead: list[bool] = num_ahead) -> Any:
+            num_ahead.append(ahead)
+            return schedule(ahead)
+
+        monkeypatch.setattr(scheduler, "schedule", counting)
+        answers.append([o.outputs[0].token_ids for o in llm.generate(prompts(11), params, use_tqdm=False)])
+        assert (sum(num_ahead) > 40) is ahead
+    assert answers[0] == answers[1]
+
+
 def test_pages_that_the_kernels_do_not_take(caplog: pytest.LogCaptureFixture) -> None:
     """An error where the kernels were forced, plain torch and a warning where they were not."""
     arguments: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 8, **SMALL}
@@ -114,16 +145,20 @@ def no_hidden_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("selector", ["question_attention", "value_deviation", None])
 def test_the_host_waits_for_the_device_only_to_read_its_tokens(selector: str | None) -> None:
-    """Prefilling, blending by either kind of rule, decoding; greedy and random tokens, with log-probabilities."""
+    """Prefilling, blending by either kind of rule, decoding; greedy and random tokens, with log-probabilities;
+    penalties and bad words, which follow tokens that are unread."""
     llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=selector is not None, **SMALL)
     options: dict[str, Any] = {} if selector is None else {"blend_selector": selector, "blend_recompute_ratio": 0.15}
     params = [
         SamplingParams(temperature=0, max_tokens=4),
         SamplingParams(seed=1, top_p=0.9, top_k=50, max_tokens=4, logprobs=2),
+        SamplingParams(
+            temperature=0, repetition_penalty=1.05, presence_penalty=0.1, bad_words=["a", "of the"], max_tokens=4
+        ),
     ]
-    llm.generate(prompts(2, **options), params, use_tqdm=False)  # the chunks are stored, everything lazy is done
+    llm.generate(prompts(3, **options), params, use_tqdm=False)  # the chunks are stored, everything lazy is done
     with no_hidden_waiting():
         with pytest.raises(RuntimeError, match="synchronizing"):
             torch.ones(1, device="cuda").item()
-        outputs = llm.generate(prompts(2, **options), params, use_tqdm=False)
+        outputs = llm.generate(prompts(3, **options), params, use_tqdm=False)
     assert all(output.error is None and len(output.outputs[0].token_ids) > 0 for output in outputs)
