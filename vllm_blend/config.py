@@ -142,7 +142,9 @@ class SchedulerConfig(OptionGroup):
         "more often while long prompts and blends are computed",
     )
     async_scheduling: bool | None = option(
-        None, "queue a step before the last one is read; by default on a GPU, while nothing is drafted"
+        None,
+        "queue a step before the last one is read; by default on a GPU, while nothing is drafted and no request has a "
+        "form or logits processors",
     )
     max_cudagraph_capture_size: int | None = option(
         None,
