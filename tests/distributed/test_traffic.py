@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.distributed.ranks import threaded_llm
 from tests.engine.compare import assert_same_logprobs, blend_of
-from tests.engine.engines import BLOCK_SIZE, assert_empty, pages_for, threads, tiny_model
+from tests.engine.engines import BLOCK_SIZE, assert_empty, engine, pages_for, threads, tiny_model
+from tests.engine.test_penalties_ahead import ARRIVALS, TINY, Arrival, Service
 from tests.engine.test_traffic import ARRIVAL, SIZE, alone, serve
 from vllm_blend.executor.multiproc import MultiProcExecutor
 
@@ -47,3 +48,19 @@ def test_answers_are_those_of_one_process(
             expected = alone(model, rule, prefix, tuple(chunks), suffix, max_tokens, seed)
             assert_same_logprobs(done[str(index)], expected)
             assert blend_of(done[str(index)]) == blend_of(expected)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(arrivals=ARRIVALS)
+def test_penalties_follow_tokens_that_no_host_has_read(arrivals: list[Arrival]) -> None:
+    """Rank 0 draws for all, and counts what it has drawn."""
+    options: dict[str, Any] = {"enable_blending": True, "block_size": BLOCK_SIZE, **TIGHT}
+    monkeypatch = pytest.MonkeyPatch()
+    with threads(1), threaded_llm(TINY, 2, async_scheduling=True, **options) as llm:
+        found = Service(llm, arrivals).run(monkeypatch)
+        assert_empty(llm)
+    with engine(TINY, async_scheduling=False, **options) as one:
+        expected = Service(one, arrivals).run(monkeypatch)
+    for index, arrival in enumerate(arrivals):
+        if arrival.abort is None or (str(index) in found and str(index) in expected):
+            assert found[str(index)] == expected[str(index)]
