@@ -13,9 +13,15 @@ pytestmark = pytest.mark.cpu_only
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of another process is read from a clock of Linux")
-def test_a_turn_measures_everything() -> None:
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.05}])  # prepared for a kernel that is not run
+def test_a_turn_measures_everything(params: dict[str, Any]) -> None:
     spec: dict[str, Any] = {"requests": 4, "prompt": 8, "tokens": 40, "repeats": 1, "seed": 0, "device_ms": 5.0}
-    spec |= {"model": str(MODEL), "modes": ["offline", "streaming"], "params": {}, "token_ids": text_token_ids()[:500]}
+    spec |= {
+        "model": str(MODEL),
+        "modes": ["offline", "streaming"],
+        "params": params,
+        "token_ids": text_token_ids()[:500],
+    }
     found = run_turn(ROOT, spec)
     assert list(found) == list(LABELS)
     assert all(len(samples) == 1 and samples[0] > 0 for samples in found.values())

@@ -47,10 +47,11 @@ def launches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
 
 @pytest.mark.parametrize("error_every", [0, 1, 3])
 @pytest.mark.parametrize("params", [greedy, sampled])
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.2}])
 def test_answers_stay_and_steps_run_ahead_while_drafts_pause(
-    params: Any, error_every: int, monkeypatch: pytest.MonkeyPatch
+    params: Any, penalties: dict[str, float], error_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = params(50, ignore_eos=True, **({} if params is greedy else {"seed": 5}))
+    asked = params(50, ignore_eos=True, **penalties, **({} if params is greedy else {"seed": 5}))
     with engine(MODEL) as llm:
         plain = run(llm, PROMPTS, asked)
     with speculating(MODEL, ORACLE, async_scheduling=True) as llm:
