@@ -28,13 +28,13 @@ struct SumsParams {
 };
 
 // The query heads row0 .. row0 + 15 of a row as fragments; zeros where there are none.
-template <typename T, int D>
-__device__ __forceinline__ void load_heads(uint4 (&q)[2][KeySpan<T, D>::kK], const SumsParams& p, int row, int row0) {
+template <typename T, int D, int kK>
+__device__ __forceinline__ void load_heads(uint4 (&q)[2][kK], const SumsParams& p, int row, int row0) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q4 = lane & 3;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
-    for (int s = 0; s < KeySpan<T, D>::kK; ++s) {
+    for (int s = 0; s < kK; ++s) {
       const int head = row0 + g + 8 * i, channel = 32 * s + 8 * q4;
       q[i][s] = head < p.group && channel < D
                     ? *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + row * p.q_row_stride + int64_t(head) * D + channel)
@@ -42,9 +42,9 @@ __device__ __forceinline__ void load_heads(uint4 (&q)[2][KeySpan<T, D>::kK], con
     }
 }
 
-template <typename T, int D, bool kStats>
+template <typename T, typename C, int D, bool kStats>
 __global__ void __launch_bounds__(kThreads) accumulate_sums_kernel(SumsParams p) {
-  using Span = KeySpan<T, D>;
+  using Span = KeySpan<T, C, D>;
   __shared__ float2 parts[kWarps][16];
   __shared__ float shifts[kMaxGroup];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q4 = lane & 3;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_sums_kernel(SumsParams p)
   const int32_t* table = p.tables + row * p.table_stride;
   auto slot_of = [&](int key) { return (int64_t(table[key >> p.log_block]) << p.log_block) + (key & ((1 << p.log_block) - 1)); };
   auto row_of = [&](int key) {
-    return static_cast<const T*>(p.keys) + int64_t(table[key >> p.log_block]) * p.page_stride +
+    return static_cast<const C*>(p.keys) + int64_t(table[key >> p.log_block]) * p.page_stride +
            (key & ((1 << p.log_block) - 1)) * p.slot_stride;
   };
   float2* stats = p.stats + int64_t(row) * p.splits * p.group;
@@ -175,7 +175,7 @@ extern "C" int vb_accumulate_splits(int rows, int max_length) {
 extern "C" int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_stride, const int32_t* tables, int64_t table_stride,
                                   const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions,
                                   float* stats, const float* lse, int rows, int splits, int group, int64_t buffer, float scale,
-                                  int power, const VbCache* c, void* stream) {
+                                  int power, int dtype, const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (c->kv_heads != 1 || group < 1 || group > kMaxGroup) return VB_ERROR_HEADS;
   if (rows < 0 || rows > 65535 || splits < 1 || splits > kMaxSplits || buffer < 0 || (power != 1 && power != 2)) return VB_ERROR_SHAPE;
@@ -185,15 +185,17 @@ extern "C" int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_st
   const SumsParams p{metric, q, c->key, tables, lengths, key_positions, query_positions, reinterpret_cast<float2*>(stats), lse,
                      q_row_stride, c->page_stride, c->slot_stride, table_stride, buffer, floor_log2(c->block_size), group, splits,
                      power, scale * kLog2e};
-  return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
+  return dispatch(dtype, c->dtype, c->head_dim, [&](auto t, auto of_cache, auto d) -> int {
+    using T = decltype(t);
+    using C = decltype(of_cache);
     constexpr int D = decltype(d)::value;
     const dim3 grid(splits, rows);
     const cudaStream_t s = static_cast<cudaStream_t>(stream);
     if (!lse) {
-      accumulate_sums_kernel<decltype(t), D, true><<<grid, kThreads, 0, s>>>(p);
+      accumulate_sums_kernel<T, C, D, true><<<grid, kThreads, 0, s>>>(p);
       if (const cudaError_t e = cudaGetLastError()) return e;
     }
-    accumulate_sums_kernel<decltype(t), D, false><<<grid, kThreads, 0, s>>>(p);
+    accumulate_sums_kernel<T, C, D, false><<<grid, kThreads, 0, s>>>(p);
     return cudaGetLastError();
   });
 }

@@ -1,6 +1,7 @@
 // Writing K and V into pages: chunk placement with rotation, plain writes, and RoPE fused with the write.
 //
-// Threads move units of 16 bytes (`Unit`), so rotary_half must be a multiple of 8 (as must head_dim).
+// Threads move eight channels at a time (`Unit`), so rotary_half must be a multiple of 8 (as must head_dim). Pages are of C, which
+// is T, the dtype of what is computed, or e4m3. Whatever is computed in float32 is rounded to C at once.
 #include "elementwise.cuh"
 #include "launch.cuh"
 
@@ -25,7 +26,8 @@ struct PlaceParams {
   unsigned units;
 };
 
-template <typename T>
+// Stored chunks have the dtype of the pages.
+template <typename C>
 __global__ void __launch_bounds__(kThreads) place_chunk_kernel(PlaceParams p) {
   const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
   const unsigned row = i / p.units;
@@ -37,28 +39,21 @@ __global__ void __launch_bounds__(kThreads) place_chunk_kernel(PlaceParams p) {
   const int layer = blockIdx.y;
   const Unit u = unit_of(unit, p.rotary_half);
   const int64_t from = layer * p.layer_stride + token * p.token_stride + head * p.head_dim;
-  const T* k = static_cast<const T*>(p.k) + from;
-  const T* v = static_cast<const T*>(p.v) + from;
+  const C* k = static_cast<const C*>(p.k) + from;
+  const C* v = static_cast<const C*>(p.v) + from;
   const int64_t to = p.pages.offset(slot, head);
-  T* key = static_cast<T*>(p.key_caches[layer]) + to;
-  T* value = static_cast<T*>(p.value_caches[layer]) + to;
-  auto in = [](const T* x) {
-    const uint4 w = __ldcs(reinterpret_cast<const uint4*>(x));
-    return Vec8{{w.x, w.y, w.z, w.w}};
-  };
-  auto put = [](T* x, const Vec8& w) { *reinterpret_cast<Vec8*>(x) = w; };
-  Vec8 k0 = in(k + u.first);
-  const Vec8 v0 = in(v + u.first);
+  C* key = static_cast<C*>(p.key_caches[layer]) + to;
+  C* value = static_cast<C*>(p.value_caches[layer]) + to;
+  auto put = [](C* x, const Eight<C>& w) { *reinterpret_cast<Eight<C>*>(x) = w; };
+  const Eight<C> k0 = load_once(k + u.first), v0 = load_once(v + u.first);
   if (u.second < 0) {
     put(key + u.first, k0);
     put(value + u.first, v0);
     return;
   }
-  Vec8 k1 = in(k + u.second);
-  const Vec8 v1 = in(v + u.second);
-  rotate<T>(k0, k1, p.cos + token * p.rotary_half + u.first, p.sin + token * p.rotary_half + u.first);
-  put(key + u.first, k0);
-  put(key + u.second, k1);
+  const Eight<C> k1 = load_once(k + u.second), v1 = load_once(v + u.second);
+  const int64_t at = token * p.rotary_half + u.first;
+  rotate_to<C>(key + u.first, key + u.second, k0, k1, p.cos + at, p.sin + at);
   put(value + u.first, v0);
   put(value + u.second, v1);
 }
@@ -76,7 +71,7 @@ struct WriteParams {
   int head_dim;
 };
 
-template <typename T>
+template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) reshape_and_cache_kernel(WriteParams p) {
   const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
   const unsigned units = p.head_dim / 8, row = i / units;
@@ -89,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) reshape_and_cache_kernel(WriteParams
   const int from = head * p.head_dim + channel;
   const Vec8 k = *reinterpret_cast<const Vec8*>(static_cast<const T*>(p.k) + token * p.k_stride + from);
   const Vec8 v = *reinterpret_cast<const Vec8*>(static_cast<const T*>(p.v) + token * p.v_stride + from);
-  *reinterpret_cast<Vec8*>(static_cast<T*>(p.key) + to) = k;
-  *reinterpret_cast<Vec8*>(static_cast<T*>(p.value) + to) = v;
+  *reinterpret_cast<Eight<C>*>(static_cast<C*>(p.key) + to) = stored_as<C, T>(k);
+  *reinterpret_cast<Eight<C>*>(static_cast<C*>(p.value) + to) = stored_as<C, T>(v);
 }
 
 struct RopeParams {
@@ -109,6 +104,12 @@ struct RopeParams {
   const void* k_weight;
   float eps;
 };
+
+// Eight channels of a head of V, from `channel` on, to their slot.
+template <typename T, typename C>
+__device__ __forceinline__ void put_value(C* value, const T* v, int channel) {
+  *reinterpret_cast<Eight<C>*>(value + channel) = stored_as<C, T>(*reinterpret_cast<const Vec8*>(v + channel));
+}
 
 // RMSNorm of a head that `units` adjacent lanes hold, rounded where a norm of its own would round.
 template <typename T>
@@ -131,7 +132,7 @@ __device__ __forceinline__ void normalize(Vec8& first, Vec8& second, const T* we
 }
 
 // The same with the norm: only for heads that are rotated whole, by a power of two of lanes.
-template <typename T>
+template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) norm_rope_and_cache_kernel(RopeParams p) {
   wait_for_previous();
   const unsigned i = blockIdx.x * kThreads + threadIdx.x;
@@ -148,24 +149,20 @@ __global__ void __launch_bounds__(kThreads) norm_rope_and_cache_kernel(RopeParam
   Vec8 a = vec(from + u.first), b = vec(from + u.second);
   normalize<T>(a, b, static_cast<const T*>(is_query ? p.q_weight : p.k_weight), u, p);
   if (extra) return;
-  rotate<T>(a, b, p.cos + at, p.sin + at);
-  if (is_query) {
-    vec(from + u.first) = a;
-    vec(from + u.second) = b;
-    return;
-  }
+  if (is_query) return rotate_to<T>(from + u.first, from + u.second, a, b, p.cos + at, p.sin + at);
   const int64_t slot = p.slots[token];
   if (slot < 0) return;
   const int64_t to = p.pages.offset(slot, head - p.q_heads);
-  T* v = from + p.kv_heads * p.head_dim;
-  vec(static_cast<T*>(p.key) + to + u.first) = a;
-  vec(static_cast<T*>(p.key) + to + u.second) = b;
-  vec(static_cast<T*>(p.value) + to + u.first) = vec(v + u.first);
-  vec(static_cast<T*>(p.value) + to + u.second) = vec(v + u.second);
+  C* key = static_cast<C*>(p.key) + to;
+  C* value = static_cast<C*>(p.value) + to;
+  const T* v = from + p.kv_heads * p.head_dim;
+  rotate_to<T>(key + u.first, key + u.second, a, b, p.cos + at, p.sin + at);
+  put_value<T>(value, v, u.first);
+  put_value<T>(value, v, u.second);
 }
 
 // A thread takes one unit of one query head or of one KV head (K and V).
-template <typename T>
+template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) {
   wait_for_previous();
   const unsigned i = blockIdx.x * kThreads + threadIdx.x;  // the host checks that 32 bits are enough
@@ -180,27 +177,24 @@ __global__ void __launch_bounds__(kThreads) rope_and_cache_kernel(RopeParams p) 
   T* from = row + head * p.head_dim;
   if (head < p.q_heads) {
     if (u.second < 0) return;
-    Vec8 a = vec(from + u.first), b = vec(from + u.second);
-    rotate<T>(a, b, p.cos + at, p.sin + at);
-    vec(from + u.first) = a;
-    vec(from + u.second) = b;
-    return;
+    const Vec8 a = vec(from + u.first), b = vec(from + u.second);
+    return rotate_to<T>(from + u.first, from + u.second, a, b, p.cos + at, p.sin + at);
   }
   const int64_t slot = p.slots[token];
   if (slot < 0) return;
   const int64_t to = p.pages.offset(slot, head - p.q_heads);
-  T* key = static_cast<T*>(p.key) + to;
-  T* value = static_cast<T*>(p.value) + to;
-  T* v = from + p.kv_heads * p.head_dim;
-  Vec8 a = vec(from + u.first);
-  vec(value + u.first) = vec(v + u.first);
+  C* key = static_cast<C*>(p.key) + to;
+  C* value = static_cast<C*>(p.value) + to;
+  const T* v = from + p.kv_heads * p.head_dim;
+  const Vec8 a = vec(from + u.first);
+  put_value<T>(value, v, u.first);
   if (u.second >= 0) {
-    Vec8 b = vec(from + u.second);
-    vec(value + u.second) = vec(v + u.second);
-    rotate<T>(a, b, p.cos + at, p.sin + at);
-    vec(key + u.second) = b;
+    const Vec8 b = vec(from + u.second);
+    put_value<T>(value, v, u.second);
+    rotate_to<T>(key + u.first, key + u.second, a, b, p.cos + at, p.sin + at);
+  } else {
+    *reinterpret_cast<Eight<C>*>(key + u.first) = stored_as<C, T>(a);
   }
-  vec(key + u.first) = a;
 }
 
 int check(int tokens, int heads, int head_dim, int rotary_half) {
@@ -224,11 +218,12 @@ extern "C" int vb_place_chunk(const void* k, const void* v, int64_t layer_stride
                 rotary_half, units_of(head_dim, rotary_half)};
   if (int e = check(tokens, kv_heads, head_dim, rotary_half)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
-  if (!aligned16(k) || !aligned16(v) || !aligned16(cos) || !aligned16(sin) || (layer_stride | token_stride) & 7) return VB_ERROR_ALIGNMENT;
+  if (!aligned_eight(k, dtype) || !aligned_eight(v, dtype) || (layer_stride | token_stride) & 7) return VB_ERROR_ALIGNMENT;
+  if (!aligned16(cos) || !aligned16(sin)) return VB_ERROR_ALIGNMENT;
   if (tokens == 0 || layers == 0) return 0;
   const dim3 grid(blocks_of(int64_t(tokens) * kv_heads * p.units), layers);
-  return dispatch_dtype(dtype, [&](auto t) -> int {
-    place_chunk_kernel<decltype(t)><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return dispatch_cache(dtype, [&](auto c) -> int {
+    place_chunk_kernel<decltype(c)><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
     return cudaGetLastError();
   });
 }
@@ -236,14 +231,14 @@ extern "C" int vb_place_chunk(const void* k, const void* v, int64_t layer_stride
 extern "C" int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
                                     void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride,
                                     int64_t head_stride, int tokens, int kv_heads, int head_dim, int block_size, int dtype,
-                                    void* stream) {
+                                    int cache_dtype, void* stream) {
   WriteParams p{k, v, k_token_stride, v_token_stride, key_cache, value_cache, slots, {}, tokens, unsigned(kv_heads), head_dim};
   if (int e = check(tokens, kv_heads, head_dim, 0)) return e;
   if (int e = make_pages(&p.pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (!aligned16(k) || !aligned16(v) || (k_token_stride | v_token_stride) & 7) return VB_ERROR_ALIGNMENT;
   if (tokens == 0) return 0;
-  return dispatch_dtype(dtype, [&](auto t) -> int {
-    reshape_and_cache_kernel<decltype(t)>
+  return dispatch_pair(dtype, cache_dtype, [&](auto t, auto c) -> int {
+    reshape_and_cache_kernel<decltype(t), decltype(c)>
         <<<blocks_of(int64_t(tokens) * kv_heads * (head_dim / 8)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
     return cudaGetLastError();
   });
@@ -252,7 +247,7 @@ extern "C" int vb_reshape_and_cache(const void* k, const void* v, int64_t k_toke
 extern "C" int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* cos, const float* sin, const int64_t* positions,
                                  const int64_t* slots, void* key_cache, void* value_cache, int64_t page_stride,
                                  int64_t slot_stride, int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim,
-                                 int rotary_half, int block_size, int dtype, void* stream) {
+                                 int rotary_half, int block_size, int dtype, int cache_dtype, void* stream) {
   RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
                rotary_half, units_of(head_dim, rotary_half), nullptr, nullptr, 0.f};
   if (int e = check(tokens, q_heads + kv_heads, head_dim, rotary_half)) return e;
@@ -260,8 +255,8 @@ extern "C" int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* c
   if (!aligned16(qkv) || !aligned16(cos) || !aligned16(sin) || token_stride & 7) return VB_ERROR_ALIGNMENT;
   if (tokens == 0) return 0;
   const unsigned blocks = blocks_of(int64_t(tokens) * (q_heads + kv_heads) * p.units);
-  return dispatch_dtype(dtype, [&](auto t) -> int {
-    return launch_early(rope_and_cache_kernel<decltype(t)>, blocks, kThreads, stream, p);
+  return dispatch_pair(dtype, cache_dtype, [&](auto t, auto c) -> int {
+    return launch_early(rope_and_cache_kernel<decltype(t), decltype(c)>, blocks, kThreads, stream, p);
   });
 }
 
@@ -269,7 +264,7 @@ extern "C" int vb_norm_rope_and_cache(void* qkv, int64_t token_stride, const voi
                                       const float* cos, const float* sin, const int64_t* positions, const int64_t* slots,
                                       void* key_cache, void* value_cache, int64_t page_stride, int64_t slot_stride,
                                       int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim,
-                                      int rotary_half, int block_size, int dtype, void* stream) {
+                                      int rotary_half, int block_size, int dtype, int cache_dtype, void* stream) {
   RopeParams p{qkv, token_stride, cos, sin, positions, slots, key_cache, value_cache, {}, tokens, q_heads, kv_heads, head_dim,
                rotary_half, units_of(head_dim, rotary_half), q_weight, k_weight, eps};
   if (int e = check(tokens, q_heads + kv_heads, head_dim, rotary_half)) return e;
@@ -279,7 +274,7 @@ extern "C" int vb_norm_rope_and_cache(void* qkv, int64_t token_stride, const voi
   if (!aligned16(q_weight) || !aligned16(k_weight)) return VB_ERROR_ALIGNMENT;
   if (tokens == 0) return 0;
   const unsigned blocks = blocks_of(int64_t(tokens) * (q_heads + kv_heads) * p.units);
-  return dispatch_dtype(dtype, [&](auto t) -> int {
-    return launch_early(norm_rope_and_cache_kernel<decltype(t)>, blocks, kThreads, stream, p);
+  return dispatch_pair(dtype, cache_dtype, [&](auto t, auto c) -> int {
+    return launch_early(norm_rope_and_cache_kernel<decltype(t), decltype(c)>, blocks, kThreads, stream, p);
   });
 }

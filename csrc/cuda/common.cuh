@@ -133,39 +133,27 @@ inline int device_info(DeviceInfo* info) {
 
 inline int check_cache(const VbCache& c) {
   if (c.block_size < 16 || (c.block_size & (c.block_size - 1))) return VB_ERROR_BLOCK_SIZE;
-  if (c.dtype != 0 && c.dtype != 1) return VB_ERROR_DTYPE;
+  if (c.dtype != VB_FP16 && c.dtype != VB_BF16 && c.dtype != VB_E4M3) return VB_ERROR_DTYPE;
   if (c.kv_heads < 1) return VB_ERROR_HEADS;
-  if (!aligned16(c.key) || !aligned16(c.value) || (c.page_stride | c.slot_stride | c.head_stride) & 7) return VB_ERROR_ALIGNMENT;
+  const int unit = c.dtype == VB_E4M3 ? 16 : 8;  // elements of 16 bytes
+  if (!aligned16(c.key) || !aligned16(c.value)) return VB_ERROR_ALIGNMENT;
+  if ((c.page_stride | c.slot_stride | c.head_stride) & (unit - 1)) return VB_ERROR_ALIGNMENT;
   return 0;
 }
 
-// Calls f(T{}, std::integral_constant<int, head_dim>) for the element type and head size.
 template <int D>
 struct Int {
   static constexpr int value = D;
 };
 
+// Calls f(T{}) for the element type of activations.
 template <typename F>
 int dispatch_dtype(int dtype, F&& f) {
   switch (dtype) {
-    case 0: return f(__half{});
-    case 1: return f(__nv_bfloat16{});
+    case VB_FP16: return f(__half{});
+    case VB_BF16: return f(__nv_bfloat16{});
   }
   return VB_ERROR_DTYPE;
-}
-
-template <typename F>
-int dispatch(int dtype, int head_dim, F&& f) {
-  return dispatch_dtype(dtype, [&](auto t) {
-    switch (head_dim) {
-      case 64: return f(t, Int<64>{});
-      case 80: return f(t, Int<80>{});
-      case 96: return f(t, Int<96>{});
-      case 128: return f(t, Int<128>{});
-      case 256: return f(t, Int<256>{});
-    }
-    return static_cast<int>(VB_ERROR_HEAD_DIM);
-  });
 }
 
 // Shared memory above 48 KB must be asked for once per kernel and device; asking again is cheap and changes nothing.

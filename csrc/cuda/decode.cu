@@ -3,27 +3,69 @@
 // A block computes its share of the plan for one unit. Its warps take 16-key tiles in turn, each through a ring of its own in
 // shared memory that is filled ahead, into the next requests too: nothing but the end of a request joins the warps. What the
 // warps found is merged through shared memory; parts of a cut request are merged by the block that finishes last.
+//
+// Pages of e4m3 lie in the ring as they are and become float16 in registers: one instruction for two numbers. Queries and
+// probabilities then are of float16 too. A row of bfloat16 queries is multiplied by the power of two that brings its largest
+// number to between 2^14 and 2^15, which float16 holds, and its scores by the inverse.
 #include "decode_plan.cuh"
 
 namespace vb {
 namespace {
 
-template <typename T, int D, int kRows, bool kLarge>
-__global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
-  using S = DecodeShape<D, kRows, kLarge>;
+struct RowScale {
+  float up, down;
+};
+
+// The powers of two for a row of queries, by the largest of their magnitudes.
+__device__ __forceinline__ RowScale row_scale(float largest) {
+  const uint32_t exponent = max(__float_as_uint(largest) >> 23, 15u);
+  return {__uint_as_float((268 - exponent) << 23), __uint_as_float((exponent - 14) << 23)};
+}
+
+template <typename T>
+__device__ __forceinline__ float largest_of(const uint4& v) {
+  const float2 a = Type<T>::unpack(v.x), b = Type<T>::unpack(v.y), c = Type<T>::unpack(v.z), d = Type<T>::unpack(v.w);
+  return fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))),
+               fmaxf(fmaxf(fabsf(c.x), fabsf(c.y)), fmaxf(fabsf(d.x), fabsf(d.y))));
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 scaled_to_half(const uint4& v, float scale) {
+  auto pair = [&](uint32_t w) {
+    const float2 f = Type<T>::unpack(w);
+    return Type<__half>::pack(f.x * scale, f.y * scale);
+  };
+  return make_uint4(pair(v.x), pair(v.y), pair(v.z), pair(v.w));
+}
+
+template <typename T, typename C, int D, int kRows, bool kLarge>
+__global__ void __launch_bounds__(DecodeShape<D, sizeof(C), kRows, kLarge>::kThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeParams p) {
+  using S = DecodeShape<D, sizeof(C), kRows, kLarge>;
+  using P = std::conditional_t<is_e4m3<C>, __half, T>;  // of products
+  constexpr bool kScaled = !std::is_same_v<P, T>;
   constexpr int kWarps = S::kWarps, kThreads = S::kThreads, kStages = S::kStages;
   constexpr int kRowTiles = (kRows + 15) / 16, kHalves = kRows > 8 ? 2 : 1;  // halves: eight rows of a 16-row product
-  constexpr int kChunks = D / 8, kSteps = (D + 31) / 32, kCopies = (kDecodeKeys * kChunks + 31) / 32;
-  // 16-byte chunks of a row trade places so that eight lanes hit all banks: K is read as rows 2 i and 2 i + 1 times four chunks,
-  // V as one chunk of eight rows.
-  constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
-  auto k_place = [](int row, int chunk) { return row * (D * 2) + (chunk ^ (kChunks % 8 ? 0 : (row & 1) << 2)) * 16; };
-  auto v_place = [](int row, int chunk) { return row * (D * 2) + (chunk ^ (row / (8 / kSpread) & (kSpread - 1))) * 16; };
+  constexpr int kChunks = D / 8, kSteps = (D + 31) / 32;  // chunks of eight channels
+  constexpr int kRow = D * sizeof(C), kUnits = kRow / 16, kCopies = (kDecodeKeys * kUnits + 31) / 32;  // units of 16 bytes
+  // Units of a row trade places so that reads of a warp hit all banks: K is read in pieces of eight channels, 16 bytes by eight
+  // lanes as rows 2 i and 2 i + 1 times four pieces, or 8 bytes of e4m3 by 16 lanes as rows 4 i .. 4 i + 3 times four; V is read
+  // as one unit of eight rows.
+  constexpr int kSpread = kUnits % 8 == 0 ? 8 : kUnits % 4 == 0 ? 4 : kUnits % 2 == 0 ? 2 : 1;
+  auto query_place = [](int row, int chunk) { return row * (D * 2) + (chunk ^ (kChunks % 8 ? 0 : (row & 1) << 2)) * 16; };
+  auto k_place = [](int row, int unit) {
+    if constexpr (!is_e4m3<C>) return row * kRow + (unit ^ (kUnits % 8 ? 0 : (row & 1) << 2)) * 16;
+    else if constexpr (kUnits % 8 == 0) return row * kRow + (unit ^ (row & 3) << 1) * 16;
+    else if constexpr (kUnits % 4 == 0) return row * kRow + (unit ^ (row & 2)) * 16;
+    else return row * kRow + unit * 16;
+  };
+  auto v_place = [](int row, int unit) { return row * kRow + (unit ^ (row / (8 / kSpread) & (kSpread - 1))) * 16; };
   extern __shared__ __align__(128) char smem[];
   char* query_smem = smem + kStages * kWarps * 2 * S::kTile;
   float* merge = reinterpret_cast<float*>(query_smem + S::kQuery);
   float2* warp_stats = reinterpret_cast<float2*>(query_smem + S::kQuery + S::kMerge);  // [kWarps][kRows]
   int* arrived = reinterpret_cast<int*>(warp_stats + kWarps * kRows);
+  float* query_scales = reinterpret_cast<float*>(arrived + 4);  // [kRows], where rows are more than eight
 
   const int units = p.work.units, share_index = blockIdx.x / units, unit = blockIdx.x % units;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, q4 = lane & 3;
@@ -61,13 +103,13 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
       const uint32_t to = ring + stage * 2 * S::kTile;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
-        if (kDecodeKeys * kChunks % 32 && row >= kDecodeKeys) break;
+        const int at = i * 32 + lane, row = at / kUnits, unit_of_row = at % kUnits;
+        if (kDecodeKeys * kUnits % 32 && row >= kDecodeKeys) break;
         // What no query sees may never have been written: zeros take its place, since 0 * NaN is NaN.
         const bool seen = key0 + row >= load_span.low && key0 + row <= load_span.high;
-        const int64_t from = offset + row * p.slot_stride + chunk * 8;
-        cp_async16(to + k_place(row, chunk), static_cast<const T*>(p.key) + from, seen);
-        cp_async16(to + S::kTile + v_place(row, chunk), static_cast<const T*>(p.value) + from, seen);
+        const int64_t from = offset + row * p.slot_stride + unit_of_row * (16 / int(sizeof(C)));
+        cp_async16(to + k_place(row, unit_of_row), static_cast<const C*>(p.key) + from, seen);
+        cp_async16(to + S::kTile + v_place(row, unit_of_row), static_cast<const C*>(p.value) + from, seen);
       }
       load_tile += kWarps;
       find_page();
@@ -85,11 +127,21 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
   uint4 held[kRows > 8 ? 1 : kSteps];
   auto fetch_query = [&](const DecodeSpan& span) {
     const int rows = span.queries * heads;
-    if constexpr (kRows > 8) {
+    if constexpr (kRows > 8 && kScaled) {  // a warp takes a row
+      for (int row = warp; row < kRows; row += kWarps) {
+        const uint4 v = row < rows && lane < kChunks ? query_of(span, row, lane) : make_uint4(0, 0, 0, 0);
+        float largest = largest_of<T>(v);
+#pragma unroll
+        for (int w = 16; w; w >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, w));
+        const RowScale scale = row_scale(largest);
+        if (lane < kChunks) *reinterpret_cast<uint4*>(query_smem + query_place(row, lane)) = scaled_to_half<T>(v, scale.up);
+        if (lane == 0) query_scales[row] = scale.down;
+      }
+    } else if constexpr (kRows > 8) {
       for (int i = tid; i < kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
         const uint4 v = row < rows ? query_of(span, row, chunk) : make_uint4(0, 0, 0, 0);
-        *reinterpret_cast<uint4*>(query_smem + k_place(row, chunk)) = v;
+        *reinterpret_cast<uint4*>(query_smem + query_place(row, chunk)) = v;
       }
     } else {
 #pragma unroll
@@ -101,6 +153,10 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
   fetch_query(span);
   if constexpr (kRows > 8) __syncthreads();
 
+  auto key_of = [&](const char* k_tile, int row, int chunk) {  // eight channels
+    const int at = is_e4m3<C> ? k_place(row, chunk / 2) + chunk % 2 * 8 : k_place(row, chunk);
+    return load_eight<P>(reinterpret_cast<const C*>(k_tile + at));
+  };
   int stage = 0;
   for (int request = share.first; request <= share.last; ++request) {
     const int rows = span.queries * heads;
@@ -114,6 +170,21 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
                          : span.queries == 1 ? span.high
                                              : static_cast<int>(p.positions[span.token + row / heads]);
       }
+    float unscaled[kRowTiles][kHalves];  // what the scores of a row are multiplied by
+    if constexpr (kScaled && kRows > 8) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) unscaled[t][h] = query_scales[16 * t + 8 * h + g];
+    } else if constexpr (kScaled) {
+      float largest = 0.f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, largest_of<T>(held[s]));
+      const RowScale scale = row_scale(quad_max(largest));
+      unscaled[0][0] = scale.down;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) held[s] = scaled_to_half<T>(held[s], scale.up);
+    }
     float o[kRowTiles][D / 8][4], m[kRowTiles][kHalves], sum[kRowTiles][kHalves];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
@@ -136,21 +207,21 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
         uint4 kf[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          kf[i] = inside ? *reinterpret_cast<const uint4*>(k_tile + k_place(8 * i + g, 4 * k + q4)) : make_uint4(0, 0, 0, 0);
+          kf[i] = inside ? key_of(k_tile, 8 * i + g, 4 * k + q4) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
           uint4 a = make_uint4(0, 0, 0, 0), b = a;
           if constexpr (kRows <= 8) {
             a = held[k];
           } else if (inside) {
-            a = *reinterpret_cast<const uint4*>(query_smem + k_place(16 * t + g, 4 * k + q4));
-            b = *reinterpret_cast<const uint4*>(query_smem + k_place(16 * t + 8 + g, 4 * k + q4));
+            a = *reinterpret_cast<const uint4*>(query_smem + query_place(16 * t + g, 4 * k + q4));
+            b = *reinterpret_cast<const uint4*>(query_smem + query_place(16 * t + 8 + g, 4 * k + q4));
           }
           const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            mma16816<T>(s[t][i], even, kf[i].x, kf[i].y);
-            mma16816<T>(s[t][i], odd, kf[i].z, kf[i].w);
+            mma16816<P>(s[t][i], even, kf[i].x, kf[i].y);
+            mma16816<P>(s[t][i], odd, kf[i].z, kf[i].w);
           }
         }
       }
@@ -166,6 +237,7 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& v = s[t][i][2 * h + e];
+              if constexpr (kScaled) v *= unscaled[t][h];
               if (8 * i + e > last || 8 * i + e <= before) v = -INFINITY;
               top = fmaxf(top, v);
             }
@@ -178,19 +250,34 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
           for (int i = 0; i < 2; ++i) {
             const float a = exp2_fast(s[t][i][2 * h] * p.scale_log2 - shift), b = exp2_fast(s[t][i][2 * h + 1] * p.scale_log2 - shift);
             sum[t][h] += a + b;
-            prob[t][2 * i + h] = Type<T>::pack(a, b);
+            prob[t][2 * i + h] = Type<P>::pack(a, b);
           }
 #pragma unroll
           for (int j = 0; j < D / 8; ++j) o[t][j][2 * h] *= alpha, o[t][j][2 * h + 1] *= alpha;
         }
 #pragma unroll
-      for (int n = 0; n < D / 16; ++n) {
+      for (int n = 0; n < (kUnits + 1) / 2; ++n) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, v_tile + v_place(lane & 15, 2 * n + (lane >> 4)));
+        ldmatrix_x4_trans(b, v_tile + v_place(lane & 15, min(2 * n + (lane >> 4), kUnits - 1)));
+        if constexpr (is_e4m3<C>) {
+          // A register has channels 2 g and 2 g + 1 of a unit, of keys 2 q4 and 2 q4 + 1: even and odd channels are two products.
 #pragma unroll
-        for (int t = 0; t < kRowTiles; ++t) {
-          mma16816<T>(o[t][2 * n], prob[t], b[0], b[1]);
-          mma16816<T>(o[t][2 * n + 1], prob[t], b[2], b[3]);
+          for (int i = 0; i < 2 && 2 * n + i < kUnits; ++i) {
+            const uint32_t low = __byte_perm(b[2 * i], 0, 0x3120), high = __byte_perm(b[2 * i + 1], 0, 0x3120);
+            const uint32_t even[2] = {half2_of_e4m3(low), half2_of_e4m3(high)};
+            const uint32_t odd[2] = {half2_of_e4m3(low >> 16), half2_of_e4m3(high >> 16)};
+#pragma unroll
+            for (int t = 0; t < kRowTiles; ++t) {
+              mma16816<P>(o[t][4 * n + 2 * i], prob[t], even[0], even[1]);
+              mma16816<P>(o[t][4 * n + 2 * i + 1], prob[t], odd[0], odd[1]);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int t = 0; t < kRowTiles; ++t) {
+            mma16816<P>(o[t][2 * n], prob[t], b[0], b[1]);
+            mma16816<P>(o[t][2 * n + 1], prob[t], b[2], b[3]);
+          }
         }
       }
       __syncwarp();
@@ -230,10 +317,16 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
         if (count <= 0) continue;
         sum[t][h] = quad_sum(sum[t][h]);
         if (q4 == 0) warp_stats[warp * kRows + row0 + g] = make_float2(m[t][h], sum[t][h]);
-        float* mine = merge + (warp * 8 + g) * S::kOutRow + 2 * q4;
+        float* mine = merge + (warp * 8 + g) * S::kOutRow;
 #pragma unroll
-        for (int j = 0; j < D / 8; ++j)
-          *reinterpret_cast<float2*>(mine + 8 * j) = make_float2(o[t][j][2 * h], o[t][j][2 * h + 1]);
+        for (int j = 0; j < D / 8; ++j) {
+          const float x = o[t][j][2 * h], y = o[t][j][2 * h + 1];
+          if constexpr (!is_e4m3<C>) {
+            *reinterpret_cast<float2*>(mine + 8 * j + 2 * q4) = make_float2(x, y);
+          } else if (j % 2 == 0) {  // even channels: x and y are the first and the third of four
+            *reinterpret_cast<float4*>(mine + 8 * j + 4 * q4) = make_float4(x, o[t][j + 1][2 * h], y, o[t][j + 1][2 * h + 1]);
+          }
+        }
         __syncthreads();
         for (int i = tid; i < count * (D / 4); i += kThreads) {
           const int row = i / (D / 4), dim = i % (D / 4) * 4;
@@ -329,10 +422,10 @@ __global__ void __launch_bounds__(DecodeShape<D, kRows, kLarge>::kThreads, 1) de
   }
 }
 
-template <typename T, int D, int kRows, bool kLarge>
+template <typename T, typename C, int D, int kRows, bool kLarge>
 int launch(const DecodeParams& p, cudaStream_t stream) {
-  using S = DecodeShape<D, kRows, kLarge>;
-  auto* kernel = decode_kernel<T, D, kRows, kLarge>;
+  using S = DecodeShape<D, sizeof(C), kRows, kLarge>;
+  auto* kernel = decode_kernel<T, C, D, kRows, kLarge>;
   if (int e = allow_smem(kernel, S::kSmem)) return e;
   kernel<<<p.work.num_shares * p.work.units, S::kThreads, S::kSmem, stream>>>(p);
   return cudaGetLastError();
@@ -340,12 +433,13 @@ int launch(const DecodeParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-int launch_decode(const DecodeParams& p, const VbCache& cache, bool large, cudaStream_t stream) {
-  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+int launch_decode(const DecodeParams& p, int dtype, const VbCache& cache, bool large, cudaStream_t stream) {
+  return dispatch(dtype, cache.dtype, cache.head_dim, [&](auto t, auto c, auto d) -> int {
     using T = decltype(t);
+    using C = decltype(c);
     constexpr int D = decltype(d)::value, kMany = decode_rows(D);
-    if (p.work.rows == 8) return large ? launch<T, D, 8, true>(p, stream) : launch<T, D, 8, false>(p, stream);
-    return large ? launch<T, D, kMany, true>(p, stream) : launch<T, D, kMany, false>(p, stream);
+    if (p.work.rows == 8) return large ? launch<T, C, D, 8, true>(p, stream) : launch<T, C, D, 8, false>(p, stream);
+    return large ? launch<T, C, D, kMany, true>(p, stream) : launch<T, C, D, kMany, false>(p, stream);
   });
 }
 

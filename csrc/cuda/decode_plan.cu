@@ -191,5 +191,5 @@ extern "C" int vb_decode_attention(const VbDecode* a, const VbCache* c, void* st
   p.head_blocks = p.work.units / c->kv_heads;
   p.window = a->window;
   p.scale_log2 = a->scale * kLog2e;
-  return launch_decode(p, *c, is_large(info), static_cast<cudaStream_t>(stream));
+  return launch_decode(p, a->dtype, *c, is_large(info), static_cast<cudaStream_t>(stream));
 }

@@ -5,7 +5,7 @@
 // one unit, so that blocks of neighbouring units read neighbouring bytes at the same time. A request may be cut, so a share
 // has at most two parts of cut requests: its first and its last.
 #pragma once
-#include "common.cuh"
+#include "e4m3.cuh"
 
 namespace vb {
 
@@ -48,16 +48,18 @@ constexpr int decode_rows(int head_dim) { return head_dim == 256 ? 16 : 32; }
 // How a kernel is cut to the shared memory of a chip: an H200's block may have 227 KB, the least of the others 99 KB.
 constexpr int kLargeSmem = 232448, kSmallSmem = 101376;
 
-template <int D, int kRows, bool kLarge>
+template <int D, int kBytes, int kRows, bool kLarge>
 struct DecodeShape {
-  static constexpr int kWarps = (kLarge ? 8 : 4) / (D == 256 ? 2 : 1), kThreads = kWarps * 32;
-  static constexpr int kTile = kDecodeKeys * D * 2;  // bytes of a tile's K or V
+  // Pages of e4m3 have more to compute for each byte: more warps hide it, as far as their registers are there.
+  static constexpr int kWarps = (kLarge ? kBytes == 1 && kRows == 8 ? 12 : 8 : 4) / (D == 256 ? 2 : 1), kThreads = kWarps * 32;
+  static constexpr int kTile = kDecodeKeys * D * kBytes;  // bytes of a tile's K or V; kBytes: of a number in the pages
   static constexpr int kQuery = kRows > 8 ? kRows * D * 2 : 0;  // up to eight rows are held in registers
   static constexpr int kOutRow = D + 8;                         // floats, padded against bank conflicts
   static constexpr int kWarpOut = kWarps * 8 * kOutRow * 4, kFinal = 8 * kMaxShares * 4 + kThreads * 16;
   static constexpr int kMerge = kWarpOut > kFinal ? kWarpOut : kFinal;
   static constexpr int kStats = kWarps * kRows * 8;
-  static constexpr int kFixed = kQuery + kMerge + kStats + 16;
+  static constexpr int kScales = kBytes == 1 && kRows > 8 ? kRows * 4 : 0;
+  static constexpr int kFixed = kQuery + kMerge + kStats + 16 + kScales;
   static constexpr int kFit = ((kLarge ? kLargeSmem : kSmallSmem) - kFixed) / (kWarps * 2 * kTile);
   static constexpr int kStages = kFit > 6 ? 6 : kFit;  // tiles in flight a warp
   static constexpr int kSmem = kFixed + kStages * kWarps * 2 * kTile;
@@ -78,6 +80,6 @@ struct DecodeParams {
   float scale_log2;
 };
 
-int launch_decode(const DecodeParams& p, const VbCache& cache, bool large, cudaStream_t stream);
+int launch_decode(const DecodeParams& p, int dtype, const VbCache& cache, bool large, cudaStream_t stream);
 
 }  // namespace vb

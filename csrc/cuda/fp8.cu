@@ -1,7 +1,5 @@
 // FP8 (e4m3) with one scale a row: the row's largest magnitude becomes 448, the largest e4m3 value. Alone, and fused behind
 // RMSNorm and the gated activation, which round to T first, so that fused and apart give the same bits.
-#include <cuda_fp8.h>
-
 #include "elementwise.cuh"
 
 namespace vb {
@@ -32,12 +30,6 @@ __device__ __forceinline__ float largest_of(const float (&f)[8], float largest) 
 #pragma unroll
   for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(f[j]));
   return largest;
-}
-
-__device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
-  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
-  const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
-  return low | high << 16;
 }
 
 // Scales and writes the row that the block's threads hold; `largest` is over each thread's part.

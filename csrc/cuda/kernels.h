@@ -1,8 +1,9 @@
 // C ABI of the CUDA kernels. No torch headers: plain pointers, sizes and an explicit stream (a cudaStream_t).
 //
 // Every function returns 0, a cudaError_t (positive), or one of the VB_ERROR_* codes below. None allocates, synchronises
-// or reads device memory on the host, so all can be captured into a CUDA graph. Strides are in elements. dtype: 0 = fp16,
-// 1 = bf16. Head sizes of the attention kernels: 64, 80, 96, 128, 256. A paged cache is [num_blocks, block_size, kv_heads,
+// or reads device memory on the host, so all can be captured into a CUDA graph. Strides are in elements. dtype: VB_FP16 or
+// VB_BF16, of what is computed. Pages have that dtype or VB_E4M3, to which numbers are rounded to nearest even, those above
+// 448 to 448. Head sizes of the attention kernels: 64, 80, 96, 128, 256. A paged cache is [num_blocks, block_size, kv_heads,
 // head_dim] with the last dimension contiguous; block_size is a power of two, at least 16.
 #pragma once
 #include <stddef.h>
@@ -24,6 +25,8 @@ enum {
   VB_ERROR_TENSOR_MAP = -8,
   VB_ERROR_SHAPE = -9,
 };
+
+enum { VB_FP16 = 0, VB_BF16 = 1, VB_E4M3 = 3 };
 
 enum { VB_PREFILL_AUTO = 0, VB_PREFILL_MMA = 1, VB_PREFILL_WGMMA = 2 };
 
@@ -47,6 +50,7 @@ typedef struct {
   int32_t block_table_stride, num_tokens, num_requests, q_heads;
   int32_t window;  // 0: none; else a key at position p is seen by a query at t iff t - window < p <= t
   int32_t variant;
+  int32_t dtype;  // of q and out
   float scale;
 } VbPrefill;
 
@@ -69,6 +73,7 @@ typedef struct {
   int64_t q_token_stride, out_token_stride;
   int32_t block_table_stride, num_requests, q_heads, window;
   int32_t max_queries;  // no request has more; at most vb_decode_max_queries
+  int32_t dtype;        // of q and out
   float scale;
 } VbDecode;
 
@@ -84,7 +89,7 @@ int vb_merge_states(const void* out_a, const float* lse_a, const void* out_b, co
 
 // Chunk KV of all layers: k (before RoPE), v [layers, tokens, kv_heads, head_dim] -> pages of key_caches[layer],
 // value_caches[layer] (device arrays of pointers). cos, sin: [tokens, rotary_half] float32 at the target positions.
-// A negative slot is skipped.
+// A negative slot is skipped. dtype: of the chunk and the pages, which may be VB_E4M3.
 int vb_place_chunk(const void* k, const void* v, int64_t layer_stride, int64_t token_stride, const float* cos, const float* sin,
                    void* const* key_caches, void* const* value_caches, const int64_t* slots, int64_t page_stride,
                    int64_t slot_stride, int64_t head_stride, int layers, int tokens, int kv_heads, int head_dim, int rotary_half,
@@ -117,31 +122,32 @@ int vb_mean_shift_plan(const void* segments, const int64_t* positions, const int
 // One layer. k (before RoPE), v: what the step has computed, [rows, kv_heads, head_dim]. shift [segments, 2, kv_heads * head_dim]
 // float32 receives strength * mean(computed - stored) of K and of V, added in a fixed order; then stored + shift, K rotated by
 // cos, sin [positions, rotary_half] float32 and cast once, is written to the slots of the tokens that move.
-// tiles: [num_tiles], the segment of each.
+// tiles: [num_tiles], the segment of each. Stored KV has the dtype of the pages.
 int vb_mean_shift(const void* segments, const int32_t* tiles, const int64_t* positions, const int32_t* rows, const int64_t* slots,
                   const void* k, const void* v, const float* cos, const float* sin, float* shift, void* key_cache,
                   void* value_cache, int64_t k_token_stride, int64_t v_token_stride, int64_t page_stride, int64_t slot_stride,
                   int64_t head_stride, int layer, int count, int num_tiles, int kv_heads, int head_dim, int rotary_half,
-                  int block_size, int dtype, void* stream);
+                  int block_size, int dtype, int cache_dtype, void* stream);
 
 // k, v [tokens, kv_heads, head_dim] -> slots. A negative slot is skipped.
 int vb_reshape_and_cache(const void* k, const void* v, int64_t k_token_stride, int64_t v_token_stride, void* key_cache,
                          void* value_cache, const int64_t* slots, int64_t page_stride, int64_t slot_stride, int64_t head_stride,
-                         int tokens, int kv_heads, int head_dim, int block_size, int dtype, void* stream);
+                         int tokens, int kv_heads, int head_dim, int block_size, int dtype, int cache_dtype, void* stream);
 
 // Packed qkv [tokens, (q_heads + 2 * kv_heads) * head_dim]: q is rotated in place, k is rotated into its slot, v is copied
 // into its slot. cos, sin: [max_position, rotary_half] float32 tables, indexed by positions.
 int vb_rope_and_cache(void* qkv, int64_t token_stride, const float* cos, const float* sin, const int64_t* positions,
                       const int64_t* slots, void* key_cache, void* value_cache, int64_t page_stride, int64_t slot_stride,
                       int64_t head_stride, int tokens, int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size,
-                      int dtype, void* stream);
+                      int dtype, int cache_dtype, void* stream);
 
 // As vb_rope_and_cache, with an RMSNorm over each head of q and k before the rotation. Heads are rotated whole, and
 // head_dim / 16 is a power of two. q_weight, k_weight: [head_dim], of the dtype of qkv.
 int vb_norm_rope_and_cache(void* qkv, int64_t token_stride, const void* q_weight, const void* k_weight, float eps,
                            const float* cos, const float* sin, const int64_t* positions, const int64_t* slots, void* key_cache,
                            void* value_cache, int64_t page_stride, int64_t slot_stride, int64_t head_stride, int tokens,
-                           int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size, int dtype, void* stream);
+                           int q_heads, int kv_heads, int head_dim, int rotary_half, int block_size, int dtype, int cache_dtype,
+                           void* stream);
 
 // out = rms_norm(x + residual) * weight and residual += x (residual may be null: out = rms_norm(x) * weight). out may be x.
 int vb_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t tokens, int hidden, float eps, int dtype,
@@ -162,15 +168,15 @@ int vb_silu_and_mul_quantize_fp8(const void* gate_up, const float* row_scales, c
 // deviation[i] = sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32, for t = rows[i], or i where rows is null.
 int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, const int64_t* rows,
                     int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int count, int kv_heads,
-                    int head_dim, int block_size, int dtype, void* stream);
+                    int head_dim, int block_size, int dtype, int cache_dtype, void* stream);
 
 // mass[kv_head][p] += sum over its query heads and the query rows of exp(score - lse) / q_heads, for p < num_keys, one
 // request: added over KV heads it is a key's mass averaged over heads. Heads are apart so that no order of addition varies.
 // q: [rows, q_heads, head_dim]; lse: [rows, q_heads], infinite in rows that do not count; positions: [rows]; block_table: one row;
-// variant: as above.
+// variant: as above. dtype, here and below: of q.
 int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
-                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, int variant, const VbCache* cache,
-                      void* stream);
+                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, int variant, int dtype,
+                      const VbCache* cache, void* stream);
 
 // What the keys of one request receive from the queries q [rows, q_heads, head_dim] at positions [rows]: sums [q_heads, num_keys]
 // = sum over queries of p ^ power (1 or 2), p the softmax probability over keys at most at the position; keys nearer than
@@ -178,7 +184,7 @@ int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, c
 size_t vb_window_workspace_bytes(int rows, int num_keys, int q_heads, int head_dim);
 int vb_window_sums(const void* q, int64_t q_token_stride, const int64_t* positions, const int32_t* block_table, float* sums,
                    void* workspace, size_t workspace_bytes, int rows, int num_keys, int q_heads, int64_t buffer, float scale, int power,
-                   const VbCache* cache, void* stream);
+                   int dtype, const VbCache* cache, void* stream);
 
 // For each row, one KV head of one request: metric[slot] += sum over the group's query heads q [rows, group, head_dim] of
 // p ^ power, p the softmax over the first lengths[row] slots of tables[row], where key_positions[slot] <= query_positions[row] -
@@ -188,7 +194,8 @@ int vb_window_sums(const void* q, int64_t q_token_stride, const int64_t* positio
 int vb_accumulate_splits(int rows, int max_length);
 int vb_accumulate_sums(float* metric, const void* q, int64_t q_row_stride, const int32_t* tables, int64_t table_stride,
                        const int64_t* lengths, const int32_t* key_positions, const int64_t* query_positions, float* stats,
-                       const float* lse, int rows, int splits, int group, int64_t buffer, float scale, int power, const VbCache* cache, void* stream);
+                       const float* lse, int rows, int splits, int group, int64_t buffer, float scale, int power, int dtype,
+                       const VbCache* cache, void* stream);
 
 // The next token of every row of logits. settings [rows, 4]: temperature (0: the first largest logit), log of min_p (-inf: off),
 // top_k (the vocabulary and above: off), top_p (1 and above: off). uniforms [rows] in [0, 1); may be null if no row is random.

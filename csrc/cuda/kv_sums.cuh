@@ -1,12 +1,12 @@
 // Scores of cached keys against rows of queries by mma.sync, with the keys in registers: what the sums of KV-Compress share.
 #pragma once
-#include "common.cuh"
+#include "e4m3.cuh"
 
 namespace vb {
 
-// A warp's span of keys as tensor-core fragments. Channels are contracted in the order that 16-byte loads give, of keys and
-// queries alike: lane (g, q4) has channels 32 s + 8 q4 .. + 7 of key 8 i + g.
-template <typename T, int D>
+// A warp's span of keys, of C in the pages, as tensor-core fragments of T. Channels are contracted in the order that loads of
+// eight give, of keys and queries alike: lane (g, q4) has channels 32 s + 8 q4 .. + 7 of key 8 i + g.
+template <typename T, typename C, int D>
 struct KeySpan {
   static constexpr int kK = (D + 31) / 32, kTiles = D == 256 ? 2 : 4, kKeys = 8 * kTiles;
   uint4 keys[kTiles][kK];
@@ -17,10 +17,10 @@ struct KeySpan {
     const int lane = threadIdx.x & 31, g = lane >> 2, q4 = lane & 3;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const T* from = row_of(min(first + 8 * i + g, end - 1)) + 8 * q4;
+      const C* from = row_of(min(first + 8 * i + g, end - 1)) + 8 * q4;
 #pragma unroll
       for (int s = 0; s < kK; ++s)
-        keys[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+        keys[i][s] = 32 * s + 8 * q4 < D ? load_eight<T>(from + 32 * s) : make_uint4(0, 0, 0, 0);
     }
   }
 

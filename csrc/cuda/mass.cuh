@@ -16,6 +16,6 @@ struct MassParams {
   float scale_log2;
 };
 
-int launch_mass_wgmma(const MassParams& p, const VbCache& cache, cudaStream_t stream);
+int launch_mass_wgmma(const MassParams& p, int dtype, const VbCache& cache, cudaStream_t stream);
 
 }  // namespace vb

@@ -1,9 +1,11 @@
 // Attention mass for Hopper: scores of 64 keys x up to 128 query rows a product, keys in the rows of the accumulators, so that
 // a key's mass is a sum inside one thread and its three neighbours.
 //
-// A block takes one KV head and a run of 128-key tiles, which four producer warps gather into a ring of stages; each of two
+// A block takes one KV head and a run of 128-key tiles, which four producer warps gather (or, of e4m3 pages, read and widen) into
+// a ring of stages; each of two
 // consumer warpgroups takes 64 keys of a tile, and one exponentiates while the other multiplies. Queries beyond 128 rows are
 // further passes over the keys, by the same threads: no order of addition varies.
+#include "e4m3_tile.cuh"
 #include "hopper.cuh"
 #include "mass.cuh"
 #include "tensor_map.cuh"
@@ -24,7 +26,7 @@ struct Shape {
   static_assert(kStages >= 2);
 };
 
-template <typename T, int D, int kRows>
+template <typename T, typename C, int D, int kRows>
 __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, const __grid_constant__ CUtensorMap k_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<D, kRows>;
@@ -40,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
   auto empty = [&](int s) { return bars + (kStages + s) * 8; };
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(full(s), 4);
+      mbarrier_init(full(s), is_e4m3<C> ? kTileLoaders : 4);
       mbarrier_init(empty(s), kConsumers / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
   const int begin = int64_t(tiles) * blockIdx.x / gridDim.x, end = int64_t(tiles) * (blockIdx.x + 1) / gridDim.x;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
-    registers_down<40>();
+    registers_down<is_e4m3<C> ? 72 : 40>();
     // The boxes of a tile are dealt to the lanes of four warps, as in prefill.
     const int warp = threadIdx.x >> 5;
     constexpr int kBoxes = kKeys / kBoxRows, kAll = kBoxes * kChunks;
@@ -73,17 +75,25 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
       };
       int next_page = page_of(begin);
       for (int tile = begin; tile < end; ++tile, ++count) {
-        const int stage = count % kStages, page = next_page;
-        const int token = (tile * kKeys + box * kBoxRows) & ((1 << p.log_block) - 1);
-        next_page = page_of(tile + 1);
-        mbarrier_wait(empty(stage), (count / kStages & 1) ^ 1);
-        if (lane == 0) mbarrier_expect(full(stage), bytes);
-        __syncwarp();
-        if (mine < kAll) tma_load_4d(k_smem + stage * S::kTile + at, &k_map, full(stage), chunk * 64, head, token, page);
+        const int stage = count % kStages;
+        if constexpr (is_e4m3<C>) {
+          const E4m3Pages from{static_cast<const e4m3*>(p.key) + head * p.head_stride, p.block_table, p.page_stride, p.slot_stride,
+                               p.log_block};
+          mbarrier_wait(empty(stage), (count / kStages & 1) ^ 1);
+          load_tile<T, D, kKeys>(smem + S::kQuery + stage * S::kTile, from, tile * kKeys, 0, p.num_keys);
+          mbarrier_arrive(full(stage));
+        } else {
+          const int page = next_page, token = (tile * kKeys + box * kBoxRows) & ((1 << p.log_block) - 1);
+          next_page = page_of(tile + 1);
+          mbarrier_wait(empty(stage), (count / kStages & 1) ^ 1);
+          if (lane == 0) mbarrier_expect(full(stage), bytes);
+          __syncwarp();
+          if (mine < kAll) tma_load_4d(k_smem + stage * S::kTile + at, &k_map, full(stage), chunk * 64, head, token, page);
+        }
       }
     }
   } else {
-    registers_up<232>();
+    registers_up<is_e4m3<C> ? 216 : 232>();
     const int group = warpgroup - 1, thread = threadIdx.x - 128, lane4 = lane & 3;
     const uint64_t q_desc = smem_descriptor(q_smem, 0), k_desc = smem_descriptor(k_smem + group * 64 * 128, 0);
     const int q_heads = p.kv_heads * p.group, row_in_tile = group * 64 + (thread % 128) / 32 * 16 + lane / 4;
@@ -168,17 +178,19 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
 
 }  // namespace
 
-int launch_mass_wgmma(const MassParams& p, const VbCache& cache, cudaStream_t stream) {
-  CUtensorMap k_map;
-  if (int e = encode_map(&k_map, cache.key, cache)) return e;
+int launch_mass_wgmma(const MassParams& p, int dtype, const VbCache& cache, cudaStream_t stream) {
+  CUtensorMap k_map{};
+  if (cache.dtype != VB_E4M3) {
+    if (int e = encode_map(&k_map, cache.key, cache)) return e;
+  }
   DeviceInfo info;
   if (int e = device_info(&info)) return e;
   const int tiles = (p.num_keys + kKeys - 1) / kKeys, share = info.sms / p.kv_heads;
   const dim3 grid(share < 1 ? 1 : share < tiles ? share : tiles, p.kv_heads);
-  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+  return dispatch(dtype, cache.dtype, cache.head_dim, [&](auto t, auto c, auto d) -> int {
     auto launch = [&](auto width) -> int {
       constexpr int kRows = decltype(width)::value, D = decltype(d)::value;
-      auto* kernel = mass_wgmma_kernel<decltype(t), D, kRows>;
+      auto* kernel = mass_wgmma_kernel<decltype(t), decltype(c), D, kRows>;
       if (int e = allow_smem(kernel, Shape<D, kRows>::kSmem)) return e;
       kernel<<<grid, kThreads, Shape<D, kRows>::kSmem, stream>>>(p, k_map);
       return cudaGetLastError();

@@ -69,13 +69,8 @@ constexpr int kSliceUnits = 16;                           // of 8 channels, side
 constexpr int kSumGroups = kSumThreads / kSliceUnits;     // rows at a time
 constexpr int kSliceChannels = kSliceUnits * 8;
 
-__device__ __forceinline__ Vec8 load_once(const void* from) {
-  const uint4 w = __ldcs(static_cast<const uint4*>(from));
-  return Vec8{{w.x, w.y, w.z, w.w}};
-}
-
-// A block takes a slice of the channels of K or of V of a segment.
-template <typename T>
+// A block takes a slice of the channels of K or of V of a segment. What is stored is of C, as the pages are.
+template <typename T, typename C>
 __global__ void __launch_bounds__(kSumThreads) sum_changes_kernel(ShiftParams p) {
   wait_for_previous();
   start_next();
@@ -90,12 +85,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_changes_kernel(ShiftParams p)
   if (channel < channels) {
     const int64_t stride = is_v ? p.v_stride : p.k_stride;
     const T* computed = static_cast<const T*>(is_v ? p.v : p.k) + channel;
-    const T* stored = reinterpret_cast<const T*>(is_v ? s.v : s.k) + p.layer * s.layer_stride + channel;
+    const C* stored = reinterpret_cast<const C*>(is_v ? s.v : s.k) + p.layer * s.layer_stride + channel;
 #pragma unroll 4
     for (int row = first + int(threadIdx.x) / kSliceUnits; row < last; row += kSumGroups) {
       float now[8], then[8];
       to_float<T>(*reinterpret_cast<const Vec8*>(computed + row * stride), now);
-      to_float<T>(load_once(stored + (p.positions[row] - s.position) * s.token_stride), then);
+      to_float<C>(load_once(stored + (p.positions[row] - s.position) * s.token_stride), then);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] += now[i] - then[i];
     }
@@ -127,7 +122,7 @@ __device__ __forceinline__ void load8(float (&to)[8], const float* from) {
 }
 
 // A thread takes one unit of one head, of K or of V, of every fourth token of a tile.
-template <typename T>
+template <typename C>
 __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks) move_kernel(ShiftParams p) {
   const unsigned i = blockIdx.x * kMoveThreads + threadIdx.x;  // the host checks that 32 bits are enough
   const unsigned line = i % p.lines, part = i / p.lines;
@@ -142,9 +137,9 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks) move_kernel(ShiftPa
   const int first = (int(tile) - s.first_tile) * VB_SHIFT_TILE + together;
   const int64_t* slots = p.slots + s.first_token;
   const int64_t stride = s.token_stride;
-  const T* stored = reinterpret_cast<const T*>(is_v ? s.v : s.k) + p.layer * s.layer_stride + head * p.head_dim;
+  const C* stored = reinterpret_cast<const C*>(is_v ? s.v : s.k) + p.layer * s.layer_stride + head * p.head_dim;
   int64_t slot[kTokens];
-  Vec8 a[kTokens], b[kTokens];
+  Eight<C> a[kTokens], b[kTokens];
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
     const int token = first + j * kTogether;
@@ -153,7 +148,7 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks) move_kernel(ShiftPa
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
     if (slot[j] < 0) continue;
-    const T* from = stored + (first + j * kTogether) * stride;
+    const C* from = stored + (first + j * kTogether) * stride;
     a[j] = load_once(from + u.first);
     if (u.second >= 0) b[j] = load_once(from + u.second);
   }
@@ -161,29 +156,29 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks) move_kernel(ShiftPa
   wait_for_previous();
   const int64_t channels = int64_t(p.kv_heads) * p.head_dim;
   const float* shift = p.shift + (2 * segment + is_v) * channels + head * p.head_dim;
-  T* pages = static_cast<T*>(is_v ? p.value : p.key);
+  C* pages = static_cast<C*>(is_v ? p.value : p.key);
   float by_first[8], by_second[8];
   load8(by_first, shift + u.first);
   if (u.second >= 0) load8(by_second, shift + u.second);
 #pragma unroll
   for (int j = 0; j < kTokens; ++j) {
     if (slot[j] < 0) continue;
-    T* to = pages + p.pages.offset(slot[j], head);
+    C* to = pages + p.pages.offset(slot[j], head);
     float x[8], y[8];
-    to_float<T>(a[j], x);
+    to_float<C>(a[j], x);
 #pragma unroll
     for (int d = 0; d < 8; ++d) x[d] += by_first[d];
     if (u.second >= 0) {
-      to_float<T>(b[j], y);
+      to_float<C>(b[j], y);
 #pragma unroll
       for (int d = 0; d < 8; ++d) y[d] += by_second[d];
       if (!is_v) {
         const int64_t at = int64_t(position + first + j * kTogether) * p.rotary_half + u.first;
         rotate(x, y, p.cos + at, p.sin + at);
       }
-      *reinterpret_cast<Vec8*>(to + u.second) = from_float<T>(y);
+      *reinterpret_cast<Eight<C>*>(to + u.second) = from_float<C>(y);
     }
-    *reinterpret_cast<Vec8*>(to + u.first) = from_float<T>(x);
+    *reinterpret_cast<Eight<C>*>(to + u.first) = from_float<C>(x);
   }
 }
 
@@ -207,7 +202,8 @@ extern "C" int vb_mean_shift(const void* segments, const int32_t* tiles, const i
                              const int64_t* slots, const void* k, const void* v, const float* cos, const float* sin, float* shift,
                              void* key_cache, void* value_cache, int64_t k_token_stride, int64_t v_token_stride,
                              int64_t page_stride, int64_t slot_stride, int64_t head_stride, int layer, int count, int num_tiles,
-                             int kv_heads, int head_dim, int rotary_half, int block_size, int dtype, void* stream) {
+                             int kv_heads, int head_dim, int rotary_half, int block_size, int dtype, int cache_dtype,
+                             void* stream) {
   if (head_dim < 8 || head_dim % 8 || rotary_half % 8 || rotary_half < 0 || 2 * rotary_half > head_dim) return VB_ERROR_HEAD_DIM;
   if (layer < 0 || count < 0 || num_tiles < count || kv_heads < 1) return VB_ERROR_SHAPE;
   const unsigned units = units_of(head_dim, rotary_half), lines = kv_heads * units;
@@ -223,9 +219,9 @@ extern "C" int vb_mean_shift(const void* segments, const int32_t* tiles, const i
   if (!aligned16(cos) || !aligned16(sin) || (k_token_stride | v_token_stride) & 7) return VB_ERROR_ALIGNMENT;
   if (count == 0) return 0;
   const unsigned move_blocks = static_cast<unsigned>((moving + kMoveThreads - 1) / kMoveThreads);
-  return dispatch_dtype(dtype, [&](auto t) -> int {
-    using T = decltype(t);
-    if (int e = launch_early(sum_changes_kernel<T>, unsigned(summing), kSumThreads, stream, p)) return e;
-    return launch_early(move_kernel<T>, move_blocks, kMoveThreads, stream, p);
+  return dispatch_pair(dtype, cache_dtype, [&](auto t, auto c) -> int {
+    using C = decltype(c);
+    if (int e = launch_early(sum_changes_kernel<decltype(t), C>, unsigned(summing), kSumThreads, stream, p)) return e;
+    return launch_early(move_kernel<C>, move_blocks, kMoveThreads, stream, p);
   });
 }

@@ -1,7 +1,8 @@
 // Scattered-prefill attention with mma.sync, ldmatrix and cp.async: the path of every chip from sm_80 on without its own.
 //
 // A block computes its items of the plan in turn: 8 warps of 16 rows each. Key tiles are gathered row by row through the block
-// table into padded shared memory (odd multiples of 16 bytes a row: ldmatrix without bank conflicts), two stages deep.
+// table into padded shared memory (odd multiples of 16 bytes a row: ldmatrix without bank conflicts), two stages deep. Pages of
+// e4m3 pass through registers and are widened there, so that only other warps hide how long they take to come.
 #include "prefill_plan.cuh"
 
 namespace vb {
@@ -17,7 +18,7 @@ struct Shape {
   static constexpr int kSmem = 4 * kTile * 2 > kTileRows * kRow * 2 ? 4 * kTile * 2 : kTileRows * kRow * 2;
 };
 
-template <typename T, int D>
+template <typename T, typename C, int D>
 __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams p) {
   using S = Shape<D>;
   constexpr int kKeys = S::kKeys, kRow = S::kRow, kChunks = D / 8;
@@ -58,8 +59,18 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams 
         const int64_t page = valid ? table[key >> p.log_block] : 0;
         const int64_t offset = page * p.page_stride + int64_t(key & block_mask) * p.slot_stride + kv_head * p.head_stride + chunk * 8;
         const int at = row * kRow + chunk * 8;
-        cp_async16(smem_address(k_tile + at), static_cast<const T*>(p.key) + (valid ? offset : 0), valid);
-        cp_async16(smem_address(v_tile + at), static_cast<const T*>(p.value) + (valid ? offset : 0), valid);
+        if constexpr (is_e4m3<C>) {
+          uint4 k = make_uint4(0, 0, 0, 0), v = k;
+          if (valid) {
+            k = load_eight<T>(static_cast<const C*>(p.key) + offset);
+            v = load_eight<T>(static_cast<const C*>(p.value) + offset);
+          }
+          *reinterpret_cast<uint4*>(k_tile + at) = k;
+          *reinterpret_cast<uint4*>(v_tile + at) = v;
+        } else {
+          cp_async16(smem_address(k_tile + at), static_cast<const T*>(p.key) + (valid ? offset : 0), valid);
+          cp_async16(smem_address(v_tile + at), static_cast<const T*>(p.value) + (valid ? offset : 0), valid);
+        }
       }
       cp_async_commit();
     };
@@ -122,10 +133,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams 
 
 int prefill_mma_key_tile(int head_dim) { return head_dim == 256 ? 32 : 64; }
 
-int launch_prefill_mma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream) {
-  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+int launch_prefill_mma(const PrefillParams& p, int dtype, const VbCache& cache, int blocks, cudaStream_t stream) {
+  return dispatch(dtype, cache.dtype, cache.head_dim, [&](auto t, auto c, auto d) -> int {
     constexpr int D = decltype(d)::value;
-    auto* kernel = prefill_mma_kernel<decltype(t), D>;
+    auto* kernel = prefill_mma_kernel<decltype(t), decltype(c), D>;
     if (int e = allow_smem(kernel, Shape<D>::kSmem)) return e;
     kernel<<<blocks, kThreads, Shape<D>::kSmem, stream>>>(p);
     return cudaGetLastError();

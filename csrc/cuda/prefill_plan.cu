@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PlanParams p) {
 int key_tile_of(const VbPrefill& a, const VbCache& c, int variant, int sms) {
   if (variant == VB_PREFILL_MMA) return prefill_mma_key_tile(c.head_dim);
   const int64_t tiles = int64_t(a.num_tokens / queries_per_tile(a.q_heads, c.kv_heads)) * c.kv_heads;
-  return prefill_wgmma_key_tile(c.head_dim, tiles >= 2 * sms);
+  return prefill_wgmma_key_tile(c.head_dim, tiles >= 2 * sms && c.dtype != VB_E4M3);
 }
 
 int check_prefill(const VbPrefill& a, const VbCache& c, int* variant) {
@@ -248,6 +248,6 @@ extern "C" int vb_prefill_attention(const VbPrefill* a, const VbCache* c, void* 
   p.window = a->window;
   p.scale_log2 = a->scale * kLog2e;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (variant == VB_PREFILL_MMA) return launch_prefill_mma(p, *c, info.sms, s);
-  return launch_prefill_wgmma(p, *c, key_tile_of(*a, *c, variant, info.sms), info.sms, s);
+  if (variant == VB_PREFILL_MMA) return launch_prefill_mma(p, a->dtype, *c, info.sms, s);
+  return launch_prefill_wgmma(p, a->dtype, *c, key_tile_of(*a, *c, variant, info.sms), info.sms, s);
 }

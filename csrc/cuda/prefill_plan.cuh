@@ -8,7 +8,7 @@
 //   - else equal shares of all key tiles (as Stream-K does for matrix products; Osama et al., 2023): a tile may be split
 //     over its keys between blocks.
 #pragma once
-#include "common.cuh"
+#include "e4m3.cuh"
 
 namespace vb {
 
@@ -367,8 +367,8 @@ __device__ __forceinline__ void fill(float (&a)[N], float v) {
   for (int i = 0; i < N; ++i) a[i] = v;
 }
 
-int launch_prefill_mma(const PrefillParams& p, const VbCache& cache, int blocks, cudaStream_t stream);
-int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream);
+int launch_prefill_mma(const PrefillParams& p, int dtype, const VbCache& cache, int blocks, cudaStream_t stream);
+int launch_prefill_wgmma(const PrefillParams& p, int dtype, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream);
 int prefill_mma_key_tile(int head_dim);
 int prefill_wgmma_key_tile(int head_dim, bool plenty);
 

@@ -1,8 +1,9 @@
 // Scattered-prefill attention for Hopper: wgmma on tiles that the bulk tensor copy engine gathers page by page.
 //
 // Blocks compute their items of the plan in turn: four producer warps issue the copies (a box of one page and KV head, 64
-// channels wide) into a ring of stages, ahead into the next item; two consumer warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3),
-// each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
+// channels wide), or fill a tile themselves where pages are of e4m3, into a ring of stages, ahead into the next item; two consumer
+// warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3), each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
+#include "e4m3_tile.cuh"
 #include "hopper.cuh"
 #include "prefill_plan.cuh"
 #include "tensor_map.cuh"
@@ -22,9 +23,11 @@ struct Shape {
   static constexpr int kQuery = kTileRows * 128 * kChunks;
   static constexpr int kTile = kKeys * 128 * kChunks;
   static constexpr int kSmem = kQuery + 2 * kStages * kTile + 1024;
+  // Where producers load tiles themselves; 504 in all, two for the consumers.
+  static constexpr int kLoaderRegisters = D == 256 ? 40 : 72, kConsumerRegisters = (504 - kLoaderRegisters) / 2;
 };
 
-template <typename T, int D, int kKeyTile>
+template <typename T, typename C, int D, int kKeyTile>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_wgmma_kernel(PrefillParams p, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -42,8 +45,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto empty_v = [&](int s) { return bars + (3 * kStages + s) * 8; };
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(full_k(s), 4);
-      mbarrier_init(full_v(s), 4);
+      mbarrier_init(full_k(s), is_e4m3<C> ? kTileLoaders : 4);
+      mbarrier_init(full_v(s), is_e4m3<C> ? kTileLoaders : 4);
       mbarrier_init(empty_k(s), kConsumers / 32);
       mbarrier_init(empty_v(s), kConsumers / 32);
     }
@@ -59,8 +62,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto parity_of = [&](int t) { return ((count + t) / kStages) & 1; };
 
   if (warpgroup == 0) {
-    registers_down<24>();
-    {
+    if constexpr (is_e4m3<C>) {
+      registers_down<S::kLoaderRegisters>();
+      for (ItemCursor cursor(p); cursor.next(item);) {
+        const int tiles = item.tile_end - item.tile_begin;
+        const int64_t head = item.kv_head * p.head_stride;
+        const int32_t* table = p.block_tables + int64_t(item.request) * p.block_table_stride;
+        auto fill_tile = [&](const void* cache, char* tile, int t) {
+          const E4m3Pages from{static_cast<const e4m3*>(cache) + head, table, p.page_stride, p.slot_stride, p.log_block};
+          load_tile<T, D, kKeys>(tile, from, (item.tile_begin + t) * kKeys, item.low, item.high);
+        };
+        for (int t = 0; t < tiles; ++t) {
+          const int stage = stage_of(t), parity = parity_of(t);
+          char* k_tile = smem + S::kQuery + stage * S::kTile;
+          mbarrier_wait(empty_k(stage), parity ^ 1);
+          fill_tile(p.key, k_tile, t);
+          mbarrier_arrive(full_k(stage));
+          mbarrier_wait(empty_v(stage), parity ^ 1);
+          fill_tile(p.value, k_tile + kStages * S::kTile, t);
+          mbarrier_arrive(full_v(stage));
+        }
+        count += tiles;
+      }
+    } else {
+      registers_down<24>();
       // The boxes of a tile are dealt to the lanes of four warps: copies of one warp are issued one after another, and one warp
       // alone would be slower than the products.
       const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -96,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    registers_up<240>();
+    registers_up<is_e4m3<C> ? S::kConsumerRegisters : 240>();
     const int group = warpgroup - 1, thread = threadIdx.x - 128, lane = threadIdx.x & 31;
     const uint64_t q_desc = smem_descriptor(q_smem + group * 64 * 128, 0);
     const uint64_t k_desc = smem_descriptor(k_smem, 0);
@@ -152,6 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       auto mask = [&](int t) { mask_scores(s, rows, (item.tile_begin + t) * kKeys, p.window); };
       // Values that no query of the tile sees may never have been written: 0 * NaN must not reach the output.
       auto clear_unseen = [&](int t) {
+        if constexpr (is_e4m3<C>) return;  // they are zeros already
         const int key0 = (item.tile_begin + t) * kKeys;
         if (key0 >= item.low && key0 + kKeys <= item.high) return;
         char* tile = smem + S::kQuery + kStages * S::kTile + stage_of(t) * S::kTile;
@@ -220,23 +246,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-// Longer key tiles spend less on synchronisation; shorter ones divide little work more evenly.
+// Longer key tiles spend less on synchronisation; shorter ones divide little work more evenly, and leave registers to producers
+// that load pages of e4m3 themselves.
 int prefill_wgmma_key_tile(int head_dim, bool plenty) { return head_dim == 256 ? 64 : plenty ? 176 : 128; }
 
-int launch_prefill_wgmma(const PrefillParams& p, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream) {
-  CUtensorMap k_map, v_map;
-  if (int e = encode_map(&k_map, cache.key, cache)) return e;
-  if (int e = encode_map(&v_map, cache.value, cache)) return e;
-  return dispatch(cache.dtype, cache.head_dim, [&](auto t, auto d) -> int {
+int launch_prefill_wgmma(const PrefillParams& p, int dtype, const VbCache& cache, int key_tile, int blocks, cudaStream_t stream) {
+  CUtensorMap k_map{}, v_map{};
+  if (cache.dtype != VB_E4M3) {
+    if (int e = encode_map(&k_map, cache.key, cache)) return e;
+    if (int e = encode_map(&v_map, cache.value, cache)) return e;
+  }
+  return dispatch(dtype, cache.dtype, cache.head_dim, [&](auto t, auto c, auto d) -> int {
     constexpr int D = decltype(d)::value;
     auto launch = [&](auto keys) -> int {
       constexpr int kKeys = decltype(keys)::value, kSmem = Shape<D, kKeys>::kSmem;
-      auto* kernel = prefill_wgmma_kernel<decltype(t), D, kKeys>;
+      auto* kernel = prefill_wgmma_kernel<decltype(t), decltype(c), D, kKeys>;
       if (int e = allow_smem(kernel, kSmem)) return e;
       kernel<<<blocks, kThreads, kSmem, stream>>>(p, k_map, v_map);
       return cudaGetLastError();
     };
     if constexpr (D == 256) return launch(Int<64>{});
+    else if constexpr (is_e4m3<decltype(c)>) return launch(Int<128>{});
     else return key_tile == 176 ? launch(Int<176>{}) : launch(Int<128>{});
   });
 }

@@ -5,9 +5,9 @@
 namespace vb {
 namespace {
 
-template <typename T>
+template <typename T, typename C>
 __global__ void __launch_bounds__(256)
-    kv_deviation_kernel(const T* fresh, int64_t token_stride, const T* cache, const int64_t* slots, const int64_t* rows, Pages pages,
+    kv_deviation_kernel(const T* fresh, int64_t token_stride, const C* cache, const int64_t* slots, const int64_t* rows, Pages pages,
                         float* deviation, int count, int kv_heads, int head_dim) {
   const int index = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x & 31;
   if (index >= count) return;
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(256)
     const int head = i / units, channel = i % units * 8;
     float a[8], b[8];
     to_float<T>(*reinterpret_cast<const Vec8*>(fresh + token * token_stride + head * head_dim + channel), a);
-    to_float<T>(*reinterpret_cast<const Vec8*>(cache + pages.offset(slot, head) + channel), b);
+    to_float<C>(*reinterpret_cast<const Eight<C>*>(cache + pages.offset(slot, head) + channel), b);
 #pragma unroll
     for (int j = 0; j < 8; ++j) total += (a[j] - b[j]) * (a[j] - b[j]);
   }
@@ -33,7 +33,7 @@ constexpr int mass_row_bytes(int head_dim) { return (head_dim * 2 - 64 + 127) / 
 
 // A block takes one KV head and a span of keys, each warp kKeys of them: they stay in registers as tensor-core fragments while
 // the rows (queries x query heads) pass through shared memory. Channels are contracted in the order that 16-byte loads give.
-template <typename T, int D, int kKeys>
+template <typename T, typename C, int D, int kKeys>
 __global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams p) {
   constexpr int kK = (D + 31) / 32, kTiles = kKeys / 8, kRow = mass_row_bytes(D);
   __shared__ __align__(16) char rows_smem[kMassRows * kRow];
@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const int key = min(key0 + 8 * i + g, p.num_keys - 1);
-    const T* from = static_cast<const T*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
+    const C* from = static_cast<const C*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
                     int64_t(key & block_mask) * p.slot_stride + head * p.head_stride + 8 * q4;
 #pragma unroll
     for (int s = 0; s < kK; ++s)
-      kf[i][s] = 32 * s + 8 * q4 < D ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+      kf[i][s] = 32 * s + 8 * q4 < D ? load_eight<T>(from + 32 * s) : make_uint4(0, 0, 0, 0);
   }
   const int window = p.window ? p.window : INT32_MAX;
   const float scale_log2 = p.scale_log2;
@@ -132,17 +132,19 @@ using namespace vb;
 
 extern "C" int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots,
                                const int64_t* rows, int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation,
-                               int count, int kv_heads, int head_dim, int block_size, int dtype, void* stream) {
+                               int count, int kv_heads, int head_dim, int block_size, int dtype, int cache_dtype,
+                               void* stream) {
   Pages pages;
   if (int e = make_pages(&pages, page_stride, slot_stride, head_stride, block_size)) return e;
   if (head_dim < 8 || head_dim % 8) return VB_ERROR_HEAD_DIM;
   if (count < 0 || kv_heads < 1) return VB_ERROR_SHAPE;
-  if (!aligned16(fresh) || !aligned16(cache) || token_stride & 7) return VB_ERROR_ALIGNMENT;
+  if (!aligned16(fresh) || !aligned_eight(cache, cache_dtype) || token_stride & 7) return VB_ERROR_ALIGNMENT;
   if (count == 0) return 0;
-  return dispatch_dtype(dtype, [&](auto t) -> int {
+  return dispatch_pair(dtype, cache_dtype, [&](auto t, auto c) -> int {
     using T = decltype(t);
-    kv_deviation_kernel<T><<<(count + 7) / 8, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(fresh), token_stride, static_cast<const T*>(cache), slots, rows, pages, deviation, count, kv_heads,
+    using C = decltype(c);
+    kv_deviation_kernel<T, C><<<(count + 7) / 8, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const T*>(fresh), token_stride, static_cast<const C*>(cache), slots, rows, pages, deviation, count, kv_heads,
         head_dim);
     return cudaGetLastError();
   });
@@ -150,7 +152,7 @@ extern "C" int vb_kv_deviation(const void* fresh, int64_t token_stride, const vo
 
 extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions,
                                  const int32_t* block_table, float* mass, int rows, int num_keys, int q_heads, int window,
-                                 float scale, int variant, const VbCache* c, void* stream) {
+                                 float scale, int variant, int dtype, const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (q_heads < c->kv_heads || q_heads % c->kv_heads) return VB_ERROR_HEADS;
   if (rows < 0 || num_keys < 0 || window < 0) return VB_ERROR_SHAPE;
@@ -162,11 +164,11 @@ extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const fl
                      floor_log2(c->block_size), c->num_blocks, rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window,
                      scale * kLog2e};
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (chosen == VB_PREFILL_WGMMA) return launch_mass_wgmma(p, *c, s);
-  return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
+  if (chosen == VB_PREFILL_WGMMA) return launch_mass_wgmma(p, dtype, *c, s);
+  return dispatch(dtype, c->dtype, c->head_dim, [&](auto t, auto of_cache, auto d) -> int {
     constexpr int D = decltype(d)::value, kKeys = D == 256 ? 16 : 32;
     const dim3 grid((num_keys + kKeys * kMassWarps - 1) / (kKeys * kMassWarps), c->kv_heads);
-    attention_mass_kernel<decltype(t), D, kKeys><<<grid, kMassThreads, 0, s>>>(p);
+    attention_mass_kernel<decltype(t), decltype(of_cache), D, kKeys><<<grid, kMassThreads, 0, s>>>(p);
     return cudaGetLastError();
   });
 }

@@ -26,9 +26,9 @@ struct WindowParams {
 // Bytes of a row in shared memory: 16-byte reads of two neighbouring rows by eight lanes then hit all banks once.
 constexpr int row_bytes(int head_dim) { return (head_dim * 2 - 64 + 127) / 128 * 128 + 64; }
 
-template <typename T, int D, bool kStats>
+template <typename T, typename C, int D, bool kStats>
 __global__ void __launch_bounds__(kThreads) window_sums_kernel(WindowParams p) {
-  using Span = KeySpan<T, D>;
+  using Span = KeySpan<T, C, D>;
   constexpr int kK = Span::kK, kTiles = Span::kTiles, kRow = row_bytes(D);
   __shared__ __align__(16) char rows_smem[kRows * kRow];
   __shared__ float shifts[kRows];
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) window_sums_kernel(WindowParams p) {
 
   Span span;
   span.load(key0, p.num_keys, [&](int key) {
-    return static_cast<const T*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
+    return static_cast<const C*>(p.key) + int64_t(p.block_table[key >> p.log_block]) * p.page_stride +
            int64_t(key & ((1 << p.log_block) - 1)) * p.slot_stride + kv_head * p.head_stride;
   });
   for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
@@ -155,7 +155,7 @@ extern "C" size_t vb_window_workspace_bytes(int rows, int num_keys, int q_heads,
 
 extern "C" int vb_window_sums(const void* q, int64_t q_token_stride, const int64_t* positions, const int32_t* block_table, float* sums,
                               void* workspace, size_t workspace_bytes, int rows, int num_keys, int q_heads, int64_t buffer, float scale,
-                              int power, const VbCache* c, void* stream) {
+                              int power, int dtype, const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (q_heads < c->kv_heads || q_heads % c->kv_heads || c->kv_heads > 65535) return VB_ERROR_HEADS;
   if (rows < 0 || num_keys < 0 || buffer < 0 || (power != 1 && power != 2)) return VB_ERROR_SHAPE;
@@ -167,17 +167,18 @@ extern "C" int vb_window_sums(const void* q, int64_t q_token_stride, const int64
   const WindowParams p{q, c->key, positions, block_table, stats, reinterpret_cast<float*>(stats + int64_t(chunks) * q_heads * rows),
                        sums, q_token_stride, c->page_stride, c->slot_stride, c->head_stride, buffer, floor_log2(c->block_size), rows,
                        num_keys, q_heads, q_heads / c->kv_heads, power, scale * kLog2e};
-  return dispatch(c->dtype, c->head_dim, [&](auto t, auto d) -> int {
+  return dispatch(dtype, c->dtype, c->head_dim, [&](auto t, auto of_cache, auto d) -> int {
     using T = decltype(t);
+    using C = decltype(of_cache);
     constexpr int D = decltype(d)::value;
-    static_assert(kWarps * KeySpan<T, D>::kKeys == chunk_keys(D));
+    static_assert(kWarps * KeySpan<T, C, D>::kKeys == chunk_keys(D));
     const dim3 grid(chunks, c->kv_heads);
     const cudaStream_t s = static_cast<cudaStream_t>(stream);
-    window_sums_kernel<T, D, true><<<grid, kThreads, 0, s>>>(p);
+    window_sums_kernel<T, C, D, true><<<grid, kThreads, 0, s>>>(p);
     if (const cudaError_t e = cudaGetLastError()) return e;
     window_join_kernel<<<(q_heads * rows + kWarps - 1) / kWarps, kThreads, 0, s>>>(p, keys);
     if (const cudaError_t e = cudaGetLastError()) return e;
-    window_sums_kernel<T, D, false><<<grid, kThreads, 0, s>>>(p);
+    window_sums_kernel<T, C, D, false><<<grid, kThreads, 0, s>>>(p);
     return cudaGetLastError();
   });
 }

@@ -47,6 +47,7 @@ class Kind:
     fix: str
     package: str | None = None
     takes_sinks: bool = False
+    takes_fp8_cache: bool = False
 
 
 class Unusable(RuntimeError):
@@ -66,15 +67,16 @@ def make_backend(
     num_kv_heads: int = 8,
     decode_graphs: bool = False,
     sinks: bool = False,
+    fp8_cache: bool = False,
 ) -> AttentionBackend:
     """Return the backend called `name`; 'auto' is the first of `AUTO` that works here.
 
-    With `sinks` the model has attention sinks. With `decode_graphs` the engine wants to capture decode steps: a line of
-    the log says where the backend cannot be. Raises ValueError for an unknown name or one that does not fit device,
-    dtype, head size or sinks, ImportError for one that is not installed or not built, and RuntimeError for one that
-    does not work: with the reason and what to do.
+    With `sinks` the model has attention sinks, with `fp8_cache` the pages hold e4m3. With `decode_graphs` the engine
+    wants to capture decode steps: a line of the log says where the backend cannot be. Raises ValueError for an unknown
+    name or one that does not fit device, dtype, head size, sinks or pages, ImportError for one that is not installed or
+    not built, and RuntimeError for one that does not work: with the reason and what to do.
     """
-    layout = HeadLayout(device, dtype, num_heads, num_kv_heads, head_dim, sinks)
+    layout = HeadLayout(device, dtype, num_heads, num_kv_heads, head_dim, sinks, fp8_cache)
     backend = KINDS[first_usable(layout)].make(layout) if name == "auto" else _make_named(name, layout)
     if decode_graphs and not backend.capturable_decode:
         logger.info("decoding runs without CUDA graphs: the attention backend %s cannot be captured", backend.name)
@@ -101,7 +103,7 @@ def first_usable(layout: HeadLayout) -> str:
 def _why_not(name: str, layout: HeadLayout) -> str | None:
     """Return why a backend cannot be used, None if it can; log it where its package is missing or broken."""
     kind = KINDS[name]
-    unfit = kind.unfit(layout) or _unfit_for_sinks(kind, layout)
+    unfit = _unfit(kind, layout)
     if unfit is not None:
         return unfit
     try:
@@ -139,7 +141,7 @@ def make_usable(name: str, layout: HeadLayout) -> AttentionBackend:
 
 def _make_named(name: str, layout: HeadLayout) -> AttentionBackend:
     kind = KINDS.find(name)
-    unfit = kind.unfit(layout) or _unfit_for_sinks(kind, layout)
+    unfit = _unfit(kind, layout)
     if unfit is not None:
         raise ValueError(f"attention_backend={name!r} cannot serve this: {unfit}; use 'auto' or 'torch_native'")
     if kind.package is None:  # ours: what they raise says what to do
@@ -158,8 +160,12 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:400]}"
 
 
-def _unfit_for_sinks(kind: Kind, layout: HeadLayout) -> str | None:
-    return "it knows no attention sinks, which this model has" if layout.sinks and not kind.takes_sinks else None
+def _unfit(kind: Kind, layout: HeadLayout) -> str | None:
+    if layout.sinks and not kind.takes_sinks:
+        return kind.unfit(layout) or "it knows no attention sinks, which this model has"
+    if layout.fp8_cache and not kind.takes_fp8_cache:
+        return kind.unfit(layout) or "it reads no FP8 KV cache"
+    return kind.unfit(layout)
 
 
 def _unfit_for_cpu(layout: HeadLayout) -> str | None:
@@ -183,11 +189,13 @@ _BUILT_IN = {
         _unfit_for_cpu,
         "build the CPU kernels with `pip install -e .`",
         takes_sinks=True,
+        takes_fp8_cache=True,
     ),
     "cuda": Kind(
         lambda layout: CUDABackend(),
         lambda layout: _unfit_for_half("the CUDA kernels", layout, cuda_library.HEAD_DIMS),
         "build the CUDA kernels with scripts/build_cuda.sh",
+        takes_fp8_cache=True,
     ),
     "flashinfer": Kind(
         lambda layout: FlashInferBackend(layout.device),
@@ -201,7 +209,13 @@ _BUILT_IN = {
         "install an xformers that was built for this torch and CUDA",
         "xformers",
     ),
-    "torch_native": Kind(lambda layout: TorchNativeBackend(), lambda layout: None, "report this", takes_sinks=True),
+    "torch_native": Kind(
+        lambda layout: TorchNativeBackend(),
+        lambda layout: None,
+        "report this",
+        takes_sinks=True,
+        takes_fp8_cache=True,
+    ),
 }
 KINDS: Registry[Kind] = Registry(
     "attention backend", "attention_backend", _BUILT_IN, aliases={"auto": "the first of AUTO"}

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
+from vllm_blend.ops.e4m3 import E4M3, narrowed
 from vllm_blend.ops.paged_kv import PagedKV
 
 BLOCK_SIZE = 16
@@ -25,6 +26,7 @@ class HeadLayout:
     num_kv_heads: int
     head_dim: int
     sinks: bool = False  # whether steps have `LayerStep.sinks`
+    fp8_cache: bool = False  # whether pages hold e4m3
 
 
 @torch.inference_mode()
@@ -58,4 +60,5 @@ def _step(layout: HeadLayout) -> LayerStep:
         positions, torch.zeros_like(positions), tables.to(layout.device), starts, list(LENGTHS)
     )
     q = draw(len(positions), layout.num_heads, layout.head_dim)
-    return LayerStep(q, PagedKV(draw(*shape), draw(*shape)), metadata, layout.head_dim**-0.5)
+    pages = (narrowed(draw(*shape), E4M3 if layout.fp8_cache else layout.dtype) for _ in "kv")
+    return LayerStep(q, PagedKV(*pages), metadata, layout.head_dim**-0.5)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
-from vllm_blend.ops.e4m3 import widened
+from vllm_blend.ops.e4m3 import gathered, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 QUERY_TILE = 256  # rows: small enough to skip most of the causal upper half, large enough for good products
@@ -45,7 +45,8 @@ def _gather(
     """Return K and V of a request in `dtype` and in order of position, each [seq_len, kv_heads, head_dim]."""
     n, block_size = metadata.seq_lens[request], kv.block_size
     blocks = metadata.block_tables[request, : -(-n // block_size)]
-    return widened(kv.key[blocks].flatten(0, 1)[:n], dtype), widened(kv.value[blocks].flatten(0, 1)[:n], dtype)
+    k, v = (gathered(pages, blocks).flatten(0, 1)[:n] for pages in (kv.key, kv.value))
+    return widened(k, dtype), widened(v, dtype)
 
 
 def _group(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -120,8 +121,9 @@ def _decode(step: LayerStep, requests: list[int], out: torch.Tensor) -> None:
     longest = max(metadata.seq_lens[r] for r in requests)
     index = torch.tensor(requests, device=q.device)
     blocks = metadata.block_tables[index, : -(-longest // kv.block_size)]
-    k = widened(kv.key[blocks].flatten(1, 2)[:, :longest], q.dtype)  # [requests, longest, kv_heads, head_dim], a copy
-    v = widened(kv.value[blocks].flatten(1, 2)[:, :longest], q.dtype)
+    k, v = (  # [requests, longest, kv_heads, head_dim], copies
+        widened(gathered(pages, blocks).flatten(1, 2)[:, :longest], q.dtype) for pages in (kv.key, kv.value)
+    )
     lengths = [metadata.seq_lens[r] for r in requests]
     if min(lengths) < longest:
         # Slots behind a shorter request hold what an earlier request left there. A weight of 0 does not silence a NaN.

@@ -7,7 +7,7 @@ import torch
 from vllm_blend.ops import cpu
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
-from vllm_blend.ops.e4m3 import widened
+from vllm_blend.ops.e4m3 import gathered, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -171,7 +171,7 @@ def attention_mass_reference(
 
 def _keys(cache: torch.Tensor, table: torch.Tensor, n: int) -> torch.Tensor:
     """Return the first n slots of a request, in order of position: [n, kv_heads, head_dim]."""
-    return cache[table[: -(-n // cache.shape[1])]].flatten(0, 1)[:n]
+    return gathered(cache, table[: -(-n // cache.shape[1])]).flatten(0, 1)[:n]
 
 
 def _probabilities(

@@ -10,7 +10,7 @@ import torch
 from vllm_blend.ops import constants, cpu, cuda
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
-from vllm_blend.ops.cuda_library import cache_view, check, expect, rows_of, stream_of
+from vllm_blend.ops.cuda_library import DTYPES, cache_view, check, expect, rows_for, rows_of, stream_of
 from vllm_blend.ops.e4m3 import E4M3, narrowed, widened
 from vllm_blend.ops.layernorm import rms_norm
 from vllm_blend.ops.paged_kv import PagedKV, check_chunks_fit
@@ -31,10 +31,10 @@ def reshape_and_cache(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, slot_mappin
     if cuda.accepts(k, k.shape[2]):
         view = cache_view(kv)
         code = cuda.functions().reshape_and_cache(
-            rows_of(to.Key, k, "k", view.torch_dtype), rows_of(to.Value, v, "v", view.torch_dtype), k.stride(0),
-            v.stride(0), view.key, view.value, expect(to.Slots, slot_mapping, "slot_mapping", torch.int64),
+            rows_for(to.Key, k, "k", view), rows_of(to.Value, v, "v", k.dtype), k.stride(0), v.stride(0),
+            view.key, view.value, expect(to.Slots, slot_mapping, "slot_mapping", torch.int64),
             view.page_stride, view.slot_stride, view.head_stride, k.shape[0], view.kv_heads, view.head_dim,
-            view.block_size, view.dtype, stream_of(k),
+            view.block_size, DTYPES[k.dtype], view.dtype, stream_of(k),
         )  # fmt: skip
         return check("reshape_and_cache", code)
     kernels = kernels_for(k)
@@ -117,7 +117,7 @@ def _rotary_and_cache_cuda(
     view = cache_view(kv)
     if not are_packed(q, k, v):
         q, k, v = torch.cat([q, k, v], 1).split([q_heads, k.shape[1], v.shape[1]], 1)
-    if not (q.dtype == view.torch_dtype and k.shape[1] == view.kv_heads and head_dim == view.head_dim):
+    if not (q.dtype in view.activations and k.shape[1] == view.kv_heads and head_dim == view.head_dim):
         raise ValueError(f"q {tuple(q.shape)} {q.dtype} and {k.shape[1]} KV heads do not fit the cache")
     rows = constants.arange(tokens, q.device)  # the tables are gathered already: token i has row i of them
     if not (
@@ -135,7 +135,7 @@ def _rotary_and_cache_cuda(
     into = (
         to.Cos(cos), to.Sin(sin), to.Positions(rows), to.Slots(slot_mapping), view.key, view.value, view.page_stride,
         view.slot_stride, view.head_stride, tokens, q_heads, view.kv_heads, head_dim, cos.shape[1], view.block_size,
-        view.dtype, stream_of(q),
+        DTYPES[q.dtype], view.dtype, stream_of(q),
     )  # fmt: skip
     if norms is None:
         code = functions.rope_and_cache(qkv, stride, *into)
@@ -167,7 +167,7 @@ def place_chunks(
         return
     if key_cache.shape != value_cache.shape:
         raise ValueError(f"key cache {list(key_cache.shape)} and value cache {list(value_cache.shape)} must be alike")
-    if cuda.accepts(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(
+    if cuda.accepts_pages(key_cache, key_cache.shape[-1], cos.shape[-1]) and all(
         k.dtype == key_cache.dtype for k, _ in chunks
     ):
         keys, values = _layer_pointers(key_cache), _layer_pointers(value_cache)

@@ -16,14 +16,16 @@ import torch
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.c_functions import Float, Int, Int64, Pieces, Stream
 from vllm_blend.ops.cuda_library import (
+    CACHE_DTYPES,
     DTYPES,
     bound,
+    cache_dtype_code,
     check,
-    dtype_code,
     expect,
     is_available,
     stream_of,
 )
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.paged_kv import check_chunks_fit
 
 logger = logging.getLogger(__name__)
@@ -52,27 +54,28 @@ class CUDAFunctions(Protocol):
         k: to.Key, v: to.Value, cos: to.Cos, sin: to.Sin, shift: to.Shift, key_cache: to.KeyCache,
         value_cache: to.ValueCache, k_token_stride: Int64, v_token_stride: Int64, page_stride: Int64,
         slot_stride: Int64, head_stride: Int64, layer: Int, count: Int, num_tiles: Int, kv_heads: Int, head_dim: Int,
-        rotary_half: Int, block_size: Int, dtype: Int, stream: Stream, /,
+        rotary_half: Int, block_size: Int, dtype: Int, cache_dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
     def reshape_and_cache(
         self, k: to.Key, v: to.Value, k_token_stride: Int64, v_token_stride: Int64, key_cache: to.KeyCache,
         value_cache: to.ValueCache, slots: to.Slots, page_stride: Int64, slot_stride: Int64, head_stride: Int64,
-        tokens: Int, kv_heads: Int, head_dim: Int, block_size: Int, dtype: Int, stream: Stream, /,
+        tokens: Int, kv_heads: Int, head_dim: Int, block_size: Int, dtype: Int, cache_dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
     def rope_and_cache(
         self, qkv: to.Query, token_stride: Int64, cos: to.Cos, sin: to.Sin, positions: to.Positions, slots: to.Slots,
         key_cache: to.KeyCache, value_cache: to.ValueCache, page_stride: Int64, slot_stride: Int64, head_stride: Int64,
         tokens: Int, q_heads: Int, kv_heads: Int, head_dim: Int, rotary_half: Int, block_size: Int, dtype: Int,
-        stream: Stream, /,
+        cache_dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
     def norm_rope_and_cache(
         self, qkv: to.Query, token_stride: Int64, q_weight: to.QueryWeight, k_weight: to.KeyWeight, eps: Float,
         cos: to.Cos, sin: to.Sin, positions: to.Positions, slots: to.Slots, key_cache: to.KeyCache,
         value_cache: to.ValueCache, page_stride: Int64, slot_stride: Int64, head_stride: Int64, tokens: Int,
-        q_heads: Int, kv_heads: Int, head_dim: Int, rotary_half: Int, block_size: Int, dtype: Int, stream: Stream, /,
+        q_heads: Int, kv_heads: Int, head_dim: Int, rotary_half: Int, block_size: Int, dtype: Int, cache_dtype: Int,
+        stream: Stream, /,
     ) -> Int: ...
 
     def rms_norm(
@@ -87,7 +90,7 @@ class CUDAFunctions(Protocol):
     def kv_deviation(
         self, fresh: to.Input, token_stride: Int64, cache: to.Cached, slots: to.Slots, rows: to.Rows | None,
         page_stride: Int64, slot_stride: Int64, head_stride: Int64, deviation: to.Deviation, count: Int, kv_heads: Int,
-        head_dim: Int, block_size: Int, dtype: Int, stream: Stream, /,
+        head_dim: Int, block_size: Int, dtype: Int, cache_dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
     def quantize_fp8(
@@ -116,7 +119,22 @@ def accepts(tensor: torch.Tensor, *sizes: int) -> bool:
 
     `sizes`: numbers of channels that a kernel reads in units of 16 bytes, so it takes multiples of 8 only.
     """
-    if not (tensor.is_cuda and tensor.dtype in DTYPES and is_available()):
+    return tensor.dtype in DTYPES and _accepts(tensor, sizes)
+
+
+def accepts_pages(pages: torch.Tensor, *sizes: int) -> bool:
+    """Return the same of pages, or of chunks, which may be of e4m3 too."""
+    return pages.dtype in CACHE_DTYPES and _accepts(pages, sizes)
+
+
+def fit(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Return whether the compiled kernels write K and V of `dtype` to pages of `cache_dtype`, and read those with
+    queries of `dtype`."""
+    return dtype in DTYPES and cache_dtype in (dtype, E4M3)
+
+
+def _accepts(tensor: torch.Tensor, sizes: Sequence[int]) -> bool:
+    if not (tensor.is_cuda and is_available()):
         return False
     for size in sizes:
         if size % 8:
@@ -139,7 +157,8 @@ def place_chunks(
     layer_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Do `ops.place_chunks` over per-layer caches: k (before RoPE), v [layers, tokens, kv_heads, head_dim] of each;
+    """Do `ops.place_chunks` over per-layer caches: k (before RoPE), v [layers, tokens, kv_heads, head_dim] of each, in
+    the dtype of the caches;
     cos, sin [all tokens, rotary_dim / 2] float32 at the target positions; key_pointers, value_pointers [layers] int64:
     the addresses of the layers' caches; layer_cache: any layer's key cache, whose shape and strides all share. Negative
     slots are skipped."""
@@ -152,7 +171,11 @@ def place_chunks(
     values = expect(to.ValueCaches, value_pointers, "value_pointers", torch.int64)
     page_stride, slot_stride, head_stride, _ = layer_cache.stride()
     half, block_size = cos.shape[-1], layer_cache.shape[1]
-    dtype, stream, launch = dtype_code(layer_cache, "layer_cache"), stream_of(layer_cache), functions().place_chunk
+    dtype, stream, launch = (
+        cache_dtype_code(layer_cache, "layer_cache"),
+        stream_of(layer_cache),
+        functions().place_chunk,
+    )
     start = 0
     for k, v in chunks:  # by addresses: a slice of each tensor for each chunk takes longer than the launch
         layers, tokens, kv_heads, head_dim = k.shape

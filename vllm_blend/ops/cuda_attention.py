@@ -16,12 +16,14 @@ import torch
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.c_functions import Arguments, Cache, Float, Int, Int32, Int64, Size, Stream, fields_of
 from vllm_blend.ops.cuda_library import (
+    DTYPES,
     VARIANTS,
     CacheView,
     bound,
     cache_view,
     check,
     expect,
+    rows_for,
     rows_of,
     stream_of,
 )
@@ -47,6 +49,7 @@ class Prefill(Structure):
     q_heads: Int32
     window: Int32
     variant: Int32
+    dtype: Int32
     scale: Float
     _fields_ = fields_of(__annotations__)
 
@@ -69,6 +72,7 @@ class Decode(Structure):
     q_heads: Int32
     window: Int32
     max_queries: Int32
+    dtype: Int32
     scale: Float
     _fields_ = fields_of(__annotations__)
 
@@ -99,7 +103,7 @@ class AttentionFunctions(Protocol):
     def attention_mass(
         self, q: to.Query, q_token_stride: Int64, lse: to.LogSumExp, positions: to.Positions,
         block_table: to.BlockTables, mass: to.Mass, rows: Int, num_keys: Int, q_heads: Int, window: Int, scale: Float,
-        variant: Int, cache: Cache, stream: Stream, /,
+        variant: Int, dtype: Int, cache: Cache, stream: Stream, /,
     ) -> Int: ...
 # fmt: on
 
@@ -206,11 +210,12 @@ def attention(
     view = cache_view(kv)
     if out is None:
         out = torch.empty_like(q)
-    stride, out_stride = q.stride(), out.stride()
+    stride, out_stride, dtype = q.stride(), out.stride(), q.dtype
     dim = view.head_dim
     if not (
         q.shape == out.shape == plan.shape
-        and q.dtype == out.dtype == view.torch_dtype
+        and dtype == out.dtype
+        and dtype in view.activations
         and stride[1] == out_stride[1] == dim
         and stride[2] == out_stride[2] == 1
         and q.is_cuda
@@ -221,7 +226,7 @@ def attention(
     arguments.q, arguments.out = to.Query(q), to.Out(out)
     arguments.lse = None if lse is None else expect(to.LogSumExp, lse, "lse", torch.float32)
     arguments.q_token_stride, arguments.out_token_stride = stride[0], out_stride[0]
-    arguments.scale = scale
+    arguments.dtype, arguments.scale = DTYPES[dtype], scale
     code = plan.function(plan.address, view.address, stream_of(q))
     if code:
         check(plan.name, code)
@@ -233,7 +238,8 @@ def _refuse(q: torch.Tensor, out: torch.Tensor, view: CacheView, plan: Attention
     for tensor, name in ((q, "q"), (out, "out")):
         if tuple(tensor.shape) != plan.shape or plan.shape[2] != view.head_dim:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the plan is for {plan.shape}")
-        rows_of(to.Query, tensor, name, view.torch_dtype)
+    rows_for(to.Query, q, "q", view)
+    rows_of(to.Out, out, "out", q.dtype)
 
 
 def attention_mass(
@@ -255,10 +261,10 @@ def attention_mass(
     """
     view = cache_view(kv)
     code = functions().attention_mass(
-        rows_of(to.Query, q, "q", view.torch_dtype), q.stride(0), expect(to.LogSumExp, lse, "lse", torch.float32),
+        rows_for(to.Query, q, "q", view), q.stride(0), expect(to.LogSumExp, lse, "lse", torch.float32),
         expect(to.Positions, positions, "positions", torch.int64),
         expect(to.BlockTables, block_table, "block_table", torch.int32),
         expect(to.Mass, mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
-        VARIANTS[variant], view.address, stream_of(q),
+        VARIANTS[variant], DTYPES[q.dtype], view.address, stream_of(q),
     )  # fmt: skip
     check("attention_mass", code)

@@ -22,6 +22,7 @@ import torch
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.c_functions import Cache, Int, Int32, Int64, Stream, bind, fields_of
 from vllm_blend.ops.cuda_build import LIBRARY_NAME, build_for, is_built_from, sources_folder
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.paged_kv import PagedKV
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,11 @@ P = TypeVar("P")  # a role of pointers
 LIBRARY_VARIABLE = "VLLM_BLEND_CUDA_LIBRARY"
 HEAD_DIMS = (64, 80, 96, 128, 256)
 VARIANTS = {"auto": 0, "mma": 1, "wgmma": 2}
-DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}  # VB_FP16, VB_BF16: of activations
+CACHE_DTYPES = DTYPES | {E4M3: 3}  # VB_E4M3: of pages and chunks
 _ERRORS = {
     -1: "head_dim is not supported",
-    -2: "the dtype must be float16 or bfloat16",
+    -2: "the dtype must be float16 or bfloat16, and that of the cache the same or float8_e4m3fn",
     -3: "block_size must be a power of two of at least 16",
     -4: "the number of query heads must be a multiple of the number of KV heads",
     -5: "this kernel variant does not run on this GPU",
@@ -61,7 +63,7 @@ class CacheView(Structure):
     _fields_ = fields_of(__annotations__)
 
     address: Cache  # of this structure
-    torch_dtype: torch.dtype
+    activations: tuple[torch.dtype, ...]  # dtypes of the queries that it can be read with, and of K and V to write
 
 
 class VariantFunctions(Protocol):
@@ -179,6 +181,12 @@ def dtype_code(tensor: torch.Tensor, name: str) -> int:
     return DTYPES[tensor.dtype]
 
 
+def cache_dtype_code(tensor: torch.Tensor, name: str) -> int:
+    if tensor.dtype not in CACHE_DTYPES:
+        raise TypeError(f"{name} is {tensor.dtype}, but the CUDA kernels take float16, bfloat16 and float8_e4m3fn")
+    return CACHE_DTYPES[tensor.dtype]
+
+
 def expect(
     role: Callable[[torch.Tensor], P], tensor: torch.Tensor, name: str, dtype: torch.dtype, contiguous: bool = True
 ) -> P:
@@ -200,6 +208,13 @@ def rows_of(role: Callable[[torch.Tensor], P], tensor: torch.Tensor, name: str, 
     return pointer
 
 
+def rows_for(role: Callable[[torch.Tensor], P], tensor: torch.Tensor, name: str, view: CacheView) -> P:
+    """Do as `rows_of` for what a cache is read with, or for what is written to it."""
+    if tensor.dtype not in view.activations:
+        raise TypeError(f"{name} is {tensor.dtype}, but must be {' or '.join(map(str, view.activations))}")
+    return rows_of(role, tensor, name, tensor.dtype)
+
+
 def cache_view(kv: PagedKV) -> CacheView:
     """Return the C view of a layer's cache, kept with it: layers ask for the same few over and over."""
     if kv.cuda_view is None:
@@ -214,6 +229,7 @@ def _make_cache(key: torch.Tensor, value: torch.Tensor) -> CacheView:
     k = expect(to.KeyCache, key, "key cache", key.dtype, False)
     v = expect(to.ValueCache, value, "value cache", key.dtype, False)
     blocks, block_size, kv_heads, head_dim = key.shape
-    view = CacheView(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, dtype_code(key, "key cache"))
-    view.address, view.torch_dtype = Cache(addressof(view)), key.dtype
+    dtype = cache_dtype_code(key, "key cache")
+    view = CacheView(k, v, *key.stride()[:3], blocks, block_size, kv_heads, head_dim, dtype)
+    view.address, view.activations = Cache(addressof(view)), tuple(DTYPES) if key.dtype is E4M3 else (key.dtype,)
     return view

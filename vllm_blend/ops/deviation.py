@@ -6,8 +6,8 @@ import torch
 
 from vllm_blend.ops import cuda
 from vllm_blend.ops import pointers as to
-from vllm_blend.ops.cuda_library import DTYPES, check, expect, rows_of, stream_of
-from vllm_blend.ops.e4m3 import widened
+from vllm_blend.ops.cuda_library import CACHE_DTYPES, DTYPES, check, expect, rows_of, stream_of
+from vllm_blend.ops.e4m3 import gathered, widened
 
 
 def kv_deviation(
@@ -24,7 +24,7 @@ def kv_deviation(
             f"fresh {tuple(fresh.shape)}, slot_mapping {tuple(slot_mapping.shape)} and a cache "
             f"{tuple(cached.shape)} do not fit together"
         )
-    if not (cuda.accepts(fresh, fresh.shape[2]) and cached.dtype == fresh.dtype):
+    if not (cuda.accepts(fresh, fresh.shape[2]) and cuda.fit(fresh.dtype, cached.dtype)):
         return kv_deviation_reference(fresh, cached, slot_mapping, rows)
     rows = None if rows is None else rows.contiguous()
     count = fresh.shape[0] if rows is None else rows.shape[0]
@@ -36,7 +36,7 @@ def kv_deviation(
         expect(to.Slots, slot_mapping, "slot_mapping", torch.int64),
         None if rows is None else expect(to.Rows, rows, "rows", torch.int64), page_stride, slot_stride, head_stride,
         to.Deviation(deviation), count, fresh.shape[1], fresh.shape[2], cached.shape[1], DTYPES[fresh.dtype],
-        stream_of(fresh),
+        CACHE_DTYPES[cached.dtype], stream_of(fresh),
     )  # fmt: skip
     check("kv_deviation", code)
     return deviation
@@ -48,7 +48,7 @@ def kv_deviation_reference(
     """Run the plain torch twin of `kv_deviation`; float64 stays float64."""
     if rows is not None:
         fresh, slot_mapping = fresh[rows], slot_mapping[rows]
-    return squared_distance(fresh, cached.flatten(0, 1)[slot_mapping])
+    return squared_distance(fresh, gathered(cached.flatten(0, 1), slot_mapping))
 
 
 def squared_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 
 from vllm_blend.ops import cuda
 from vllm_blend.ops import pointers as to
-from vllm_blend.ops.cuda_library import cache_view, check, expect, rows_of, stream_of
-from vllm_blend.ops.e4m3 import narrowed, widened
+from vllm_blend.ops.cuda_library import DTYPES, cache_view, check, expect, rows_of, stream_of
+from vllm_blend.ops.e4m3 import as_bytes, narrowed, widened
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.ops.rotary import rotary_embedding
@@ -71,7 +71,7 @@ class ShiftSources:
         self.num_tokens = int(self.first_tokens[-1])
         self.stop = max(each.start + each.num_tokens for each in segments)
         same_dtype = all(each.k.dtype == each.v.dtype == kv.dtype for each in segments)
-        self.is_compiled = same_dtype and cuda.accepts(kv.key, kv.head_dim)
+        self.is_compiled = same_dtype and cuda.accepts_pages(kv.key, kv.head_dim)
         self._copies: list[tuple[ShiftedSegment, torch.Tensor, torch.Tensor]] = []
 
     def copy_layer(self, layer: int) -> None:
@@ -254,19 +254,19 @@ def mean_shift(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} must be alike, with a row for each of {sources.stop} "
             "positions"
         )
-    is_compiled = plan.table is not None and k.dtype == v.dtype == kv.dtype and cuda.accepts(kv.key, cos.shape[-1])
-    if not is_compiled:
+    fits = k.dtype == v.dtype and cuda.fit(k.dtype, kv.dtype)
+    if not (plan.table is not None and fits and cuda.accepts_pages(kv.key, cos.shape[-1])):
         return mean_shift_reference(plan, layer, k, v, cos, sin, kv)
     assert plan.table is not None and plan.shift is not None
     sources.copy_layer(layer)
     view = cache_view(kv)
     code = cuda.functions().mean_shift(
         to.Segments(plan.table), to.Tiles(sources.tiles), to.Positions(plan.positions), to.Rows(plan.rows),
-        to.Slots(plan.slots), rows_of(to.Key, k, "k", kv.dtype), rows_of(to.Value, v, "v", kv.dtype),
+        to.Slots(plan.slots), rows_of(to.Key, k, "k", k.dtype), rows_of(to.Value, v, "v", k.dtype),
         expect(to.Cos, cos, "cos", torch.float32), expect(to.Sin, sin, "sin", torch.float32), to.Shift(plan.shift),
         view.key, view.value, k.stride(0), v.stride(0), view.page_stride, view.slot_stride, view.head_stride, layer,
-        len(sources.segments), len(sources.tiles), kv.kv_heads, kv.head_dim, cos.shape[-1], kv.block_size, view.dtype,
-        stream_of(k),
+        len(sources.segments), len(sources.tiles), kv.kv_heads, kv.head_dim, cos.shape[-1], kv.block_size,
+        DTYPES[k.dtype], view.dtype, stream_of(k),
     )  # fmt: skip
     return check("mean_shift", code)
 
@@ -289,7 +289,8 @@ def mean_shift_reference(
     slots = torch.where(plan.slots >= 0, plan.slots, ~plan.slots)
     where = slots // size, slots % size
     for pages, moved in ((kv.key, keys), (kv.value, values)):
-        pages[where] = torch.where(moves, narrowed(moved, pages.dtype), pages[where])
+        there = as_bytes(pages)
+        there[where] = torch.where(moves, as_bytes(narrowed(moved, pages.dtype)), there[where])
 
 
 def _shifted(plan: MeanShiftPlan, computed: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import CACHE_CODES, DTYPE_CODES, kernels_for, raise_status
 from vllm_blend.ops.cuda_attention import functions
 from vllm_blend.ops.cuda_library import DTYPES, check, expect, stream_of
-from vllm_blend.ops.e4m3 import E4M3, widened
+from vllm_blend.ops.e4m3 import E4M3, gathered, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -91,8 +91,8 @@ def attention_states_reference(
         if m == 0 or n == 0:
             continue
         blocks = block_tables[request, : -(-n // size)]
-        k = widened(kv.key[blocks].flatten(0, 1)[:n], dtype).permute(1, 2, 0)  # [kv_heads, head_dim, n]
-        v = widened(kv.value[blocks].flatten(0, 1)[:n], dtype).transpose(0, 1)
+        k = widened(gathered(kv.key, blocks).flatten(0, 1)[:n], dtype).permute(1, 2, 0)  # [kv_heads, head_dim, n]
+        v = widened(gathered(kv.value, blocks).flatten(0, 1)[:n], dtype).transpose(0, 1)
         grouped = q[rows].to(dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # by KV head
         scores = torch.bmm(grouped, k).mul_(scale).unflatten(1, (m, -1))  # [kv_heads, m, group, n]
         at = positions[rows]

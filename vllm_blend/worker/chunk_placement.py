@@ -24,7 +24,7 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
-from vllm_blend.ops.e4m3 import narrowed, widened
+from vllm_blend.ops.e4m3 import as_bytes, narrowed, widened
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 from vllm_blend.worker.kv_cache import KVCache
@@ -154,8 +154,9 @@ class _Rows:
         if self.key_scales is not None and rotated < keys.shape[-1]:  # the other channels were copied as they are
             rest, size = keys[..., rotated:], keys.shape[2]
             blocks, offsets = self.slots[where] // size, self.slots[where] % size
-            scaled = widened(rest[:, blocks, offsets], torch.float32) * self.key_scales[where, :, None]
-            rest[:, blocks, offsets] = narrowed(scaled, rest.dtype)
+            there = as_bytes(rest)
+            placed = widened(there[:, blocks, offsets].view(rest.dtype), torch.float32)
+            there[:, blocks, offsets] = as_bytes(narrowed(placed * self.key_scales[where, :, None], rest.dtype))
 
 
 class _LayerHook(LayerHook):

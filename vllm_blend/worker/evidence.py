@@ -15,7 +15,7 @@ from vllm_blend.attention.metadata import LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Evidence
 from vllm_blend.ops.deviation import squared_distance
-from vllm_blend.ops.e4m3 import widened
+from vllm_blend.ops.e4m3 import gathered, widened
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads
 
@@ -100,7 +100,8 @@ class LayerEvidence(Evidence):
 
     def _cached(self, cache: torch.Tensor, which: Literal["k", "v"]) -> torch.Tensor:
         """Return the rows' K or V that are reused, in the dtype and units of the model."""
-        return self._unscaled(widened(cache.flatten(0, 1)[self._slots[self._rows]], self._new.v.dtype), which)
+        cached = gathered(cache.flatten(0, 1), self._slots[self._rows])
+        return self._unscaled(widened(cached, self._new.v.dtype), which)
 
     def _unscaled(self, x: torch.Tensor, which: Literal["k", "v"]) -> torch.Tensor:
         return x if self._scales is None else scaled(x, getattr(self._scales, which))

@@ -10,6 +10,7 @@ from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.layers.sampler import Sampler
 from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.ops.e4m3 import as_bytes
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import NOTHING_DRAWN, Drawn
@@ -111,7 +112,7 @@ class ModelRunner:
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of all layers, (from, to) each: everything is read before anything is written."""
         sources, targets = to_device(torch.tensor(copies), self.parts.device).unbind(1)
-        for pages in (self.cache.key, self.cache.value):
+        for pages in (as_bytes(self.cache.key), as_bytes(self.cache.value)):
             pages[:, targets] = pages[:, sources]
 
 

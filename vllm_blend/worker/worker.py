@@ -119,13 +119,14 @@ class Worker:
     def _make_backend(self) -> AttentionBackend:
         heads = (self.shape.head_dim, self.num_heads, self.shape.kv_heads)
         name, size = self.config.attention_backend, self.config.cache.block_size
-        backend = make_backend(name, self.device, self.dtype, *heads, self.wants_graphs, self._has_sinks)
+        pages = (self._has_sinks, self.shape.dtype is E4M3)
+        backend = make_backend(name, self.device, self.dtype, *heads, self.wants_graphs, *pages)
         if size >= backend.smallest_block:
             return backend
         unfit = f"block_size={size}, but {backend.name!r} takes pages of {backend.smallest_block} tokens and more"
         require(name == "auto", f"attention_backend={name!r}: {unfit}; raise block_size, or use 'auto'")
         logger.warning("attention runs in plain torch: %s", unfit)
-        return make_backend("torch_native", self.device, self.dtype, *heads, sinks=self._has_sinks)
+        return make_backend("torch_native", self.device, self.dtype, *heads, False, *pages)
 
     def _measure_scales(self, model: CausalLM) -> None:
         shape, vocab_size = replace(self.shape, dtype=self.dtype), int(self.hf_config.get_text_config().vocab_size)

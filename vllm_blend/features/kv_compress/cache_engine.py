@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.features.kv_compress.moves import CacheMoves, true_at
+from vllm_blend.ops.e4m3 import as_bytes, gathered
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.worker.kv_cache import KVCache, zeros
 
@@ -55,7 +56,7 @@ class CacheEngine:
         token, head, layer = at % n, at // n % kv_heads, at // (n * kv_heads)
         block = block_table.long()[token // block_size]
         row = ((layer * num_blocks + block) * block_size + token % block_size) * kv_heads + head
-        keys, values = (tensor.view(-1, head_dim)[row] for tensor in (self.cache.key, self.cache.value))
+        keys, values = (gathered(tensor.view(-1, head_dim), row) for tensor in (self.cache.key, self.cache.value))
         return Survivors(
             keys,
             values,
@@ -72,7 +73,7 @@ class CacheEngine:
         if slots.is_cpu and int(there.sum()) != count:
             raise RuntimeError(f"{count} KVs do not go into {int(there.sum())} slots")
         target = slots.reshape(-1)[true_at(there, count)]
-        values = (survivors.key, survivors.value, survivors.metric, survivors.position)
+        values = (as_bytes(survivors.key), as_bytes(survivors.value), survivors.metric, survivors.position)
         for tensor, value in zip(self._slots(), values, strict=True):
             tensor[target] = value
 
@@ -96,11 +97,11 @@ class CacheEngine:
                 tensor[moves.target] = tensor[moves.source]
 
     def _slots(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return K, V, metric and position by slot."""
+        """Return K and V, e4m3 as bytes, metric and position by slot."""
         head_dim = self.head_keys.shape[-1]
         return (
-            self.head_keys.view(-1, head_dim),
-            self.head_values.view(-1, head_dim),
+            as_bytes(self.head_keys).view(-1, head_dim),
+            as_bytes(self.head_values).view(-1, head_dim),
             self.metric.view(-1),
             self.position.view(-1),
         )

@@ -9,7 +9,7 @@ import torch
 from vllm_blend.features.kv_compress.cache_engine import CacheEngine
 from vllm_blend.features.kv_compress.metrics import BlockView, EvictionMetric, HeadView
 from vllm_blend.features.kv_compress.state import CompressionState
-from vllm_blend.ops.e4m3 import readable
+from vllm_blend.ops.e4m3 import gathered, readable
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 
@@ -50,8 +50,8 @@ class CompressionMetrics:
                 layer,
                 len(slots),
                 self.scale,
-                readable(keys[at[layer]]),
-                readable(values[at[layer]]),
+                readable(gathered(keys, at[layer])),
+                readable(gathered(values, at[layer])),
                 positions[layer],
                 slots[layer] >= 0,
             )

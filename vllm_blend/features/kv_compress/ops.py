@@ -10,7 +10,7 @@ from vllm_blend.features.kv_compress.sums import KeyRows, SumRule, WindowKeys
 from vllm_blend.ops import cpu
 from vllm_blend.ops.attention import expect
 from vllm_blend.ops.bindings import kernels_for
-from vllm_blend.ops.e4m3 import widened
+from vllm_blend.ops.e4m3 import gathered, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 TILE_ELEMENTS = 1 << 26  # of the largest tensor that a twin makes at a time: 256 MiB in float32
@@ -101,7 +101,7 @@ def window_sums_reference(q: torch.Tensor, kv: PagedKV, keys: WindowKeys, rule: 
     out = torch.zeros(kv_heads, group, n, dtype=dtype, device=q.device)
     if not queries or not n:
         return out.flatten(0, 1)
-    stored = kv.key[block_table[: -(-n // kv.block_size)]].flatten(0, 1)[:n].permute(1, 2, 0)
+    stored = gathered(kv.key, block_table[: -(-n // kv.block_size)]).flatten(0, 1)[:n].permute(1, 2, 0)
     grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * w, head_dim]
     behind = query_positions[:, None] - torch.arange(n, device=q.device)[None]
     hidden, too_near = behind < 0, behind < buffer
@@ -135,7 +135,7 @@ def accumulate_sums_reference(
     for first in range(0, len(q), step):
         at = slice(first, first + step)
         pages = tables[at].long()
-        keys = widened(kv.key[pages].flatten(1, 3), dtype)  # [rows, width * block_size, head_dim]
+        keys = widened(gathered(kv.key, pages).flatten(1, 3), dtype)  # [rows, width * block_size, head_dim]
         scores = torch.bmm(q[at].to(dtype), keys.transpose(1, 2)).mul_(scale)
         held = torch.arange(keys.shape[1], device=q.device)[None] < lengths[at, None]
         scores = scores.masked_fill_(~held[:, None], float("-inf"))

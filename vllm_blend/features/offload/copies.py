@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.features.offload.block_pool import HostBlockPool
+from vllm_blend.ops.e4m3 import as_bytes
 from vllm_blend.ops.host_copy import to_device
 
 
@@ -32,7 +33,7 @@ class BlockCopies(ABC):
     """Copies between `key`, `value` [layers, num_blocks, block_size, kv_heads, head_dim] and a host pool."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, host: HostBlockPool) -> None:
-        self.key, self.value, self.host = key, value, host
+        self.key, self.value, self.on_host = as_bytes(key), as_bytes(value), as_bytes(host.data)
 
     @abstractmethod
     def submit(self, device_blocks: Sequence[int], host_blocks: Sequence[int], to_host: bool) -> Ticket:
@@ -41,7 +42,7 @@ class BlockCopies(ABC):
     def _copy(self, device_blocks: Sequence[int], host_blocks: Sequence[int], to_host: bool) -> None:
         for pages, half in ((self.key, 0), (self.value, 1)):
             for device, host in zip(device_blocks, host_blocks, strict=True):
-                target, source = self.host.data[host, half], pages[:, device]
+                target, source = self.on_host[host, half], pages[:, device]
                 if not to_host:
                     target, source = source, target
                 target.copy_(source)
@@ -112,12 +113,12 @@ class StreamCopies(BlockCopies):
                 both = (self.key[:, index], self.value[:, index])
                 staged = torch.stack([pages.transpose(0, 1) for pages in both], 1)
                 for row, host in zip(staged, host_blocks, strict=True):
-                    self.host.data[host].copy_(row, non_blocking=True)
+                    self.on_host[host].copy_(row, non_blocking=True)
             else:
-                shape = (len(host_blocks), *self.host.data.shape[1:])
+                shape = (len(host_blocks), *self.on_host.shape[1:])
                 staged = torch.empty(shape, dtype=self.key.dtype, device=device)
                 for row, host in zip(staged, host_blocks, strict=True):
-                    row.copy_(self.host.data[host], non_blocking=True)
+                    row.copy_(self.on_host[host], non_blocking=True)
                 self.key.index_copy_(1, index, staged[:, 0].transpose(0, 1))
                 self.value.index_copy_(1, index, staged[:, 1].transpose(0, 1))
             event = torch.cuda.Event()

@@ -10,7 +10,7 @@ import torch
 from vllm_blend.features.offload.digests import KeyDigests
 from vllm_blend.features.offload.predictors import PromotionEvidence, PromotionPredictor
 from vllm_blend.features.offload.residency import Residency
-from vllm_blend.ops.e4m3 import readable
+from vllm_blend.ops.e4m3 import gathered, readable
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 
@@ -149,5 +149,5 @@ class ChunkScorer:
         owner_of = {index: chunk.index for chunk in residency.chunks for index in chunk.blocks}
         owner = [owner_of.get(index, len(residency.chunks)) for index in range(len(blocks))]
         index = to_device(torch.tensor(blocks, dtype=torch.int64), device)
-        keys = readable(torch.stack([self.caches[layer].key[index] for layer in self.layers]))
+        keys = torch.stack([readable(gathered(self.caches[layer].key, index)) for layer in self.layers])
         return KeyDigests.from_keys(keys, to_device(torch.tensor(owner, dtype=torch.int64), device), self.rotary_dim)

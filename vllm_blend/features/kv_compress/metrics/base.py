@@ -19,7 +19,7 @@ import torch
 from vllm_blend.features.kv_compress import ops
 from vllm_blend.features.kv_compress.sums import SumRule, WindowKeys
 from vllm_blend.layers.rotary import RotaryEmbedding
-from vllm_blend.ops.e4m3 import readable
+from vllm_blend.ops.e4m3 import gathered, readable
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -99,7 +99,7 @@ class BlockView(LayerView):
         return ops.window_sums(at.queries, self.kv, keys, SumRule(self.scale, power, buffer))
 
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
-        blocks = cache[self.block_table[: -(-self.n // cache.shape[1])]]
+        blocks = gathered(cache, self.block_table[: -(-self.n // cache.shape[1])])
         return readable(blocks.flatten(0, 1)[: self.n].transpose(0, 1))
 
 
