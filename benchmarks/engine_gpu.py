@@ -37,6 +37,7 @@ FLOOR_PREFILL = {2048: 39.0, 4096: 80.0, 8192: 172.0, 16384: 387.0, 32000: 923.0
 FLOOR_DECODE = {(1, 4096): 3.4, (32, 4096): 7.4, (128, 2048): 11.5}  # ms a step, by batch and context
 READ = 4.2e9  # bytes per ms that an H200 reads
 WEIGHTS_7B = 13.96e9  # bytes of the layers
+KV_BYTES_7B = 2**17  # of a token in bf16
 
 rows: list[tuple[str, ...]] = []
 
@@ -48,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--quantization", help="quantization of the linear layers: fp8")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="of pages and chunks")
     parser.add_argument("--chunk-device", choices=["cuda", "cpu"], default="cuda", help="cpu: also from host memory")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     rng = random.Random(0)
     full: dict[int, float] = {}  # ms of a full prefill, by tokens
     options: dict[str, Any] = {"attention_backend": args.backend, "quantization": args.quantization}
+    options["kv_cache_dtype"] = args.kv_cache_dtype
     if "prefill" in args.only or "decode" in args.only:
         llm = load(MISTRAL_7B, enable_prefix_caching=False, max_num_batched_tokens=32768, max_num_seqs=128, **options)
         if "prefill" in args.only:
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 report(f"full prefill, {n}", full[n], FLOOR_PREFILL.get(n))
         if "decode" in args.only:
             for (batch, context), floor in FLOOR_DECODE.items():
+                if args.kv_cache_dtype == "fp8":  # half of the bytes of K and V are not read
+                    floor -= batch * context * KV_BYTES_7B / 2 / READ
                 report(f"decode step, batch {batch} at {context}", decode(llm, rng, batch, context), floor)
         unload(llm)
     if "blend" in args.only:
@@ -173,10 +178,10 @@ def blend_floor(tokens: int, asked: dict[str, Any]) -> float:
 
 
 def check_kv_bytes(llm: LLM, config: dict[str, Any]) -> None:
-    """Check that a token takes K and V of its layers and heads in bf16, and nothing more."""
+    """Check that a token takes K and V of its layers and heads in the cache's dtype, and nothing more."""
     cache = llm.llm_engine.model_executor.driver_worker.model_runner.cache
     slots = cache.key.shape[1] * cache.key.shape[2]
-    expected = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+    expected = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * cache.key.itemsize
     assert cache.key.nbytes + cache.value.nbytes == slots * expected
     print(f"KV of a token: {expected} bytes", flush=True)
 

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm_blend import ops
 from vllm_blend.ops import cuda_attention
+from vllm_blend.ops.e4m3 import E4M3, gathered, narrowed, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
@@ -52,7 +53,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
-def paged(lengths: list[int], sets: int = 1) -> tuple[list[PagedKV], torch.Tensor]:
+def paged(lengths: list[int], sets: int = 1, cache_dtype: torch.dtype = DTYPE) -> tuple[list[PagedKV], torch.Tensor]:
     """Return `sets` caches of random K and V for requests of these lengths, and their shuffled block tables."""
     blocks = [-(-n // BLOCK) for n in lengths]
     pages = torch.randperm(sum(blocks), device=DEVICE).to(torch.int32).split(blocks)
@@ -60,7 +61,7 @@ def paged(lengths: list[int], sets: int = 1) -> tuple[list[PagedKV], torch.Tenso
     for r, row in enumerate(pages):
         table[r, : len(row)] = row
     shape = (sum(blocks), BLOCK, KV_HEADS, DIM)
-    return [PagedKV(random(*shape), random(*shape)) for _ in range(sets)], table
+    return [PagedKV(*(narrowed(random(*shape), cache_dtype) for _ in "kv")) for _ in range(sets)], table
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -72,18 +73,18 @@ def sampled_error(
     out: torch.Tensor, q: torch.Tensor, cache: PagedKV, table: torch.Tensor, positions: torch.Tensor
 ) -> float:
     """Return the worst relative error of a sample of one request's rows against float64."""
-    k, v = (c[table.long()].flatten(0, 1) for c in (cache.key, cache.value))
+    k, v = (widened(gathered(c, table.long()), torch.float64).flatten(0, 1) for c in (cache.key, cache.value))
     worst = 0.0
     for row in [*range(0, len(q), max(1, len(q) // 24)), len(q) - 1]:
         n = int(positions[row]) + 1
-        scores = torch.einsum("hgd,khd->hgk", q[row].double().view(KV_HEADS, -1, DIM), k[:n].double()) * SCALE
-        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:n].double()).reshape(-1, DIM)
+        scores = torch.einsum("hgd,khd->hgk", q[row].double().view(KV_HEADS, -1, DIM), k[:n]) * SCALE
+        expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:n]).reshape(-1, DIM)
         worst = max(worst, relative(out[row], expected))
     return worst
 
 
-def prefill_case(length: int, ratio: float) -> None:
-    caches, table = paged([length], sets=1 + int(2e8 // (length * KV_HEADS * DIM * 4)))
+def prefill_case(length: int, ratio: float, cache_dtype: torch.dtype = DTYPE) -> None:
+    caches, table = paged([length], 1 + int(2e8 // (length * KV_HEADS * DIM * 4)), cache_dtype)
     count, n = int(length * ratio), len(caches)
     positions = torch.randperm(length, device=DEVICE)[:count].sort().values
     start = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
@@ -108,7 +109,7 @@ def prefill_case(length: int, ratio: float) -> None:
 
     for variant in ("mma", "wgmma"):
         measure(variant)
-    if ratio == 1.0:
+    if ratio == 1.0 and cache_dtype is DTYPE:
         k, v = (
             c[table[0].long()].flatten(0, 1)[:length].transpose(0, 1)[None].contiguous()
             for c in (caches[0].key, caches[0].value)
@@ -126,6 +127,9 @@ def bench_prefill() -> None:
         (4096, 0.15), (4096, 0.08), (8192, 0.15), (32000, 0.15), (32000, 0.08), (4096, 1.0), (32000, 1.0)
     ]:  # fmt: skip
         prefill_case(length, ratio)
+    print(f"pages of {E4M3}")
+    for length, ratio in [(4096, 0.15), (32000, 0.08), (4096, 1.0), (32000, 1.0)]:
+        prefill_case(length, ratio, E4M3)
 
 
 def reading_ms(moved: int) -> float:
@@ -135,10 +139,12 @@ def reading_ms(moved: int) -> float:
     return time_ms(lambda i: pool[i % sets].amax(), max(4, sets))
 
 
-def decode_case(lengths: list[int], heads: int = HEADS, queries: int = 1, name: str = "") -> None:
-    batch, read = len(lengths), 2 * sum(lengths) * KV_HEADS * DIM * 2
+def decode_case(
+    lengths: list[int], heads: int = HEADS, queries: int = 1, name: str = "", cache_dtype: torch.dtype = DTYPE
+) -> None:
+    batch, read = len(lengths), 2 * sum(lengths) * KV_HEADS * DIM * cache_dtype.itemsize
     sets = max(1, min(16, int(4e8 // read) + 1))
-    caches, table = paged(lengths, sets)
+    caches, table = paged(lengths, sets, cache_dtype)
     q = random(batch * queries, heads, DIM)
     positions = torch.tensor([n - queries + i for n in lengths for i in range(queries)], device=DEVICE)
     starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=DEVICE)
@@ -165,11 +171,13 @@ def decode_case(lengths: list[int], heads: int = HEADS, queries: int = 1, name: 
 
 def bench_decode() -> None:
     print("\npaged decode attention, one layer, GB/s of K and V read; beside it torch.amax of as many bytes")
-    for batch, length in [(1, 512), (1, 4096), (8, 4096), (32, 4096), (128, 2048), (1, 32000)]:
-        decode_case([length] * batch)
     generator = torch.Generator().manual_seed(0)
     mix = torch.randint(100, 1600, (256,), generator=generator).tolist()
-    decode_case(mix, 16, name="256 of 100 - 1600, 16/8 heads")
+    for cache_dtype in (DTYPE, E4M3):
+        print(f"pages of {cache_dtype}")
+        for batch, length in [(1, 512), (1, 4096), (8, 4096), (32, 4096), (128, 2048), (1, 32000)]:
+            decode_case([length] * batch, cache_dtype=cache_dtype)
+        decode_case(mix, 16, name="256 of 100 - 1600, 16/8 heads", cache_dtype=cache_dtype)
 
 
 def bench_few() -> None:

@@ -24,7 +24,7 @@ struct Shape {
   static constexpr int kTile = kKeys * 128 * kChunks;
   static constexpr int kSmem = kQuery + 2 * kStages * kTile + 1024;
   // Where producers load tiles themselves; 504 in all, two for the consumers.
-  static constexpr int kLoaderRegisters = D == 256 ? 40 : 72, kConsumerRegisters = (504 - kLoaderRegisters) / 2;
+  static constexpr int kLoaderRegisters = 72, kConsumerRegisters = (504 - kLoaderRegisters) / 2;
 };
 
 template <typename T, typename C, int D, int kKeyTile>

@@ -216,3 +216,17 @@ class TestAuto:
         else:
             assert level == "WARNING"
             assert "flashinfer is left out: flashinfer does not work here: OSError: libcudart.so.12" in line
+
+
+def test_an_fp8_cache_rules_out_backends_that_do_not_read_one(caplog: pytest.LogCaptureFixture) -> None:
+    fp8 = replace(LAYOUT, fp8_cache=True)
+    assert {name for name in KINDS if KINDS[name].takes_fp8_cache} == {"cpu", "cuda", "torch_native"}
+    for name in ("cpu", "torch_native"):
+        make_usable(name, fp8)
+    with pytest.raises(ValueError, match="attention_backend='xformers' cannot serve this: it does not run on cpu"):
+        make_backend("xformers", CPU, torch.float32, 64, 4, 2, fp8_cache=True)
+    for name in ("flashinfer", "xformers"):
+        unfit = registry._unfit(replace(KINDS[name], unfit=lambda layout: None), fp8)
+        assert unfit == "it reads no FP8 KV cache"
+    first_usable.cache_clear()
+    assert first_usable(fp8) == "cpu"

@@ -14,7 +14,7 @@ from tests.ops.paged import DTYPES, ISAS, Problem, assert_near, build, kernels, 
 from vllm_blend import ops
 from vllm_blend.features.kv_compress.ops import accumulate_sums, window_sums
 from vllm_blend.ops.attention import attention_mass_reference, paged_attention_reference
-from vllm_blend.ops.e4m3 import E4M3, narrowed, widened
+from vllm_blend.ops.e4m3 import E4M3, as_bytes, gathered, narrowed, widened
 from vllm_blend.ops.paged_kv import PagedKV
 from vllm_blend.ops.states import attention_states_reference
 
@@ -42,6 +42,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_every_number_is_widened_as_torch_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(widened(EVERY, dtype), EVERY.to(dtype), rtol=0, atol=0, equal_nan=True)
     assert same(narrowed(EVERY.to(dtype), E4M3)[EVERY.float().isfinite()], EVERY[EVERY.float().isfinite()])
+
+
+def test_rows_are_gathered_bit_by_bit() -> None:
+    pages = EVERY.view(8, 4, 2, 4)
+    index = torch.tensor([[5, 0], [3, 3]])
+    assert gathered(pages, index).dtype is E4M3
+    assert torch.equal(as_bytes(gathered(pages, index)), torch.arange(256, dtype=torch.uint8).view(8, 4, 2, 4)[index])
+    strided = pages[:, :, 1]
+    assert torch.equal(as_bytes(gathered(strided, index)), as_bytes(pages)[index][..., 1, :])
+    floats = pages.float()
+    assert as_bytes(floats) is floats and torch.equal(gathered(floats, index).nan_to_num(), floats[index].nan_to_num())
 
 
 def test_what_is_too_large_becomes_the_largest_number() -> None:

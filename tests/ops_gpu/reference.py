@@ -8,6 +8,7 @@ from functools import cached_property
 import pytest
 import torch
 
+from vllm_blend.ops.e4m3 import gathered, narrowed, widened
 from vllm_blend.ops.paged_kv import PagedKV
 
 DEVICE = "cuda"
@@ -49,8 +50,10 @@ def make_problem(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    cache_dtype: torch.dtype | None = None,
 ) -> Problem:
-    """Requests of these lengths with these numbers of query tokens at random positions."""
+    """Requests of these lengths with these numbers of query tokens at random positions. The cache is of `dtype` unless
+    said otherwise."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-n // block_size) for n in lengths]
     total = sum(blocks) + 3
@@ -68,8 +71,7 @@ def make_problem(
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     return Problem(
         q.to(DEVICE, dtype),
-        key.to(DEVICE, dtype),
-        value.to(DEVICE, dtype),
+        *(narrowed(cache.to(DEVICE), cache_dtype or dtype) for cache in (key, value)),
         torch.cat(positions).to(DEVICE),
         start.to(DEVICE),
         tables.to(DEVICE),
@@ -80,7 +82,8 @@ def make_problem(
 def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` slots of a request, in order, as float64."""
     block_size = cache.shape[1]
-    return cache[table[: -(-length // block_size)].long()].flatten(0, 1)[:length].double()
+    rows = gathered(cache, table[: -(-length // block_size)].long()).flatten(0, 1)[:length]
+    return widened(rows, torch.float64)
 
 
 def probabilities(
