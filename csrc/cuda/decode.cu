@@ -5,38 +5,11 @@
 // warps found is merged through shared memory; parts of a cut request are merged by the block that finishes last.
 //
 // Pages of e4m3 lie in the ring as they are and become float16 in registers: one instruction for two numbers. Queries and
-// probabilities then are of float16 too. A row of bfloat16 queries is multiplied by the power of two that brings its largest
-// number to between 2^14 and 2^15, which float16 holds, and its scores by the inverse.
+// probabilities then are of float16 too, and queries of bfloat16 are brought into its range row by row.
 #include "decode_plan.cuh"
 
 namespace vb {
 namespace {
-
-struct RowScale {
-  float up, down;
-};
-
-// The powers of two for a row of queries, by the largest of their magnitudes.
-__device__ __forceinline__ RowScale row_scale(float largest) {
-  const uint32_t exponent = max(__float_as_uint(largest) >> 23, 15u);
-  return {__uint_as_float((268 - exponent) << 23), __uint_as_float((exponent - 14) << 23)};
-}
-
-template <typename T>
-__device__ __forceinline__ float largest_of(const uint4& v) {
-  const float2 a = Type<T>::unpack(v.x), b = Type<T>::unpack(v.y), c = Type<T>::unpack(v.z), d = Type<T>::unpack(v.w);
-  return fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))),
-               fmaxf(fmaxf(fabsf(c.x), fabsf(c.y)), fmaxf(fabsf(d.x), fabsf(d.y))));
-}
-
-template <typename T>
-__device__ __forceinline__ uint4 scaled_to_half(const uint4& v, float scale) {
-  auto pair = [&](uint32_t w) {
-    const float2 f = Type<T>::unpack(w);
-    return Type<__half>::pack(f.x * scale, f.y * scale);
-  };
-  return make_uint4(pair(v.x), pair(v.y), pair(v.z), pair(v.w));
-}
 
 template <typename T, typename C, int D, int kRows, bool kLarge>
 __global__ void __launch_bounds__(DecodeShape<D, sizeof(C), kRows, kLarge>::kThreads, 1)
@@ -130,7 +103,7 @@ __global__ void __launch_bounds__(DecodeShape<D, sizeof(C), kRows, kLarge>::kThr
     if constexpr (kRows > 8 && kScaled) {  // a warp takes a row
       for (int row = warp; row < kRows; row += kWarps) {
         const uint4 v = row < rows && lane < kChunks ? query_of(span, row, lane) : make_uint4(0, 0, 0, 0);
-        float largest = largest_of<T>(v);
+        float largest = largest_magnitude<T>(v);
 #pragma unroll
         for (int w = 16; w; w >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, w));
         const RowScale scale = row_scale(largest);
@@ -179,7 +152,7 @@ __global__ void __launch_bounds__(DecodeShape<D, sizeof(C), kRows, kLarge>::kThr
     } else if constexpr (kScaled) {
       float largest = 0.f;
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, largest_of<T>(held[s]));
+      for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, largest_magnitude<T>(held[s]));
       const RowScale scale = row_scale(quad_max(largest));
       unscaled[0][0] = scale.down;
 #pragma unroll

@@ -60,6 +60,34 @@ __device__ __forceinline__ uint4 load_eight(const C* from) {
   }
 }
 
+// Queries of T that meet e4m3 in float16: a row is multiplied by the power of two that brings its largest number to between 2^14
+// and 2^15, which float16 holds, and its scores by the inverse.
+struct RowScale {
+  float up, down;
+};
+
+// By the largest magnitude in the row.
+__device__ __forceinline__ RowScale row_scale(float largest) {
+  const uint32_t exponent = max(__float_as_uint(largest) >> 23, 15u);
+  return {__uint_as_float((268 - exponent) << 23), __uint_as_float((exponent - 14) << 23)};
+}
+
+template <typename T>
+__device__ __forceinline__ float largest_magnitude(const uint4& v) {
+  const float2 a = Type<T>::unpack(v.x), b = Type<T>::unpack(v.y), c = Type<T>::unpack(v.z), d = Type<T>::unpack(v.w);
+  return fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))),
+               fmaxf(fmaxf(fabsf(c.x), fabsf(c.y)), fmaxf(fabsf(d.x), fabsf(d.y))));
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 scaled_to_half(const uint4& v, float scale) {
+  auto pair = [&](uint32_t w) {
+    const float2 f = Type<T>::unpack(w);
+    return Type<__half>::pack(f.x * scale, f.y * scale);
+  };
+  return make_uint4(pair(v.x), pair(v.y), pair(v.z), pair(v.w));
+}
+
 // Rounded to nearest even; what is larger than 448 becomes 448.
 __device__ __forceinline__ uint32_t e4m3x4(float a, float b, float c, float d) {
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);

@@ -1,10 +1,9 @@
 // Attention mass for Hopper: scores of 64 keys x up to 128 query rows a product, keys in the rows of the accumulators, so that
 // a key's mass is a sum inside one thread and its three neighbours.
 //
-// A block takes one KV head and a run of 128-key tiles, which four producer warps gather (or, of e4m3 pages, read and widen) into
-// a ring of stages; each of two
-// consumer warpgroups takes 64 keys of a tile, and one exponentiates while the other multiplies. Queries beyond 128 rows are
-// further passes over the keys, by the same threads: no order of addition varies.
+// A block takes one KV head and a run of 128-key tiles, which four producer warps gather into a ring of stages (of e4m3 pages they
+// read and widen them); each of two consumer warpgroups takes 64 keys of a tile, and one exponentiates while the other multiplies.
+// Queries beyond 128 rows are further passes over the keys, by the same threads: no order of addition varies.
 #include "e4m3_tile.cuh"
 #include "hopper.cuh"
 #include "mass.cuh"

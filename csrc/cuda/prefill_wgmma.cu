@@ -2,7 +2,8 @@
 //
 // Blocks compute their items of the plan in turn: four producer warps issue the copies (a box of one page and KV head, 64
 // channels wide), or fill a tile themselves where pages are of e4m3, into a ring of stages, ahead into the next item; two consumer
-// warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3), each overlaps the softmax of a key tile with the product of the tile before, and the two take turns on the tensor cores.
+// warpgroups hold 64 rows each. As in FlashAttention-3 (Shah et al., 2024, section 3), each overlaps the softmax of a key tile with
+// the product of the tile before, and the two take turns on the tensor cores.
 #include "e4m3_tile.cuh"
 #include "hopper.cuh"
 #include "prefill_plan.cuh"
