@@ -71,7 +71,8 @@ def make_problem(
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     return Problem(
         q.to(DEVICE, dtype),
-        *(narrowed(cache.to(DEVICE), cache_dtype or dtype) for cache in (key, value)),
+        narrowed(key.to(DEVICE), cache_dtype or dtype),
+        narrowed(value.to(DEVICE), cache_dtype or dtype),
         torch.cat(positions).to(DEVICE),
         start.to(DEVICE),
         tables.to(DEVICE),
