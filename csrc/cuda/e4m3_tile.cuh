@@ -23,16 +23,20 @@ __device__ __forceinline__ void load_tile(char* tile, const E4m3Pages& from, int
   const int thread = threadIdx.x % kTileLoaders, block_mask = (1 << from.log_block) - 1;
 #pragma unroll 1
   for (int i0 = thread; i0 < kAll; i0 += kAhead * kTileLoaders) {
+    int pages[kAhead];  // negative: zeros
     uint2 v[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead && j < kEach; ++j) {
       const int i = i0 + j * kTileLoaders, key = key0 + i / kChunks;
+      pages[j] = i < kAll && key >= low && key < high ? from.table[key >> from.log_block] : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead && j < kEach; ++j) {
+      const int i = i0 + j * kTileLoaders, key = key0 + i / kChunks;
       v[j] = make_uint2(0, 0);
-      if (i < kAll && key >= low && key < high) {
-        const int64_t page = from.table[key >> from.log_block];
-        v[j] = *reinterpret_cast<const uint2*>(from.pages + page * from.page_stride + (key & block_mask) * from.slot_stride +
+      if (pages[j] >= 0)
+        v[j] = *reinterpret_cast<const uint2*>(from.pages + pages[j] * from.page_stride + (key & block_mask) * from.slot_stride +
                                                i % kChunks * 8);
-      }
     }
 #pragma unroll
     for (int j = 0; j < kAhead && j < kEach; ++j) {
