@@ -15,10 +15,14 @@ struct E4m3Pages {  // of one head and one request
   int log_block;
 };
 
+__device__ __forceinline__ void store_shared16(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // Rows of 64 channels, 128 bytes with 128-byte swizzle, one after another; a column of these after the other. Keys outside
 // [low, high) are zeros, since what no query sees may never have been written.
 template <typename T, int D, int kKeys>
-__device__ __forceinline__ void load_tile(char* tile, const E4m3Pages& from, int key0, int low, int high) {
+__device__ __forceinline__ void load_tile(uint32_t tile, const E4m3Pages& from, int key0, int low, int high) {
   constexpr int kChunks = D / 8, kAll = kKeys * kChunks, kEach = (kAll + kTileLoaders - 1) / kTileLoaders, kAhead = 8;
   const int thread = threadIdx.x % kTileLoaders, block_mask = (1 << from.log_block) - 1;
 #pragma unroll 1
@@ -41,9 +45,8 @@ __device__ __forceinline__ void load_tile(char* tile, const E4m3Pages& from, int
 #pragma unroll
     for (int j = 0; j < kAhead && j < kEach; ++j) {
       const int i = i0 + j * kTileLoaders, row = i / kChunks, chunk = i % kChunks;
-      if (i < kAll)
-        *reinterpret_cast<uint4*>(tile + chunk / 8 * (kKeys * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4)) =
-            eight_of_e4m3<T>(v[j]);
+      const uint32_t at = tile + chunk / 8 * (kKeys * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+      if (i < kAll) store_shared16(at, eight_of_e4m3<T>(v[j]));
     }
   }
   fence_async_proxy();

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
           const E4m3Pages from{static_cast<const e4m3*>(p.key) + head * p.head_stride, p.block_table, p.page_stride, p.slot_stride,
                                p.log_block};
           mbarrier_wait(empty(stage), (count / kStages & 1) ^ 1);
-          load_tile<T, D, kKeys>(smem + S::kQuery + stage * S::kTile, from, tile * kKeys, 0, p.num_keys);
+          load_tile<T, D, kKeys>(k_smem + stage * S::kTile, from, tile * kKeys, 0, p.num_keys);
           mbarrier_arrive(full(stage));
         } else {
           const int page = next_page, token = (tile * kKeys + box * kBoxRows) & ((1 << p.log_block) - 1);

@@ -69,18 +69,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int tiles = item.tile_end - item.tile_begin;
         const int64_t head = item.kv_head * p.head_stride;
         const int32_t* table = p.block_tables + int64_t(item.request) * p.block_table_stride;
-        auto fill_tile = [&](const void* cache, char* tile, int t) {
+        auto fill_tile = [&](const void* cache, uint32_t tile, int t) {
           const E4m3Pages from{static_cast<const e4m3*>(cache) + head, table, p.page_stride, p.slot_stride, p.log_block};
           load_tile<T, D, kKeys>(tile, from, (item.tile_begin + t) * kKeys, item.low, item.high);
         };
         for (int t = 0; t < tiles; ++t) {
           const int stage = stage_of(t), parity = parity_of(t);
-          char* k_tile = smem + S::kQuery + stage * S::kTile;
           mbarrier_wait(empty_k(stage), parity ^ 1);
-          fill_tile(p.key, k_tile, t);
+          fill_tile(p.key, k_smem + stage * S::kTile, t);
           mbarrier_arrive(full_k(stage));
           mbarrier_wait(empty_v(stage), parity ^ 1);
-          fill_tile(p.value, k_tile + kStages * S::kTile, t);
+          fill_tile(p.value, v_smem + stage * S::kTile, t);
           mbarrier_arrive(full_v(stage));
         }
         count += tiles;
