@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from vllm_blend.checks import at_least, not_empty
+from vllm_blend.checks import at_least, describe, not_empty
 from vllm_blend.options import OptionGroup, option
 from vllm_blend.options_page import options_page
 
@@ -72,3 +73,15 @@ def test_the_page_of_options_is_that_of_the_declarations() -> None:
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == options_page(), (
         "run python -m vllm_blend.options_page > docs/options.md"
     )
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (list[int] | None, "a list of whole numbers or None"),
+        (dict[str, Any] | Inner | None, "a dict with strings as keys, a Inner or None"),
+        (str | torch.dtype, "a string or a torch.dtype"),
+    ],
+)
+def test_types_are_described_in_words(hint: Any, text: str) -> None:
+    assert describe(hint) == text

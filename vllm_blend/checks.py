@@ -12,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vllm_blend.urls import redact_repr
 
+_PLURALS = {int: "whole numbers", float: "finite numbers", str: "strings"}  # of types of entries and keys
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds."""
@@ -91,17 +93,19 @@ def describe(hint: Any) -> str:
     """Return what to write for an option of the type `hint`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(map(describe, arguments))
+        *first, last = map(describe, arguments)
+        return f"{', '.join(first)} or {last}"
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is list:
-        return f"a list of which each entry is {describe(arguments[0])}"
+        return f"a list of {_PLURALS[arguments[0]]}"
     if origin is dict:
-        return f"a dict of which each key is {describe(arguments[0])}"
+        return f"a dict with {_PLURALS[arguments[0]]} as keys"
     if origin is Callable:
         return "a function"
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string", NoneType: "None"}
-    return names.get(hint) or f"a {hint.__module__}.{hint.__qualname__}"
+    module = "" if "." in hint.__module__ else f"{hint.__module__}."  # as users write it: torch.dtype, KVEventsConfig
+    return names.get(hint) or f"a {module}{hint.__qualname__}"
 
 
 def positive(name: str, value: Any) -> None:

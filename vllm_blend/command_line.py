@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from vllm_blend.options import Option, OptionGroup
 
 BAD_INPUT = 2  # argparse's exit status, too
+_METAVARS = {int: "N", float: "X"}  # what the help shows for a value of a type; TEXT for any other
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -27,19 +28,25 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, groups: Iterable[type[OptionGroup]], positional: str | None = None
+    parser: argparse.ArgumentParser,
+    groups: Iterable[type[OptionGroup]],
+    positional: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for every option, under the heading of its group: `--x` and `--no-x` for booleans, several values for
-    lists. The option `positional` may be given without its flag, too, and is not required.
+    lists. The option `positional` may be given without its flag, too, and is not required. `defaults` are those of the
+    program where they differ from the options' own; the help shows them, and the program has to apply them.
 
     A flag that is not given leaves the namespace without that name, so that the option's default holds.
     """
+    groups, defaults = list(groups), defaults or {}
     if positional is not None:
-        parser.add_argument(positional, nargs="?", default=argparse.SUPPRESS, metavar=positional.upper())
+        [shown] = [option.help for group in groups for option in group.options() if option.name == positional]
+        parser.add_argument(positional, nargs="?", default=argparse.SUPPRESS, metavar=positional.upper(), help=shown)
     for group in groups:
         section = parser.add_argument_group(group.title)
         for option in group.options():
-            text = option.help if option.is_required else f"{option.help} (default: {option.default})"
+            text = _describe(option, defaults.get(option.name, option.default))
             section.add_argument(
                 "--" + option.name.replace("_", "-"),
                 dest=option.name,
@@ -55,6 +62,11 @@ def given(namespace: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
+def _describe(option: Option, default: Any) -> str:
+    """Return the help of an option with its default. None and "" are not shown: they say that nothing was given."""
+    return option.help if option.is_required or default in (None, "") else f"{option.help} (default: {default})"
+
+
 def _parsing(option: Option) -> dict[str, Any]:
     """Return the arguments of `add_argument` for an option's type: bool, int, float, str, Literal, list of those, dict
     (JSON), any of them or None, or str or another class."""
@@ -67,10 +79,11 @@ def _parsing(option: Option) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if get_origin(hint) is list:
-        return {"type": get_args(hint)[0], "nargs": "+", "metavar": "N"}
+        kind = get_args(hint)[0]
+        return {"type": kind, "nargs": "+", "metavar": _METAVARS.get(kind, "TEXT")}
     if get_origin(hint) is dict:
         return {"type": _json_object, "metavar": "JSON"}
-    return {"type": hint, "metavar": "X"}
+    return {"type": hint, "metavar": _METAVARS.get(hint, "TEXT")}
 
 
 def _whole_number(text: str) -> int:

@@ -76,20 +76,26 @@ class ModelConfig(OptionGroup):
     tokenizer: str | None = option(None, "tokenizer directory or id, if it is not the model's")
     max_logprobs: int = option(
         -1,
-        "the most log-probabilities per token that a request may ask for; -1 for no limit",
+        "how many log-probabilities per token a request may ask for at most; -1 for no limit",
         check=at_least(-1),
     )
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts are token ids, and outputs have no text")
     dtype: str | torch.dtype = option("auto", "auto, float32, bfloat16 or float16")
     device: str | torch.device = option("auto", "auto, cpu or cuda")
-    max_model_len: int | None = option(None, "tokens of the longest request", check=positive)
+    max_model_len: int | None = option(
+        None,
+        "tokens of the longest request with its answer; by default the context length in the model's config",
+        check=positive,
+    )
     load_format: LoadFormat = option("auto", "auto, or dummy for random weights")
     revision: str | None = option(None, "branch, tag or commit of a model on the Hugging Face Hub")
     trust_remote_code: bool = option(False, "run the code of the model's repository for its config and tokenizer")
-    seed: int = option(0, "seed of the requests that have none", none_means_default=True)
+    seed: int = option(0, "seed of requests that bring none", none_means_default=True)
     enforce_eager: bool = option(False, "decode without CUDA graphs")
     quantization: str | None = option(
-        None, "fp8: e4m3 weights and activations in the linear layers", check=_check_quantization
+        None,
+        "fp8 computes the linear layers with e4m3 weights and activations; by default the weights stay as they are",
+        check=_check_quantization,
     )
     dequantize_weights: bool = option(
         False,
@@ -101,10 +107,12 @@ class ModelConfig(OptionGroup):
         check=not_empty("use 'auto', 'vllm', or a folder that has such a file"),
     )
     override_generation_config: dict[str, Any] | None = option(
-        None, 'some of these settings, as JSON: {"temperature": 0.6}', check=_check_generation_settings
+        None,
+        'default sampling settings that replace those of generation_config, as JSON: {"temperature": 0.6}',
+        check=_check_generation_settings,
     )
     hf_overrides: dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig] | None = option(
-        None, "what to change in the model's config.json, as JSON"
+        None, "values that replace those of the model's config.json, as JSON"
     )
 
 
@@ -117,15 +125,17 @@ class CacheConfig(OptionGroup):
     block_size: int = option(16, "tokens in a block of the KV cache", check=_check_block_size, none_means_default=True)
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        "dtype of the KV cache and of chunks: auto (the model's), or fp8 (e4m3), on a CPU alone; see docs/kv_cache.md",
+        "dtype of the KV cache and of chunks: auto (the model's), or fp8 (e4m3), on CPUs only; see docs/kv_cache.md",
         none_means_default=True,
     )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that the engine may use", check=share_of("the memory")
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", none_means_default=True)
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV of the beginning that a prompt shares with an earlier one", none_means_default=True
+    )
     num_gpu_blocks_override: int | None = option(
-        None, "blocks of the KV cache, instead of measuring the memory", check=at_least(2)
+        None, "how many blocks the KV cache has; by default as many as fit into the memory", check=at_least(2)
     )
 
 
@@ -135,26 +145,28 @@ class SchedulerConfig(OptionGroup):
 
     title: ClassVar[str] = "Scheduling"
 
-    max_num_seqs: int = option(256, "requests in a step", check=positive, none_means_default=True)
+    max_num_seqs: int = option(
+        256, "how many requests may run at the same time", check=positive, none_means_default=True
+    )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens in a step; by default 2048 on a CPU and 8192 on a GPU. With fewer, running requests get their tokens "
-        "more often while long prompts and blends are computed",
+        "how many tokens a step may compute; by default 2048 on a CPU and 8192 on a GPU. With fewer, running requests "
+        "get their tokens more often while long prompts and blends are computed",
     )
     async_scheduling: bool | None = option(
         None,
-        "queue a step before the last one is read; by default on a GPU, while nothing is drafted and no request has a "
-        "form or logits processors",
+        "launch a step before the tokens of the last one have been read; by default on a GPU, except while "
+        "speculative decoding drafts tokens or a request has structured outputs or logits processors",
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "tokens of the largest step with prompts or blends that is replayed as a CUDA graph; by default decode steps "
-        "alone are. Steps with prompts have not been replayed on a GPU yet",
+        "replay steps with prompts or blends of up to so many tokens as CUDA graphs, too; by default only decode steps "
+        "are. This has not run on a GPU yet",
         check=positive,
     )
     policy: SchedulingPolicy = option(
         "fcfs",
-        "fcfs (first come, first served) or priority (requests of a lower number first)",
+        "fcfs (first come, first served) or priority (requests with a lower number come first)",
         name="scheduling_policy",
     )
 
@@ -196,24 +208,35 @@ class BlendConfig(OptionGroup):
 
     enable_blending: bool = option(False, "reuse the KV of chunks at any position", name="enable_blending")
     selector: str = option(
-        "relevant_passages", "rule that chooses the tokens to recompute, or auto, see docs/selection.md"
+        "relevant_passages", "rule that chooses the tokens to recompute; docs/selection.md compares them"
     )
-    recompute_ratio: float | None = option(None, "share of the reused tokens that is recomputed", check=check_ratio)
+    recompute_ratio: float | None = option(
+        None,
+        "share of the tokens before the question that is recomputed, for relevant_passages at most; by default 0.15",
+        check=check_ratio,
+    )
     check_layers: list[int] = option(
-        [1], "layers at which deviation rules look", check=check_layer_numbers, none_means_default=True
+        [1],
+        "layers at which the rules that compare KV, such as value_deviation, choose tokens",
+        check=check_layer_numbers,
+        none_means_default=True,
     )
-    recompute_ratios: list[float] | None = option(None, "share kept after each check layer")
+    recompute_ratios: list[float] | None = option(
+        None, "share of the tokens that is recomputed after each of the check layers, instead of one share for all"
+    )
     min_tokens: int = option(0, "contexts shorter than this are prefilled in full", check=not_negative)
-    chunk_cache_gib: float = option(4.0, "memory for stored chunk KV", check=positive)
-    chunk_device: ChunkDevice = option("auto", "where stored chunk KV lives")
+    chunk_cache_gib: float = option(4.0, "memory for stored chunk KV, in GiB", check=positive)
+    chunk_device: ChunkDevice = option("auto", "where stored chunk KV is kept; auto is the engine's device")
     encoding_context: str = option(
-        "page", "what stands before a chunk when its KV is computed: page, prefix, bos, ordinal, ..."
+        "page", "what a chunk is encoded after: page, prefix, bos, ordinal, ...; docs/chunks.md lists them"
     )
     ordinals: list[int] | None = option(
-        None, "numbers of filler passages before a chunk that variants of it are stored with"
+        None, "store a variant of every chunk for each of these numbers of filler passages before it"
     )
     controller: bool = option(
-        False, "recompute more if that hides behind loading, and compute what would load slower (section 5.1)"
+        False,
+        "recompute as much as costs no time while chunks are loading, and compute chunks that would take longer to "
+        "load (CacheBlend, section 5.1)",
     )
 
     def __post_init__(self) -> None:
@@ -274,7 +297,7 @@ class EngineConfig(OptionGroup):
         none_means_default=True,
     )
     tensor_parallel_size: int = option(
-        1, "ranks that share the model, each a process and on GPUs a device of its own", check=at_least(1)
+        1, "how many ranks share the model; each is a process, and on GPUs has a device of its own", check=at_least(1)
     )
     distributed_executor_backend: ExecutorBackend | None = option(
         None,

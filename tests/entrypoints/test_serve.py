@@ -45,6 +45,18 @@ def test_flags() -> None:
     assert (args.model, args.enable_blending, args.max_logprobs) == ("m", False, 5) and not options.detect_chunks
 
 
+def test_help_shows_the_defaults_that_hold_over_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and said.startswith("usage: vllm-blend serve MODEL [options] ")
+    assert "--enable-blending, --no-enable-blending reuse the KV of chunks at any position (default: True)" in said
+    assert (
+        "--max-logprobs N how many log-probabilities per token a request may ask for at most; -1 for no limit" in said
+    )
+    assert "(default: 20)" in said and "(default: None)" not in said and "(default: )" not in said
+
+
 def test_config_file(tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
     path.write_text(

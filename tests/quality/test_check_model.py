@@ -173,6 +173,9 @@ def test_the_command_prints_the_ratio_and_writes_the_rows(
     assert [verdict["setting"] for verdict in written["verdicts"]] == ["question_attention", "random"]
     assert written["verdicts"][0]["ratio"] in (0.0, 0.9)
     assert "| random | 90% |" in out and "everything recomputed, against full prefill: KL" in out
+    [heads] = [line for line in out.splitlines() if line.startswith("| setting | ratio |")]
+    for head in heads.strip("| ").split(" | "):  # what the reader of the table cannot guess is explained below it
+        assert head in ("setting", "exact match") or head.startswith("F1") or f"`{head}`:" in out, head
 
 
 def test_a_rule_that_keeps_too_little_is_no_way_to_blend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

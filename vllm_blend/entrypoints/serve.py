@@ -107,14 +107,15 @@ def _read_list(given: list[str]) -> list[str]:
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="vllm-blend serve",
+        usage="vllm-blend serve MODEL [options]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file with options; flags go before it"
+        "--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; flags override it"
     )
-    add_flags(parser, (ServerOptions, *OPTION_GROUPS), positional="model")
+    add_flags(parser, (ServerOptions, *OPTION_GROUPS), positional="model", defaults=DEFAULTS)
     return parser
 
 

@@ -5,9 +5,9 @@
     vllm-blend finetune mistralai/Mistral-7B-v0.3 --measure-only --lora-rank 16 --max-length 4096 --batch-size 1
 
 Prompts are computed in full, from chunks that were encoded on their own, or with a part of the chunks recomputed; most
-of the training goes into the answers, and with --distill the model as it was shows what it answers in full. Llama,
-Mistral, Qwen2 and Qwen3 models of transformers can be trained. docs/finetune.md explains the method. The exit status is
-0, or 2 for bad input (before any work) and if training diverges.
+of the training goes into the answers, and with --distill the model as it was shows what it answers in full.
+docs/models.md says which models can be trained, and docs/finetune.md explains the method. The exit status is 0, or 2
+for bad input (before any work) and if training diverges.
 """
 
 from __future__ import annotations

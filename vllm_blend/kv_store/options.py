@@ -20,25 +20,25 @@ class ChunkStoreConfig(OptionGroup):
 
     path: str | None = option(
         None,
-        "folder of a local file system in which chunk KV outlives the process",
+        "folder on a local disk in which chunk KV is kept after the process has ended",
         check=not_empty("name a folder, or leave it out"),
     )
-    gib: float = option(32.0, "disk space for chunk KV", check=positive)
+    gib: float = option(32.0, "disk space for chunk KV, in GiB", check=positive)
     format: ChunkFormat = option(
-        "auto", "on the disk and the server: auto (the model's dtype, bit for bit), fp8 or int8"
+        "auto", "how KV is stored on the disk and the server: auto (in the model's dtype, bit for bit), fp8 or int8"
     )
     url: str | None = option(  # it may hold a password
         None,
-        "server that keeps chunk KV: redis://, valkey://, s3:// or another one that fsspec knows",
+        "server that keeps chunk KV: redis://, valkey://, s3:// or any other protocol of fsspec",
         check=not_empty("give a URL, or leave it out"),
         shown=False,
     )
     key_file: str | None = option(
         None,
-        "file with the secret that chunks on the disk and the server are signed with: others are not used",
+        "file with the secret that signs chunks on the disk and the server; all other chunks are not used",
         check=not_empty("name a file of at least 32 bytes, or leave it out"),
     )
-    admit_on_second_use: bool = option(False, "store a chunk on the disk when it is computed for the second time")
+    admit_on_second_use: bool = option(False, "store a chunk on the disk only when it is computed for the second time")
 
     def __post_init__(self) -> None:
         super().__post_init__()

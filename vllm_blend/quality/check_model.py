@@ -19,6 +19,7 @@ import argparse
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,13 @@ FALLBACK = QuestionAttention.name
 MIN_QUESTIONS = 50  # of a data set: after 50 equal answers, up to 7% may still differ
 LEAST_SCORE = 0.1  # of full prefill: a model that can hardly answer has hardly anything to lose
 FOUND, NOT_TO_BLEND, UNCERTAIN = 0, 1, 3  # exit statuses, beside BAD_INPUT
+LEGEND = """\
+Scores and shares are in percent, with 95% intervals in brackets. `ratio`: the share of the context that a rule may
+recompute. `token-layers`: what the prefill computed, as a share of full prefill, with the question and with passes that
+only choose tokens. Below 100 for `recompute all`, as what is exact anyway is reused: the prefix, and a chunk that
+stands where it was encoded. `kept`: the share of full prefill's score. `recovered`: the share of what plain reuse loses
+that the rule wins back; empty if reuse loses nothing. `same answer`: how many answers are full prefill's word for word.
+`KL`: how far the distribution of the first answer token is from full prefill's, in nats, mean."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,7 @@ def _report(
         own = [row for row in rows if row["dataset"] == dataset]
         print(f"{table(own)}\n")
         verdicts += [decide(own, setting.name, max_loss) for setting in settings]
+    print(f"{textwrap.fill(LEGEND, 120)}\n")
     for difference in found:
         print(difference)
     for verdict in verdicts:

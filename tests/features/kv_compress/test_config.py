@@ -115,7 +115,8 @@ def test_every_setting_is_a_flag_with_its_default() -> None:
     del own["settings"]
     said = {action.dest: str(action.help) for action in parser._actions}
     for name, default in own.items():
-        assert said[name].endswith(f" (default: {default})"), said[name]
+        shown = said[name].partition(" (default: ")[2]
+        assert shown == ("" if default is None else f"{default})"), said[name]
     flags = ["--max-cache-tokens", "64", "--num-sinks", "2", "--compress-once", "--kvc-allocation", "layer"]
     given = EngineArgs.from_cli_args(parser.parse_args(["--model", DEMO, "--enable-kvc", *flags]))
     settings = CompressionSettings(max_cache_tokens=64, num_sinks=2, compress_once=True)

@@ -19,7 +19,9 @@ class CascadeConfig(FeatureConfig):
     divides_blends: ClassVar[bool] = False
     works_across_ranks: ClassVar[bool] = True
 
-    cascade_attention: bool = option(False, "attend blocks that several requests of a step share once for all of them")
+    cascade_attention: bool = option(
+        False, "attend to blocks that several requests of a step share only once, for all of them together"
+    )
 
     @property
     def is_on(self) -> bool:

@@ -37,12 +37,14 @@ class CompressionSettings(OptionGroup):
     title: ClassVar[str] = "KV-Compress: what a request keeps, if it does not say so itself"
 
     target_compression_rate: float | None = option(
-        None, "share of a request's KVs that is kept, in (0, 1]", check=share_of("a request's KVs")
+        None, "share of its KVs that a request keeps, in (0, 1]; by default all", check=share_of("a request's KVs")
     )
-    max_cache_tokens: int | None = option(None, "the same as a number of tokens", check=at_least(1))
+    max_cache_tokens: int | None = option(
+        None, "how many tokens' KVs a request keeps, instead of a share", check=at_least(1)
+    )
     protected_window_size: int = option(32, "tokens at the end of a request that are never evicted", check=at_least(1))
-    num_sinks: int = option(4, "tokens at its beginning that are never evicted", check=at_least(0))
-    compress_once: bool = option(False, "compress a request once, and not again as it grows")
+    num_sinks: int = option(4, "tokens at the beginning of a request that are never evicted", check=at_least(0))
+    compress_once: bool = option(False, "compress a request's prompt, and not again as its answer grows")
 
     def __post_init__(self) -> None:
         check_options(self)  # requests have these settings too: no class stands before the name in an error
@@ -96,20 +98,20 @@ class KVCompressConfig(FeatureConfig):
     worker_extension: ClassVar[str | None] = "vllm_blend.features.kv_compress.passes:CompressionPasses"
     divides_blends: ClassVar[bool] = False
 
-    enable_kvc: bool = option(False, "evict KV by head (KV-Compress) and free its pages")
+    enable_kvc: bool = option(False, "evict the KVs that each head needs least, and free their pages (KV-Compress)")
     settings: CompressionSettings = CompressionSettings()
-    kvc_interval: int = option(128, "tokens of a request between two compressions", check=at_least(1))
+    kvc_interval: int = option(128, "how many tokens a request grows by between two compressions", check=at_least(1))
     new_token_limit: int | None = option(
-        None, "compress earlier when this many tokens have been appended to all requests", check=at_least(1)
+        None, "compress all requests as soon as they have grown by this many tokens in all", check=at_least(1)
     )
-    max_kv_per_compression: int = option(1 << 24, "KVs that are sorted at a time", check=at_least(1))
+    max_kv_per_compression: int = option(1 << 24, "how many KVs are sorted at a time", check=at_least(1))
     metric_collection_buffer_size: int = option(
-        0, "a query does not count for this many keys before it", check=at_least(0)
+        0, "how many keys right before a query its attention does not count for", check=at_least(0)
     )
     prefill_metric_collection_window_size: int = option(
-        32, "queries at the end of a prompt that are looked at", check=at_least(1)
+        32, "how many of a prompt's last queries the metric looks at", check=at_least(1)
     )
-    kvc_metric: str = option("kv_compress", f"worth of a KV: {', '.join(METRICS)}")
+    kvc_metric: str = option("kv_compress", f"how the worth of a KV is measured: {', '.join(METRICS)}")
     metric_aggregation: Aggregation = option(
         "L2-sum", "how kv_compress sums up attention: L1-sum, L1-avg, L2-sum or L2-avg"
     )

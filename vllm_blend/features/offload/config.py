@@ -34,13 +34,19 @@ class OffloadConfig(FeatureConfig):
     divides_blends: ClassVar[bool] = False
 
     mode: OffloadMode | None = option(
-        None, "resident or exact: chunks leave the device while decoding; unseen there, or attended on the host"
+        None,
+        "keep only some chunks of a request on the device while it is decoded; the others are not seen (resident), or "
+        "attended on the host (exact)",
     )
-    resident_chunks: int | None = option(None, "chunks of a request that stay on the device", check=not_negative)
-    device_fraction: float = option(0.2, "the same as a share of its chunks", check=_check_fraction)
-    predictor: str = option("query_digest", "rule that chooses the chunks to bring back")
-    bytes_per_step: int = option(64 << 20, "the most that a step may copy to and from the device", check=positive)
-    host_gib: float = option(4.0, "host memory for chunks off the device", check=positive)
+    resident_chunks: int | None = option(None, "how many chunks of a request stay on the device", check=not_negative)
+    device_fraction: float = option(
+        0.2, "share of a request's chunks that stays on the device, if no number is given", check=_check_fraction
+    )
+    predictor: str = option(
+        "query_digest", "rule that guesses which chunks the next tokens need: query_digest, retrieval_rank or your own"
+    )
+    bytes_per_step: int = option(64 << 20, "how many bytes a step may copy to and from the device", check=positive)
+    host_gib: float = option(4.0, "host memory for chunks off the device, in GiB", check=positive)
 
     @property
     def is_on(self) -> bool:
