@@ -46,7 +46,11 @@ VLLM_VERSION = runpy.run_path(str(ROOT / NAMES_FOLDER / "vllm" / "version.py"))[
 OTEL = ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"]
 DOCS = ["mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff"]  # ruff formats signatures
 NOTEBOOKS = ["ipykernel", "ipywidgets", "matplotlib"]
-SERVER = ["fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client"]
+STRUCTURED = ["llguidance>=1.9"]
+SERVER = [  # with what tools and JSON schemas need: clients take both for granted
+    *("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client"),
+    *STRUCTURED,
+]
 INSTALLING = {"egg_info", "dist_info", "bdist_wheel", "editable_wheel", "install", "develop"}  # what pip and uv run
 COMMON_SOURCE = "common.cpp"  # compiled once; every other source is compiled once per instruction set
 FLAGS = [
@@ -365,7 +369,7 @@ setup(
         "finetune": ["peft"],
         "ray": [*SERVER, "ray[serve,data]>=2.56,<2.61"],
         "otel": OTEL,
-        "structured": ["llguidance>=1.9"],
+        "structured": STRUCTURED,
         "kv-events": ["pyzmq", "msgspec"],
         "gguf": ["gguf>=0.10"],
         "dev": [
@@ -385,7 +389,6 @@ setup(
             "redis",
             "fsspec",
             "gguf>=0.10",
-            "llguidance>=1.9",
             "jsonschema-rs",
             "setuptools>=77",
             "pip>=23.1",

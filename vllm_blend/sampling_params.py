@@ -292,7 +292,8 @@ def _integer(field: str, value: Any, low: int, high: int = 2**63 - 1) -> None:
     if not is_whole(value):
         raise TypeError(f"{field}={value!r} must be an integer, not {type(value).__name__}")
     if not low <= int(value) <= high:
-        raise ValueError(f"{field}={value!r} is out of range: use an integer of at least {low} and at most {high}")
+        limit = f"of at least {low}" if int(value) < low else f"of at most {high}"
+        raise ValueError(f"{field}={value!r} is out of range: use an integer {limit}")
 
 
 def _at_most(high: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_blend.chunks.chat_template import ChatTemplate
 from vllm_blend.chunks.messages import Message
+from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.output_parser import OutputParsers, check_output_parsers
 from vllm_blend.entrypoints.openai.passages import parse_blend
 from vllm_blend.entrypoints.openai.prompts import make_template, parse_chat_prompt, parse_messages
@@ -69,6 +70,14 @@ def _output_parsers(server: Server, choice: ToolChoice, template: ChatTemplate) 
     return check_output_parsers(choice, tools if options.enable_auto_tool_choice else None, reasoning)
 
 
+def check_top_logprobs(count: int | None, limit: int) -> None:
+    """Raise APIError (400) for more `top_logprobs` than the engine allows, of which -1 is any number."""
+    if count is not None and 0 <= limit < count:
+        raise bad_request(
+            f"top_logprobs={count} is too large: this server allows {limit} (--max-logprobs)", "top_logprobs"
+        )
+
+
 def _sampling_params(
     body: ChatCompletionRequest, server: Server, prompt: ParsedPrompt, parsers: OutputParsers
 ) -> SamplingParams:
@@ -81,6 +90,7 @@ def _sampling_params(
     if parsers.needs_special_tokens:
         others["skip_special_tokens"] = False
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    check_top_logprobs(num_logprobs, server.engine.config.model.max_logprobs)
     return make_sampling_params(body, server.engine, max_tokens, num_logprobs, parsers.choice.json_schema, **others)
 
 

@@ -28,7 +28,7 @@ _TYPES = {
 }
 _ENGINE_ERRORS = (QueueFullError, DeadlineError, EngineDeadError)
 _BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
-_FIELD = re.compile(r"^([a-z_]+)(?:\[[^\]]*\])*(?:=| is | must | has | holds | names | needs )")
+_FIELD = re.compile(r"^([a-z_]+)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=|: | is | must | has | holds | names | needs )")
 
 
 class APIError(HTTPException):
@@ -104,6 +104,7 @@ def _validation_error(error: RequestValidationError) -> APIError:
     if not param:
         return bad_request("the body is not a JSON object: send {...}", code="invalid_type")
     wanted = dict.fromkeys(entry["msg"].partition(" should ")[2] or entry["msg"] for entry in deepest)
+    wanted = {text.replace(" after validation", ""): None for text in wanted}
     message = f"{param} is {_shown(first.get('input'))}: it should {' or '.join(wanted).replace(' or be ', ' or ')}"
     return bad_request(message, param, "invalid_type" if first["type"].endswith("_type") else None)
 

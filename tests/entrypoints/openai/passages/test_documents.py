@@ -119,6 +119,10 @@ def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
         ([{"text": "a", "score": float("nan")}], r"documents\[0\].score is nan: scores must be finite"),
         ([{"text": "a\ud800"}], r"documents\[0\].text holds half of a surrogate pair"),
         (
+            [{"text": "a", "titel": "T"}],
+            r"documents\[0\] has the key 'titel', which nothing reads: did you mean 'title'",
+        ),
+        (
             [{"text": "a", "scores": 3}],
             r"documents\[0\] has the key 'scores', which nothing reads: did you mean 'score'",
         ),

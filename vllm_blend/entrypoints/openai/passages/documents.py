@@ -115,9 +115,15 @@ def _check_keys(document: Document, name: str, template: str) -> None:
     for key in document.fields:
         if len(key) >= _LONG_KEY or not key[:1].isalpha() or key in _OTHER_KEYS or key in template:
             continue
-        meant = closest(key.lower(), missing, _MISSPELT)
+        meant = closest(key.lower(), missing, _MISSPELT) or _swapped(key.lower(), missing)
         if meant is not None:
             raise ValueError(f"{name} has the key {key!r}, which nothing reads: did you mean {meant!r}?")
+
+
+def _swapped(key: str, known: Sequence[str]) -> str | None:
+    """Return the known key of which two neighbouring letters are swapped in `key` ("titel"), None if there is none."""
+    swaps = {f"{key[:i]}{key[i + 1]}{key[i]}{key[i + 2 :]}" for i in range(len(key) - 1)}
+    return next((each for each in known if each in swaps), None)
 
 
 def _check_text(text: Any, name: str) -> str:
