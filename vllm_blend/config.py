@@ -43,7 +43,8 @@ Feature = TypeVar("Feature", bound="FeatureConfig")
 
 def _check_quantization(name: str, value: str) -> None:
     known = ", ".join(repr(name) for name in QUANTIZATIONS)
-    require(value in QUANTIZATIONS, f"{name}={value!r} is unknown: use {known}, or None for the weights as they are")
+    stored = "how a checkpoint's weights are stored, config.json says"
+    require(value in QUANTIZATIONS, f"{name}={value!r} is unknown: use {known}, or leave it out; {stored}")
 
 
 def _check_generation_settings(name: str, value: dict[str, Any]) -> None:

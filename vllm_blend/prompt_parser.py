@@ -201,7 +201,8 @@ def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
     for index, chunk in enumerate(checked):
         if not 0 <= chunk < num_chunks or chunk in seen:
             raise ValueError(
-                f"{name}[{index}] is {chunk}: name the prompt's {num_chunks} chunks, from 0, each at most once"
+                f"{name}[{index}] is {chunk}: use the positions of the prompt's {num_chunks} chunks, from 0, each at "
+                "most once"
             )
         seen.add(chunk)
     return tuple(checked)
@@ -268,6 +269,9 @@ def parse_piece(
     """Return the token ids of a piece of a prompt, text or ids; with `special`, BOS comes before a text."""
     if isinstance(piece, str):
         return _encode(piece, tokenizer, special, name)
+    if isinstance(piece, Mapping) or not hasattr(piece, "__iter__"):
+        kind = type(piece).__name__
+        raise TypeError(f"{name} is of the type {kind}: give a text (str) or token ids (list of int)")
     return _check_ids(piece, name, vocab_size)
 
 

@@ -107,8 +107,8 @@ def test_chunks_are_looked_for_below_the_memory(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ("01", "in_place_chunks must be a list of chunk numbers, not str"),
-        ([4], "in_place_chunks[0] is 4: name the prompt's 4 chunks"),
-        ([1, 1], "in_place_chunks[1] is 1: name the prompt's 4 chunks, from 0, each at most once"),
+        ([4], "in_place_chunks[0] is 4: use the positions of the prompt's 4 chunks"),
+        ([1, 1], "in_place_chunks[1] is 1: use the positions of the prompt's 4 chunks, from 0, each at most once"),
         ([0.5], "in_place_chunks[0] is 0.5: give the number of a chunk"),
     ],
 )

@@ -76,6 +76,12 @@ def test_config_file(tmp_path: Path) -> None:
         ([], "there is no model"),
         (["m", "--max-model-length", "5"], "unknown option --max-model-length: did you mean --max-model-len?"),
         (["m", "--enable-lora"], "--enable-lora is not supported: merge the LoRA adapter"),
+        (["m", "--lora-modules", "a=b"], "--lora-modules is not supported: merge the LoRA adapter"),
+        (
+            ["m", "--enable-prompt-tokens-details"],
+            "is not supported: usage always has prompt_tokens_details: leave it out",
+        ),
+        (["m", "--no-enable-log-requests"], "--no-enable-log-requests is not supported: the log has one line"),
         (["m", "--port", "70000"], "port=70000 is no TCP port"),
         (["m", "--ssl-keyfile", "key"], "ssl_keyfile and ssl_certfile belong together"),
         (["m", "--ssl-keyfile", "missing", "--ssl-certfile", "missing"], "ssl_certfile='missing' and ssl_keyfile"),

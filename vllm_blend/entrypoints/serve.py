@@ -28,6 +28,7 @@ from vllm_blend.command_line import BAD_INPUT, CommandParser, add_flags, given
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
+from vllm_blend.unsupported.server_flags import UNSUPPORTED_SERVER_FLAGS
 
 SERVER_OPTIONS = {option.name: option for option in ServerOptions.options()}
 # Engine options whose default is another one over HTTP than offline.
@@ -149,8 +150,9 @@ def _flag(name: str, value: Any) -> list[str]:
 def explain_unknown(argument: str) -> str:
     """Return what to say about an option that does not exist."""
     name = argument.partition("=")[0].lstrip("-").replace("-", "_")
-    if name.removeprefix("no_") in UNSUPPORTED_ENGINE_ARGS:
-        return f"{argument} is not supported: {UNSUPPORTED_ENGINE_ARGS[name.removeprefix('no_')].reason}"
+    reasons = {each: argument.reason for each, argument in UNSUPPORTED_ENGINE_ARGS.items()} | UNSUPPORTED_SERVER_FLAGS
+    if (flag := name.removeprefix("no_")) in reasons:
+        return f"{argument} is not supported: {reasons[flag]}"
     meant = closest(name, [*OPTIONS, *SERVER_OPTIONS])
     hint = f": did you mean --{meant.replace('_', '-')}?" if meant is not None else "; see vllm-blend serve --help"
     return f"unknown option {argument}{hint}"

@@ -19,7 +19,7 @@ _KERNELS = "kernels are chosen by attention_backend only"
 _CHUNK_KV = "KV leaves the device in chunks only: see chunk_store_path, chunk_store_url and offload_mode"
 _OFFLOAD_WEIGHTS = "weights stay on the device: use a smaller model, or quantization='fp8'"
 _KV_DTYPE = "all layers have one dtype, and the scales of an FP8 cache are measured at start: give kv_cache_dtype alone"
-_WEIGHT_FILES = "weights are read from safetensors files in the way that suits the device"
+_WEIGHT_FILES = "weights are read from their files in the way that suits the device"
 _ONE_KIND_OF_STEP = "max_num_batched_tokens is the only limit on the prompt tokens of a step"
 _SPECULATIVE = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
 _HF_CONFIG = "give rope_parameters in hf_overrides, or edit the model's config.json"
@@ -45,7 +45,7 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "safetensors_load_strategy": Unsupported(None, _WEIGHT_FILES, ("lazy",)),
     "safetensors_prefetch_num_threads": Unsupported(8, _WEIGHT_FILES),
     "safetensors_prefetch_block_size": Unsupported(16 << 20, _WEIGHT_FILES),
-    "pt_load_map_location": Unsupported("cpu", "pickled checkpoints are not read: convert them to safetensors"),
+    "pt_load_map_location": Unsupported("cpu", "pickled checkpoints are read into the host's memory first"),
     "max_parallel_loading_workers": Unsupported(None, _RANKS_ONLY),
     "use_tqdm_on_load": Unsupported(True, "loading shows no progress bar", (False,)),
     "rope_scaling": Unsupported({}, _HF_CONFIG),
