@@ -53,7 +53,7 @@ def main(url: str) -> None:
                 print(
                     f"{question}{text}\n  first token after {1000 * ((first or start) - start):.0f} ms; "
                     f"{chunk.usage.prompt_tokens} prompt tokens: {found['cached_tokens']} cached "
-                    f"({found['reused_tokens']} of reused passages), {found['stored_tokens']} computed for the store, "
+                    f"({found['reused_tokens']} of them in passages), {found['stored_tokens']} computed for the store, "
                     f"{found['recomputed_tokens']} computed in place"
                 )
 
