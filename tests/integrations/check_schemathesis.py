@@ -19,7 +19,7 @@ CHECKS = (
     "negative_data_rejection",
 )
 WRITING = ("completions", "chat/completions", "responses", "messages", "chunks")
-NUM_EXAMPLES = 20  # for each of the operations
+NUM_EXAMPLES = 30  # for each of the operations
 
 
 def test_answers_are_as_described(server: ServerProcess, tmp_path: Path) -> None:
