@@ -188,8 +188,8 @@ def test_no_matrix_is_allocated_in_full_precision() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("int4", "quantization='int4' is unknown: use 'fp8', or None"),
-        ("", "quantization='' is unknown: use 'fp8', or None"),
+        ("int4", "quantization='int4' is unknown: use 'fp8', or leave it out"),
+        ("", "quantization='' is unknown: use 'fp8', or leave it out"),
         (8, "quantization=8 must be a string or None, not int"),
     ],
 )

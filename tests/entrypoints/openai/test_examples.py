@@ -32,7 +32,7 @@ def test_passages_in_plain_text(
     printed = run("server_rag.py", server, monkeypatch, capsys)
     for answer in ("make? boats", "Yiamdond? Chumston Yomdrior", "Viaxvias? Lesschial", "Union? Klenem Deazol"):
         assert f"{answer}\n" in printed
-    reused, stored = numbers(r"(\d+) of reused", printed), numbers(r"(\d+) computed for", printed)
+    reused, stored = numbers(r"(\d+) of them in passages", printed), numbers(r"(\d+) computed for", printed)
     totals = numbers(r"(\d+) prompt", printed)
     assert reused[:2] == [0, 0] and stored[0] == 0
     assert stored[1] > totals[1] / 2 and reused[2] > totals[2] / 2 and reused[3] > totals[3] / 2
