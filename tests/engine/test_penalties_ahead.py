@@ -192,7 +192,7 @@ def test_answers_are_those_of_transformers(penalties: tuple[float, float, float]
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_a_bad_word_ends_in_the_step_behind_its_unread_token(length: int) -> None:
-    """Of every word that an answer has, the last token is replaced."""
+    """Each answer becomes a bad word of the next one, which then has to draw another last token there."""
     options: dict[str, Any] = {"ignore_eos": True, "allowed_token_ids": IDS, "repetition_penalty": 1.2}
     prompt: Any = {"prompt_token_ids": IDS[:3]}
     with engine(TINY, async_scheduling=True, **ROOM) as llm:

@@ -161,11 +161,13 @@ def _one_line(error: BaseException) -> str:
 
 
 def _unfit(kind: Kind, layout: HeadLayout) -> str | None:
+    if (unfit := kind.unfit(layout)) is not None:
+        return unfit
     if layout.sinks and not kind.takes_sinks:
-        return kind.unfit(layout) or "it knows no attention sinks, which this model has"
+        return "it knows no attention sinks, which this model has"
     if layout.fp8_cache and not kind.takes_fp8_cache:
-        return kind.unfit(layout) or "it reads no FP8 KV cache"
-    return kind.unfit(layout)
+        return "it reads no FP8 KV cache"
+    return None
 
 
 def _unfit_for_cpu(layout: HeadLayout) -> str | None:
