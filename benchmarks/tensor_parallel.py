@@ -51,17 +51,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if torch.cuda.device_count() < max(RANKS):
         parser.error(f"needs {max(RANKS)} GPUs, and there are {torch.cuda.device_count()}")
     samples: dict[int, Samples] = {size: {} for size in RANKS}
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    report: dict[str, Any] = {"about": about, "samples": samples, "large": {}}
+
+    def write() -> None:  # after each part: a run that is interrupted keeps what it has
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
     for _ in range(args.rounds):
         for size in RANKS:
             for name, seconds in measure(size, args.repeats).items():
                 samples[size].setdefault(name, []).extend(seconds)
-    lines = table(samples)
-    large = serve_large() if args.large else {}
-    lines += [f"\n70B shape on {max(RANKS)} GPUs: {json.dumps(large)}"] if large else []
-    print("\n".join(lines))
-    if args.output:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        args.output.write_text(json.dumps({"about": about, "samples": samples, "large": large}, indent=1) + "\n")
+            write()
+        print("\n".join(table(samples)), flush=True)
+    if args.large:
+        report["large"] = serve_large()
+        print(f"\n70B shape on {max(RANKS)} GPUs: {json.dumps(report['large'])}")
+        write()
 
 
 def measure(size: int, repeats: int) -> Samples:

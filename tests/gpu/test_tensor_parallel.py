@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from tests.gpu.test_engine import MODEL, prompts
 from vllm_blend import LLM, RequestOutput, SamplingParams
+from vllm_blend.engine.errors import EngineDeadError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
@@ -26,6 +29,35 @@ def test_two_gpus_answer_as_one(rule: str | None) -> None:
             assert [each.token_ids for each in mine.outputs] == [each.token_ids for each in theirs.outputs]
             for ours, others in zip(_logprobs(mine), _logprobs(theirs), strict=True):
                 assert abs(ours - others) < 1e-3
+
+
+@pytest.mark.parametrize("blending", [False, True])
+def test_an_engine_with_graphs_ends_and_another_answers_alike(blending: bool) -> None:
+    """NCCL does not let go of exchanges that CUDA graphs hold: an engine that is shut down has to drop them first."""
+    options = FLOAT32 | {"dtype": "bfloat16", "enable_blending": blending, "tensor_parallel_size": 2}
+    answers = []
+    for _ in range(2):
+        with LLM(MODEL, **options) as llm:
+            assert llm.llm_engine.model_executor.driver_worker.model_runner.block_pass.decode_graphs is not None
+            outputs = llm.generate(prompts(4), PARAMS, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without CUDA graphs and with them
+def test_an_engine_ends_when_a_rank_has_ended(dtype: str) -> None:
+    """In the middle of decoding, with exchanges queued that the other rank will never take part in."""
+    with LLM(MODEL, **FLOAT32 | {"dtype": dtype, "tensor_parallel_size": 2}) as llm:
+        engine = llm.llm_engine
+        for index, prompt in enumerate(prompts(4)):
+            engine.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        for _ in range(20):
+            engine.step()
+        [pid] = engine.model_executor.pids  # type: ignore[attr-defined]  # of the executor of several processes
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            for _ in range(500):
+                engine.step()
 
 
 def _logprobs(output: RequestOutput) -> list[float]:

@@ -7,6 +7,7 @@ the middle of a step travels through connections of Python's multiprocessing, pi
 
 from __future__ import annotations
 
+import ctypes
 import select
 import threading
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.links = rank, size, tuple(links)
         self._group = group
+        self._leaving = threading.Lock()
+        self._has_left = False
 
     @property
     def leads(self) -> bool:
@@ -55,10 +58,19 @@ class Ranks:
 
     def leave(self) -> None:
         """Take part in no exchange any more. Those that are queued on a GPU end with wrong results. It may be called
-        again, from any thread."""
-        if self._group is not None and self.waits_on_device:
-            # Not its destructor: that waits for the others to leave too, and for CUDA graphs that hold it.
-            self._group.abort()
+        again, from any thread.
+
+        On a GPU this returns when no CUDA graph holds an exchange any more, which NCCL waits for.
+        """
+        if self._group is None or not self.waits_on_device:
+            return
+        with self._leaving:
+            if not self._has_left:
+                self._has_left = True
+                # Not its destructor: that waits for the others to leave too. It is never run, since Python's collector
+                # would hold the interpreter's lock meanwhile, for which the group's own threads may wait.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                self._group.abort()
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `part`, which may be overwritten."""

@@ -107,7 +107,9 @@ class SeveralRanksExecutor(ABC):
         try:
             ranks = meet()
             self._team.part_from(ranks)
-            return settings.build(ranks)
+            worker = settings.build(ranks)
+            self._team.first.callback(worker.drop_graphs)
+            return worker
         except RuntimeError as error:  # perhaps because another rank has failed
             found = self._reason()
             if found is None:

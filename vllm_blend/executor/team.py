@@ -30,12 +30,13 @@ class RankProcess(Protocol):
 
 
 class Team:
-    """The ranks 1, 2, ... of an engine. `undo` holds the calls that clean up when they have ended."""
+    """The ranks 1, 2, ... of an engine. `first` holds the calls that are made before they are told to end, `undo` those
+    that clean up when they have ended."""
 
     def __init__(self) -> None:
         self.processes: list[RankProcess] = []
         self.links: list[Connection] = []
-        self.undo = ExitStack()
+        self.first, self.undo = ExitStack(), ExitStack()
 
     def part_from(self, ranks: Ranks) -> None:
         """Have rank 0 leave the exchange in the end, and as soon as another rank has ended or is out of reach: on a GPU
@@ -51,7 +52,7 @@ class Team:
         if ranks.waits_on_device:
             threading.Thread(target=watch, daemon=True, name="watch-ranks").start()
         self.undo.callback(ranks.leave)
-        self.undo.callback(ended.set)
+        self.first.callback(ended.set)
 
     def end_of(self, rank: int) -> str | None:
         """Return how a rank has ended, or why it is about to; None if it lives. After "ready" it says nothing else."""
@@ -82,6 +83,7 @@ class Team:
 
     def end(self) -> None:
         """Have the processes end, by closing the connections that they listen to; kill those that do not."""
+        self.first.close()
         for link in self.links:
             link.close()
         deadline = time.monotonic() + LAST_WORDS_SECONDS

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -20,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.distributed.ranks import ONE_RANK, RankLostError, Ranks, connect, store_in_folder
+from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, store_in_folder
 from vllm_blend.executor.follower import Follower
 from vllm_blend.log_lines import LogSettings
 from vllm_blend.worker.worker import Worker
@@ -94,11 +95,13 @@ def run_rank(bootstrap: Bootstrap) -> int:
 def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable[[], Ranks]) -> int:
     """Tell rank 0 through `link` how far this rank is, build its worker when `meet` has found the other ranks, and run
     what comes through `link` to its end. Return the exit status for the process."""
-    ranks = ONE_RANK
+    leave = ExitStack()
     try:
         link.send("started")
         ranks = meet()
+        leave.callback(ranks.leave)
         worker = settings.build(ranks)
+        leave.callback(worker.drop_graphs)
         link.send("ready")
         Follower(worker.model_runner).serve(link)
     except (RankLostError, BrokenPipeError, ConnectionResetError, TimeoutError):
@@ -112,7 +115,7 @@ def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable
             logger.debug("rank 0 is gone", exc_info=True)
         return 1
     finally:
-        ranks.leave()
+        leave.close()
     return 0
 
 

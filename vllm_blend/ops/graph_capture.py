@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
 Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+
+_captured: WeakKeyDictionary[torch.cuda.CUDAGraph, Any] = WeakKeyDictionary()  # every graph, and its pool
 
 
 class CUDAGraphs:
@@ -43,7 +46,16 @@ class CUDAGraphs:
         with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
         self.pool = self.pool or graph.pool()
+        _captured[graph] = self.pool
         return graph.replay, result
+
+
+def drop_graphs(pool: Any) -> None:
+    """Destroy the graphs whose memory is `pool`; replaying one of them is a RuntimeError from then on. Others may hold
+    them still."""
+    for graph, own in list(_captured.items()):
+        if own == pool:
+            graph.reset()
 
 
 @cache

@@ -22,7 +22,7 @@ from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.models.loader import load_model
 from vllm_blend.ops.e4m3 import E4M3
-from vllm_blend.ops.graph_capture import CUDAGraphs
+from vllm_blend.ops.graph_capture import CUDAGraphs, drop_graphs
 from vllm_blend.worker.block_pass import BlockPass, Graphs
 from vllm_blend.worker.cuda_graphs import DecodeGraphs
 from vllm_blend.worker.device_parts import DeviceParts
@@ -101,13 +101,20 @@ class Worker:
             parts = DeviceParts(model, self._allocate(self.pool.num_blocks), backend, self._heads)
         with must_fit("the CUDA graphs", GRAPHS_REMEDY, device):
             graphs = self._capture(parts)
+        self._graph_pool = None if graphs.decode is None else graphs.decode.pool
         for extension in self.extensions:
-            extension.build(parts, None if graphs.decode is None else graphs.decode.pool)
+            extension.build(parts, self._graph_pool)
         block_pass = BlockPass(parts, graphs, staging, self.extensions)
         others = [one for extension in self.extensions for one in extension.passes()]
         shares_draws = ranks.size > 1 and config.scheduler.runs_ahead(device)
         self.model_runner = ModelRunner(block_pass, config.model.seed, others, shares_draws)
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
+
+    def drop_graphs(self) -> None:
+        """Destroy the CUDA graphs, after which no step can be run. A rank does so before it leaves the others, as NCCL
+        does not let go of an exchange that a graph holds."""
+        if self._graph_pool is not None:
+            drop_graphs(self._graph_pool)
 
     def extension(self, kind: type[E]) -> E:
         """Return a feature's part of this worker. Raises KeyError if there is none."""
@@ -147,7 +154,7 @@ class Worker:
         config, backend = self.config, parts.backend
         max_num_seqs, max_rows = config.scheduler.max_num_seqs, config.scheduler.max_cudagraph_capture_size
         if not (self.wants_graphs and backend.capturable_decode):
-            if max_rows is not None:
+            if max_rows:
                 logger.warning(
                     "max_cudagraph_capture_size=%d does nothing: this engine runs without CUDA graphs", max_rows
                 )
@@ -160,7 +167,7 @@ class Worker:
             if not look.is_plain or look.tokens is not None:
                 look = Look(look.stop)
             question = QuestionGraphs(parts, self.max_model_len, look, decode.pool)
-        if max_rows is not None:
+        if max_rows:
             capture = CUDAGraphs(parts.device, decode.pool)
             step = StepGraphs(parts, max_rows, max_num_seqs, self.max_model_len, capture)
         return Graphs(decode, question, step)
