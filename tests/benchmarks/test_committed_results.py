@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bad_bodies, ray_routing, routing_sim, stream_cost
+from benchmarks import bad_bodies, ray_routing, routing_sim, step_graphs_gpu, stream_cost, tensor_parallel
 from tests.checkout import ROOT
 from vllm_blend.quality.held_out_budgets import render_budgets
 from vllm_blend.quality.held_out_file import read_held_out
@@ -69,3 +69,10 @@ def test_samples_give_the_tables_of_servers() -> None:
     page = text_of("serving_load.md")
     for run in load("serving_load.json").values():
         assert "\n".join([run["head"], *run["rows"]]) in page
+
+
+def test_samples_of_gpus_give_their_tables() -> None:
+    ranks = {int(size): samples for size, samples in load("tensor_parallel_h100.json")["samples"].items()}
+    assert "\n".join(tensor_parallel.table(ranks)) in text_of("tensor_parallel_h100.md")
+    graphs = load("step_graphs_h100.json")["samples"]
+    assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
