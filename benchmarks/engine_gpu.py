@@ -254,6 +254,7 @@ def decode(llm: LLM, rng: random.Random, batch: int, context: int, steps: int = 
         engine.step()  # ends with reading the tokens: the device is done
         times.append(time.perf_counter() - start)
     engine.abort_request(names)
+    record(f"decode step, batch {batch} at {context}", times[5:])
     return statistics.median(times[5:]) * 1e3
 
 

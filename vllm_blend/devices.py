@@ -15,8 +15,6 @@ from vllm_blend.ops.e4m3 import E4M3
 logger = logging.getLogger(__name__)
 
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")  # names of one: vLLM has both
-FP8_CACHE_VARIABLE = "VLLM_BLEND_FP8_CACHE_ON_GPU"  # 1: a GPU's engine takes them, by kernels that have never run
-
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel's part of the driver is loaded
 _DTYPES = {
     "float32": torch.float32,
@@ -85,15 +83,10 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None
     return _DTYPES[dtype]
 
 
-def resolve_cache_dtype(asked: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_cache_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the KV cache of a model that runs in `model_dtype`. Raises ValueError for one that it cannot
     have."""
     if asked in FP8_CACHE_DTYPES:
-        require(
-            device.type == "cpu" or os.environ.get(FP8_CACHE_VARIABLE) == "1",
-            f"kv_cache_dtype={asked!r} works on the CPU alone so far, and the engine runs on {device.type}: leave it "
-            "at 'auto', with which the KV cache has the model's dtype (bfloat16 or float16), or give device='cpu'",
-        )
         return E4M3
     own = str(model_dtype).removeprefix("torch.")
     require(

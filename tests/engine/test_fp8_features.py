@@ -30,7 +30,7 @@ from tests.engine.engines import (
 from tests.features.cascade.test_cascade import answers
 from tests.features.spec_decode.engines import counts
 from vllm_blend import LLM
-from vllm_blend.devices import FP8_CACHE_VARIABLE, resolve_cache_dtype
+from vllm_blend.devices import resolve_cache_dtype
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.features.kv_compress.metrics import METRICS
 from vllm_blend.features.offload.extension import ChunkOffload
@@ -213,19 +213,11 @@ def test_chunks_can_be_taken_out_and_put_in_again() -> None:
 
 @pytest.mark.parametrize("asked", ["auto", "float32", "fp8", "fp8_e4m3"])
 def test_known_dtypes(asked: str) -> None:
-    found = resolve_cache_dtype(asked, torch.float32, torch.device("cpu"))
+    found = resolve_cache_dtype(asked, torch.float32)
     assert found is (E4M3 if asked.startswith("fp8") else torch.float32)
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8' works on the CPU alone so far, .* runs on cuda: leave"):
-        resolve_cache_dtype("fp8", torch.bfloat16, torch.device("cuda", 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FP8_CACHE_VARIABLE, "1")
-        assert resolve_cache_dtype("fp8", torch.bfloat16, torch.device("cuda", 0)) is E4M3
-        patch.setenv(FP8_CACHE_VARIABLE, "0")
-        with pytest.raises(ValueError, match="works on the CPU alone so far"):
-            resolve_cache_dtype("fp8", torch.bfloat16, torch.device("cuda", 0))
     with pytest.raises(ValueError, match="kv_cache_dtype='bfloat16', but the model runs in float32: give dtype='bflo"):
         LLM(TINY, device="cpu", dtype="float32", kv_cache_dtype="bfloat16")
     with pytest.raises(ValueError, match="kv_cache_dtype='fp8_e5m2' is unknown: use one of 'auto', 'fp8', 'fp8_e4m3'"):

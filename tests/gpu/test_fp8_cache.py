@@ -10,7 +10,6 @@ import torch
 
 from tests.gpu.test_engine import GREEDY, MODEL, SMALL, first_difference, prompts
 from vllm_blend import LLM, RequestOutput, SamplingParams
-from vllm_blend.devices import FP8_CACHE_VARIABLE
 from vllm_blend.ops.e4m3 import E4M3
 
 pytestmark = pytest.mark.gpu
@@ -22,10 +21,8 @@ FP8: dict[str, Any] = {"device": "cuda", "kv_cache_dtype": "fp8", **SMALL}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def allowed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FP8_CACHE_VARIABLE, "1")
-        yield
+def freed() -> Iterator[None]:
+    yield
     torch.cuda.empty_cache()
 
 

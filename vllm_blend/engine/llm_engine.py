@@ -90,7 +90,7 @@ class LLMEngine:
         self.hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
         dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
-        resolve_cache_dtype(config.cache.kv_cache_dtype, dtype, device)  # an error now, not when weights are loaded
+        resolve_cache_dtype(config.cache.kv_cache_dtype, dtype)  # an error now, not when weights are loaded
         resolved = {"tokenizer": model.tokenizer or model.model, "dtype": dtype, "max_model_len": self.max_model_len}
         self.model_config = LoadedModelConfig(**vars(model) | resolved, hf_config=self.hf_config)
         self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)

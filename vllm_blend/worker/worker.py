@@ -62,7 +62,7 @@ class Worker:
     ) -> None:
         self.rank, self.num_ranks, self._ranks = ranks.rank, ranks.size, ranks
         self.config, self.dtype, self.device, self.max_model_len = config, dtype, device, max_model_len
-        cache_dtype = resolve_cache_dtype(config.cache.kv_cache_dtype, dtype, device)
+        cache_dtype = resolve_cache_dtype(config.cache.kv_cache_dtype, dtype)
         self.hf_config = hf_config
         if device.type == "cuda":
             _warn_of_others(Usage.settled(device), config.cache.gpu_memory_utilization)
@@ -154,7 +154,7 @@ class Worker:
         config, backend = self.config, parts.backend
         max_num_seqs, max_rows = config.scheduler.max_num_seqs, config.scheduler.max_cudagraph_capture_size
         if not (self.wants_graphs and backend.capturable_decode):
-            if max_rows:
+            if max_rows is not None:
                 logger.warning(
                     "max_cudagraph_capture_size=%d does nothing: this engine runs without CUDA graphs", max_rows
                 )
@@ -167,7 +167,7 @@ class Worker:
             if not look.is_plain or look.tokens is not None:
                 look = Look(look.stop)
             question = QuestionGraphs(parts, self.max_model_len, look, decode.pool)
-        if max_rows:
+        if max_rows is not None:
             capture = CUDAGraphs(parts.device, decode.pool)
             step = StepGraphs(parts, max_rows, max_num_seqs, self.max_model_len, capture)
         return Graphs(decode, question, step)
@@ -234,8 +234,9 @@ class Worker:
             parts = DeviceParts(model, pages, self._make_backend(), self._heads)
             activations = measure_activations(parts, limits)
         with must_fit("the CUDA graphs", "lower max_num_seqs, or give enforce_eager=True", device):
-            parts = DeviceParts(model, pages, self._make_backend(), self._heads)
-            graphs = measure_tensors(lambda: self._capture(parts), device)
+            # The graphs' memory holds what their backend has planned, so both must be dropped to be counted.
+            make = lambda: self._capture(DeviceParts(model, pages, self._make_backend(), self._heads))  # noqa: E731
+            graphs = measure_tensors(make, device)
         return activations, graphs
 
 
