@@ -19,7 +19,10 @@ ROOM: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 4, "ble
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-@pytest.fixture(scope="module", params=["question_attention", "late_attention"])
+RULES = ["question_attention", "late_attention", "question_attention(layer_share=0.5)"]
+
+
+@pytest.fixture(scope="module", params=RULES)
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     yield LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=True, blend_selector=request.param, **ROOM)
     torch.cuda.empty_cache()
@@ -36,9 +39,9 @@ def test_same_mass_as_without_a_graph(llm: LLM, suffix: int, monkeypatch: pytest
     compared = []
     replay = QuestionGraphs.run
 
-    def both(self: QuestionGraphs, request: Any, positions: Any, num_suffix: int) -> torch.Tensor | None:
+    def both(self: QuestionGraphs, request: Any, look: Any, positions: Any, num_suffix: int) -> torch.Tensor | None:
         [eager] = blend_runner.question_mass([request], self.parts)
-        mass = replay(self, request, positions, num_suffix)
+        mass = replay(self, request, look, positions, num_suffix)
         assert mass is not None
         compared.append((mass.clone(), eager))
         return mass

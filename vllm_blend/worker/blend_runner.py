@@ -105,12 +105,11 @@ def question_mass(
 
 
 def _replayed_mass(request: Request, graphs: QuestionGraphs) -> list[torch.Tensor]:
-    """Return what `question_mass` does for one request, and nothing if no graph is of its size."""
+    """Return what `question_mass` does for one request, and nothing if no graph is of its look and size."""
     plan = _plan(request)
-    if plan.selector.look(len(graphs.parts.cache.layers)) != graphs.look:
-        return []
+    look = plan.selector.look(len(graphs.parts.cache.layers))
     positions, num_suffix = question_positions(plan)
-    mass = graphs.run(request, positions.numpy(), num_suffix)
+    mass = graphs.run(request, look, positions.numpy(), num_suffix)
     return [] if mass is None else [mass[: plan.num_prompt_tokens]]
 
 

@@ -6,17 +6,17 @@ takes the host. The host is then ahead of the device when it launches the blend'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata
-from vllm_blend.blend.selectors import Look
-from vllm_blend.ops.graph_capture import Capture, CUDAGraphs
+from vllm_blend.blend.selectors import BEST, Look, make_selector
+from vllm_blend.blend.selectors.question_attention import QuestionAttention
+from vllm_blend.ops.graph_capture import Capture
 from vllm_blend.request import Request
 from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.hooks import QuestionMassHook
@@ -33,37 +33,46 @@ class _QuestionGraph:
     mass: torch.Tensor  # [max_model_len] float32
 
 
+def looks_to_capture(rule: str, num_layers: int) -> list[Look]:
+    """Return how the question looks by an engine's own `rule`, and by those that prompts ask for most often."""
+    selectors = [make_selector(name) for name in (rule, QuestionAttention.name, BEST)]
+    looks = [selector.look(num_layers) for selector in selectors if selector.looks_at.asks]
+    # Others have no kernels, or count rows.
+    return [look for look in dict.fromkeys(looks) if look.is_plain and look.tokens is None]
+
+
 class QuestionGraphs:
-    """Graphs of one request's pass over the layers up to `look.stop`. Rows that fill a bucket up belong to a second
-    request, on the padding block. `look` is a plain one, of all tokens: others have no kernels, or count rows.
+    """Graphs of one request's pass over the layers up to the `stop` of each look, which is a plain one, of all tokens.
+    Rows that fill a bucket up belong to a second request, on the padding block."""
 
-    `pool` is the memory of graphs that never run while one of these does, nor before its result has been used.
-    """
-
-    def __init__(self, parts: DeviceParts, max_model_len: int, look: Look, pool: Any) -> None:
+    def __init__(self, parts: DeviceParts, max_model_len: int, looks: Iterable[Look], capture: Capture) -> None:
+        """`capture` makes graphs whose memory others may share, if none of these runs while one of the others does, nor
+        before its result has been used."""
         if not parts.backend.capturable_mass:
             raise ValueError(
                 f"the attention backend {parts.backend.name!r} cannot be captured measuring attention mass"
             )
-        self.parts, self.max_model_len, self.look = parts, max_model_len, look
+        self.parts, self.max_model_len = parts, max_model_len
         # Rows that fill a bucket up need positions too.
-        capture = CUDAGraphs(parts.device, pool)
-        self._graphs = {bucket: self._capture(bucket, capture) for bucket in ROWS if bucket <= max_model_len}
+        buckets = [bucket for bucket in ROWS if bucket <= max_model_len]
+        self._graphs = {look: {bucket: self._capture(look, bucket, capture) for bucket in buckets} for look in looks}
 
-    def run(self, request: Request, positions: np.ndarray, num_suffix: int) -> torch.Tensor | None:
+    def run(self, request: Request, look: Look, positions: np.ndarray, num_suffix: int) -> torch.Tensor | None:
         """Return the mean attention mass [max_model_len] float32 that a request's last `num_suffix` rows pay to its
         positions.
 
-        positions: [n] int64, ascending, of the rows that are computed. If they are too many for a graph,
-        None is returned. The result is valid until the next run.
+        positions: [n] int64, ascending, of the rows that are computed. If they are too many for a graph, or there is
+        none of this look, None is returned. The result is valid until the next run.
         """
         n, size = len(positions), self.parts.cache.block_size
-        bucket = min((bucket for bucket in self._graphs if bucket >= n), default=None)
+        graphs = self._graphs.get(look, {})
+        bucket = min((bucket for bucket in graphs if bucket >= n), default=None)
         if bucket is None:
             return None
-        graph = self._graphs[bucket]
+        graph = graphs[bucket]
         table = np.asarray(request.block_table, np.int64)
-        inputs = torch.zeros(32 * bucket + 4 * (3 + len(table)), dtype=torch.uint8, pin_memory=True)
+        pinned = graph.inputs.is_cuda
+        inputs = torch.zeros(32 * bucket + 4 * (3 + len(table)), dtype=torch.uint8, pin_memory=pinned)
         rows = inputs[: 32 * bucket].numpy().view(np.int64).reshape(4, bucket)
         pages = inputs[32 * bucket :].numpy().view(np.int32)
         rows[0, :n] = request.token_array(int(positions[-1]) + 1)[positions]
@@ -75,7 +84,7 @@ class QuestionGraphs:
         graph.replay()
         return graph.mass
 
-    def _capture(self, bucket: int, capture: Capture) -> _QuestionGraph:
+    def _capture(self, look: Look, bucket: int, capture: Capture) -> _QuestionGraph:
         parts, device = self.parts, self.parts.device
         max_blocks = -(-self.max_model_len // parts.cache.block_size)
         inputs = torch.zeros(32 * bucket + 4 * (3 + 2 * max_blocks), dtype=torch.uint8, device=device)
@@ -94,8 +103,8 @@ class QuestionGraphs:
                 seq_lens=[self.max_model_len, bucket],
                 device_query_start_loc=offsets_and_tables[:3],
             )
-            hook = QuestionMassHook(parts.backend, [bucket, 0], [self.look] * 2, rows[3] != 0)
-            caches = parts.cache.layers[: self.look.stop]
+            hook = QuestionMassHook(parts.backend, [bucket, 0], [look] * 2, rows[3] != 0)
+            caches = parts.cache.layers[: look.stop]
             with forward_context(ForwardContext(metadata, caches, parts.backend, (hook,), [0, 0])):
                 parts.model(rows[0])
             return hook.masses()[0]

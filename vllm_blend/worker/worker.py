@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 from vllm_blend.attention.metadata import AttentionBackend
 from vllm_blend.attention.registry import make_backend
 from vllm_blend.blend.metadata import FuseMetadata, default_fuse_metadata
-from vllm_blend.blend.selectors import Look, make_selector
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig
 from vllm_blend.devices import resolve_cache_dtype
@@ -32,7 +31,7 @@ from vllm_blend.worker.memory import GIB, GRAPHS_REMEDY, Pool, Share, Usage, mea
 from vllm_blend.worker.model_runner import ModelRunner
 from vllm_blend.worker.passes import GraphHook, WorkerExtension, WorkerSpec, make_worker_extensions
 from vllm_blend.worker.profile_run import NUM_BLOCKS, StepLimits, measure_activations
-from vllm_blend.worker.question_graphs import QuestionGraphs
+from vllm_blend.worker.question_graphs import QuestionGraphs, looks_to_capture
 from vllm_blend.worker.shared_heads import SharedHeads
 from vllm_blend.worker.step_graphs import StepGraphs
 
@@ -160,15 +159,12 @@ class Worker:
                 )
             return Graphs()
         decode = DecodeGraphs(parts, max_num_seqs, self.max_model_len, self._graph_hooks)
-        question, step = None, None
+        question, step, capture = None, None, CUDAGraphs(parts.device, decode.pool)
         alone = self.num_ranks == 1  # else the mass of all ranks' heads is added up, which is not captured
         if alone and config.blend.enable_blending and backend.capturable_mass:
-            look = make_selector(config.blend.selector).look(self.num_layers)
-            if not look.is_plain or look.tokens is not None:
-                look = Look(look.stop)
-            question = QuestionGraphs(parts, self.max_model_len, look, decode.pool)
+            looks = looks_to_capture(config.blend.selector, self.num_layers)
+            question = QuestionGraphs(parts, self.max_model_len, looks, capture)
         if max_rows is not None:
-            capture = CUDAGraphs(parts.device, decode.pool)
             step = StepGraphs(parts, max_rows, max_num_seqs, self.max_model_len, capture)
         return Graphs(decode, question, step)
 
