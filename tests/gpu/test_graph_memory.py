@@ -124,3 +124,30 @@ def test_other_steps_and_other_tensors_change_nothing_that_a_graph_reads(llm: LL
     torch.cuda.empty_cache()
     assert answers(llm) == before
     assert all(int(tensor.min()) == -1 for tensor in poison)
+
+
+@pytest.mark.parametrize("feature", [{}, {"cascade_attention": True}])
+def test_graphs_keep_no_logits(tmp_path: Path, feature: dict[str, Any]) -> None:
+    """A vocabulary 64 times as large adds nothing to what all graphs keep, and nothing to what the engine sets aside
+    for them. 128 requests have graphs of 615 rows together, and those of cascade attention 396 more."""
+    seqs, vocabularies = 128, (2048, 131072)
+    kept, set_aside = [], []
+    for vocab_size in vocabularies:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": vocab_size}))
+        common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "max_model_len": 4096}
+        common |= {"max_num_seqs": seqs, "gpu_memory_utilization": 0.3}
+        llm = LLM(str(tmp_path), tokenizer=TOKENIZER, **common, **feature)
+        assert [len(ids) for ids in answers(llm)] == [24] * 4
+        pools = {tuple(graph.pool()) for graph in owned(graph_holders(llm))[1]}
+        assert len(pools) == 1
+        kept.append(sum(stop - start for start, stop, pool in segments(llm.llm_engine.device) if pool in pools))
+        share = llm.llm_engine.model_executor.driver_worker.memory
+        assert share is not None
+        set_aside.append(share.graphs)
+        llm.llm_engine.shutdown()
+        del llm, share
+        gc.collect()
+        torch.cuda.empty_cache()
+    logits_of_the_largest = seqs * vocabularies[1] * torch.bfloat16.itemsize
+    assert kept[1] - kept[0] < logits_of_the_largest // 2
+    assert set_aside[1] - set_aside[0] < logits_of_the_largest // 2

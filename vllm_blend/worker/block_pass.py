@@ -63,9 +63,9 @@ class BlockPass:
     def run(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
         """Compute the items, and add what blends and prompts give to `result`."""
         if self.decode_graphs is not None and all_decode(items):
-            logits = self._replay(self.decode_graphs, items, drawn)
-            if logits is not None:
-                return PassOutput(logits, items)
+            hidden = self._replay(self.decode_graphs, items, drawn)
+            if hidden is not None:
+                return PassOutput(self.model.compute_logits(hidden), items)
         return self._forward(items, drawn, result)
 
     def _replay(
@@ -75,9 +75,9 @@ class BlockPass:
             return None
         spans = [Span(item.request, item.start, item.start + item.num_tokens, None, item.drafts) for item in items]
         for extension in self.extensions:
-            logits = extension.replay(spans, drawn)
-            if logits is not None:
-                return logits
+            hidden = extension.replay(spans, drawn)
+            if hidden is not None:
+                return hidden
         return decode_graphs.run(spans, drawn)
 
     def _forward(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:

@@ -100,8 +100,8 @@ class WorkerExtension:
         return False
 
     def replay(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
-        """Return the logits of a decode step by a graph of the feature's own, None if none fits. They are valid until
-        the next step."""
+        """Return the hidden states [rows, hidden_size] of a decode step by a graph of the feature's own, None if none
+        fits. They are valid until the next step."""
         return None
 
     def hook(self, items: Sequence[ScheduledRequest]) -> LayerHook | None:

@@ -122,7 +122,7 @@ def test_groups_of_a_graph() -> None:
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6], [3, 0, 6, 4, 1, 5, 2]])
-def test_a_graph_gives_the_logits_of_plain_decoding(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_gives_the_hidden_states_of_plain_decoding(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With work that is done again in place of a CUDA graph: what it reads is right, for batches in any order, also
     where the host does not know the tokens. Three rows of the graph are unused."""
     monkeypatch.setattr("vllm_blend.features.cascade.graphs.SIZES", (len(order) + 3,))
@@ -130,12 +130,12 @@ def test_a_graph_gives_the_logits_of_plain_decoding(order: list[int], monkeypatc
         runner = chunked.llm_engine.model_executor.driver_worker.model_runner
 
         def capture(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-            logits = work()
+            hidden = work()
 
             def replay() -> None:
-                logits.copy_(work())
+                hidden.copy_(work())
 
-            return replay, logits
+            return replay, hidden
 
         with torch.inference_mode():
             planner = CascadePlanner(runner.cache.block_size, 1, max_levels=1)
@@ -147,18 +147,18 @@ def test_a_graph_gives_the_logits_of_plain_decoding(order: list[int], monkeypatc
             result = execute(items)
             if all(item.is_decode for item in items) and len(items) == len(order):
                 spans = [Span(items[index].request, items[index].start, items[index].stop) for index in order]
-                logits = graphs.run(spans, NOTHING_DRAWN)
-                assert logits is not None
+                hidden = graphs.run(spans, NOTHING_DRAWN)
+                assert hidden is not None
                 batch = build_batch(spans, runner.cache.block_size, torch.device("cpu"))
                 with forward_context(ForwardContext(batch.metadata, runner.cache.layers, runner.parts.backend)):
-                    expected = runner.model.compute_logits(runner.model(batch.input_ids))
-                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
+                    expected = runner.model(batch.input_ids)
+                torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=2e-4)
                 drawn = Drawn({span.request: row for row, span in enumerate(spans)}, batch.input_ids)
                 unknown = [Span(_Unread(span.request), span.start, span.stop) for span in spans]  # type: ignore[arg-type]
                 again = graphs.run(unknown, drawn)
                 assert again is not None
                 torch.testing.assert_close(again, expected, rtol=1e-4, atol=2e-4)
-                compared.append(logits)
+                compared.append(hidden)
             return result
 
         runner._execute = checked  # type: ignore[method-assign]

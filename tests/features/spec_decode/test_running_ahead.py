@@ -99,11 +99,10 @@ class EagerGraphs:
         made = [extension.graph_hook() for extension in runner.block_pass.extensions]
         hooks = [hook for hook in made if hook is not None]
         with forward_context(ForwardContext(batch.metadata, runner.cache.layers, runner.parts.backend, hooks)):
-            hidden = runner.model(batch.input_ids)
+            hidden: torch.Tensor = runner.model(batch.input_ids)
         for hook in hooks:
             hook.replayed(starts)
-        logits: torch.Tensor = runner.model.compute_logits(hidden)
-        return logits
+        return hidden
 
 
 def verify_as_rows(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:

@@ -67,12 +67,12 @@ class _Buffers:
 class _CascadeGraph:
     replay: Callable[[], None]
     buffers: _Buffers
-    logits: torch.Tensor  # [size, vocab]
+    hidden: torch.Tensor  # [size, hidden_size]
 
 
 class CascadeGraphs:
-    """Graphs of a whole decode step, embedding to logits. Rows beyond a batch write to the padding block and belong to
-    its last group."""
+    """Graphs of a decode step from embedding to hidden states. Rows beyond a batch write to the padding block and
+    belong to its last group."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class CascadeGraphs:
         self._graphs = {size: self._make(size) for size in sizes}
 
     def run(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
-        """Return the logits [len(spans), vocab] of a step in which every request computes its last token; None if no
-        graph fits, or too little is shared. They are valid until the next run."""
+        """Return the hidden states [len(spans), hidden_size] of a step in which every request computes its last token;
+        None if no graph fits, or too little is shared. They are valid until the next run."""
         size = min((size for size in self._graphs if size >= len(spans)), default=None)
         data = None if size is None else self.planner.plan(spans)
         if size is None or data is None:
@@ -105,9 +105,9 @@ class CascadeGraphs:
         _fill(graph.buffers, [spans[index] for index in groups.order], groups, block_size, drawn)
         graph.replay()
         if groups.order == list(range(len(spans))):
-            return graph.logits[: len(spans)]
+            return graph.hidden[: len(spans)]
         inverse = torch.from_numpy(np.argsort(groups.order))
-        return graph.logits[to_device(inverse, graph.logits.device)]
+        return graph.hidden[to_device(inverse, graph.hidden.device)]
 
     def _make(self, size: int) -> _CascadeGraph:
         parts, device = self.parts, self.parts.device
@@ -135,10 +135,10 @@ class CascadeGraphs:
 
         def work() -> torch.Tensor:
             with forward_context(ForwardContext(whole, parts.cache.layers, backend)):
-                return parts.model.compute_logits(parts.model(rows[0]))
+                return parts.model(rows[0])
 
-        replay, logits = self._capture(work)
-        return _CascadeGraph(replay, buffers, logits)
+        replay, hidden = self._capture(work)
+        return _CascadeGraph(replay, buffers, hidden)
 
 
 def _fill(buffers: _Buffers, spans: Sequence[Span], groups: Groups, block_size: int, drawn: Drawn) -> None:

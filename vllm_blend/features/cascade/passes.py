@@ -44,7 +44,7 @@ class CascadePasses(WorkerExtension):
             self.graphs = CascadeGraphs(parts, planner, *sizes, pool=graph_pool)
 
     def replay(self, spans: Sequence[Span], drawn: Drawn) -> torch.Tensor | None:
-        """Return the logits of a decode step that shares enough blocks, None for any other."""
+        """Return the hidden states of a decode step that shares enough blocks, None for any other."""
         if self.graphs is None or any(span.drafts for span in spans):
             return None
         return self.graphs.run(spans, drawn)
