@@ -157,7 +157,7 @@ class SchedulerConfig(OptionGroup):
     async_scheduling: bool | None = option(
         None,
         "launch a step before the tokens of the last one have been read; by default on a GPU, except while "
-        "speculative decoding drafts tokens or a request has structured outputs or logits processors",
+        "speculative decoding drafts tokens",
     )
     max_cudagraph_capture_size: int | None = option(
         None,

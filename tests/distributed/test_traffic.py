@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.distributed.ranks import threaded_llm
 from tests.engine.compare import assert_same_logprobs, blend_of
 from tests.engine.engines import BLOCK_SIZE, assert_empty, engine, pages_for, threads, tiny_model
-from tests.engine.test_penalties_ahead import ARRIVALS, TINY, Arrival, Service
+from tests.engine.test_draws_ahead import ARRIVALS, TINY, Arrival, Service
 from tests.engine.test_traffic import ARRIVAL, SIZE, alone, serve
 from vllm_blend.executor.multiproc import MultiProcExecutor
 
@@ -52,8 +52,8 @@ def test_answers_are_those_of_one_process(
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(arrivals=ARRIVALS)
-def test_penalties_follow_tokens_that_no_host_has_read(arrivals: list[Arrival]) -> None:
-    """Rank 0 draws for all, and counts what it has drawn."""
+def test_draws_follow_tokens_while_the_model_runs_ahead(arrivals: list[Arrival]) -> None:
+    """Rank 0 draws for all, and the other ranks get a token only when they go on from it."""
     options: dict[str, Any] = {"enable_blending": True, "block_size": BLOCK_SIZE, **TIGHT}
     monkeypatch = pytest.MonkeyPatch()
     with threads(1), threaded_llm(TINY, 2, async_scheduling=True, **options) as llm:

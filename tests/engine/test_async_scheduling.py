@@ -22,7 +22,7 @@ from tests.engine.engines import (
     tiny_model,
     tokens_of,
 )
-from vllm_blend import LLM, SamplingParams
+from vllm_blend import LLM, SamplingParams, ops
 
 IDS = [(17 * i * i + 5 * i + 3) % TINY_VOCABULARY for i in range(60)]
 MODEL = tiny_model("llama")
@@ -142,15 +142,69 @@ def test_min_tokens_hold_when_a_step_cannot_be_read(failing_read: int, monkeypat
         assert token_ids == expected.outputs[0].token_ids
 
 
-def test_what_needs_the_last_token_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing_call", range(2, 6))
+@pytest.mark.parametrize("failing_part", ["read", "draw", "choice"])
+def test_a_failed_step_costs_a_seeded_request_no_random_number(
+    failing_part: str, failing_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a step cannot be read, the draw behind it is still to come; and a draw may fail before it has random
+    numbers, or behind that, as where an interrupt comes in the middle of a user's function."""
+    asked = sampled(12, seed=1, temperature=1.5, repetition_penalty=1.2, ignore_eos=True)
     with engine(MODEL, async_scheduling=True, **ROOM) as llm:
-        counted = launches(llm, monkeypatch)
-        run(llm, prompts()[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[same]))
-        assert counted[False] == 8 and counted[True] == 0
+        [expected] = run(llm, prompts()[1], asked)
+        inner, calls = llm.llm_engine, iter(range(1, 1000))
+        executor = inner.model_executor
+        owner, name = {"read": (executor, "settle"), "draw": (executor, "draw"), "choice": (ops, "penalize")}[
+            failing_part
+        ]
+        work = getattr(owner, name)
+
+        def failing(*given: Any) -> Any:
+            if next(calls) == failing_call:
+                raise RuntimeError("a step fails")
+            return work(*given)
+
+        monkeypatch.setattr(owner, name, failing)
+        inner.add_request("again", prompts()[1], asked)
+        outputs, failures = [], 0
+        while inner.has_unfinished_requests():
+            try:
+                outputs += inner.step()
+            except RuntimeError:
+                failures += 1
+        monkeypatch.undo()
+    assert failures == 1
+    if settings.current().exact:
+        assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def same(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    return logits
+def test_a_draw_waits_for_the_tokens_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's functions see all tokens, once for each token that is drawn: not for an answer that has ended, which
+    is found out while the step behind its end is on the device. The model runs ahead of them, and of all others."""
+    stops = list(range(0, TINY_VOCABULARY, 5))
+    seen: list[list[list[int]]] = []
+    answers = []
+    for ahead in (False, True):
+        calls: list[list[int]] = []
+
+        def look(output: list[int], logits: torch.Tensor, calls: list[list[int]] = calls) -> torch.Tensor:
+            calls.append(output)
+            return logits
+
+        asked = [
+            greedy(20, ignore_eos=True, logits_processors=[look]),
+            sampled(20, seed=1, temperature=1.5, stop_token_ids=stops, logits_processors=[look]),
+            greedy(24, ignore_eos=True),
+        ]
+        with engine(MODEL, async_scheduling=ahead, **ROOM) as llm:
+            counted = launches(llm, monkeypatch)
+            answers.append(tokens_of(run(llm, prompts()[:3], asked)))
+        assert (counted[True] > 4 * counted[False]) == ahead
+        seen.append(sorted(calls))
+    assert 1 < len(answers[1][1]) < 20
+    for calls, (first, second, _) in zip(seen, answers, strict=True):
+        assert calls == sorted([first[:n] for n in range(len(first))] + [second[:n] for n in range(len(second))])
+    assert answers[0] == answers[1] or not settings.current().exact
 
 
 def test_a_known_end_costs_no_step_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_graphs_change_nothing() -> None:
     assert texts[0] == texts[1]
 
 
-def test_penalties_follow_unread_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_follow_tokens_while_the_model_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps replayed as graphs and queued ahead give what steps give that are read one by one."""
     params = [
         SamplingParams(
@@ -146,7 +146,7 @@ def no_hidden_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("selector", ["question_attention", "value_deviation", None])
 def test_the_host_waits_for_the_device_only_to_read_its_tokens(selector: str | None) -> None:
     """Prefilling, blending by either kind of rule, decoding; greedy and random tokens, with log-probabilities;
-    penalties and bad words, which follow tokens that are unread."""
+    penalties and bad words, whose draws wait until the tokens before them are read."""
     llm = LLM(MODEL, device="cuda", dtype="bfloat16", enable_blending=selector is not None, **SMALL)
     options: dict[str, Any] = {} if selector is None else {"blend_selector": selector, "blend_recompute_ratio": 0.15}
     params = [

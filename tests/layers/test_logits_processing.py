@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -67,58 +63,6 @@ def test_penalties_follow_a_growing_output() -> None:
     del sequence.output_token_ids[2:]
     fresh = state([1, 2], [5, 2], **settings)
     assert torch.equal(processed([sequence], logits), processed([fresh], logits))
-
-
-TOKENS = st.lists(st.integers(0, 5), max_size=6)  # few kinds, so that tokens come again
-AMOUNTS = st.sampled_from([-0.5, 0.0, 0.0, 0.7])
-SEQUENCE = st.fixed_dictionaries(
-    {
-        "prompt": TOKENS,
-        "output": TOKENS,
-        "repetition_penalty": st.sampled_from([1.0, 1.05, 0.6]),
-        "frequency_penalty": AMOUNTS,
-        "presence_penalty": AMOUNTS,
-        "min_tokens": st.integers(0, 7),
-        "bad_words": st.lists(TOKENS.filter(bool).map(tuple), max_size=4),
-    }
-)
-# What the step before drew: the last of an output, which is read or not; or for a sequence that it did not compute.
-LAST = st.sampled_from(["unread", "unread", "read", "none"])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(SEQUENCE, LAST, st.integers(0, 5)), min_size=1, max_size=6), st.randoms())
-def test_unread_tokens_count_as_those_that_are_read(device: str, cases: list[Any], random: Any) -> None:
-    logits = random_logits(len(cases), VOCAB, seed=len(cases))
-    behind, known, drawn = list[SamplingState](), list[SamplingState](), list[int]()
-    for sequence, last, token in cases:
-        ahead = state(**sequence)
-        known.append(state(**sequence | {"output": [*sequence["output"], *([] if last == "none" else [token])]}))
-        if last == "unread":
-            ahead.unread_row = len(drawn)
-        elif last == "read":
-            ahead.output_token_ids.append(token)
-        behind.append(ahead)
-        drawn += [token] if last != "none" else []
-    order = random.sample(range(len(drawn)), len(drawn))  # rows of a step are those of the next one in any order
-    for ahead in behind:
-        ahead.unread_row = order.index(ahead.unread_row) if ahead.unread_row >= 0 else -1
-    tokens = torch.tensor([drawn[i] for i in order], dtype=torch.int64, device=device)
-    result = logits.clone().to(device)
-    process_logits(result, behind, tokens)
-    assert torch.equal(result.cpu(), processed(known, logits))
-    assert tokens.tolist() == [drawn[i] for i in order]  # the next step's input, too
-
-
-def test_a_row_without_a_token_counts_none() -> None:
-    """Its request is about to fail; the others' tokens count."""
-    settings = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "bad_words": [(5, 7)]}
-    states, logits = [state([3], [9], **settings) for _ in range(2)], random_logits(2, VOCAB)
-    expected = processed([state([3], [9], **settings), state([3], [9, 5], **settings)], logits)
-    states[0].unread_row, states[1].unread_row = 1, 0
-    process_logits(logits, states, torch.tensor([5, -1]))
-    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])

@@ -7,7 +7,7 @@ import torch
 
 from tests.layers.sampling import DEVICES, random_logits, state
 from vllm_blend.layers import logprobs, sampling_batch
-from vllm_blend.layers.sampler import PendingSample, Sampler
+from vllm_blend.layers.sampler import Sampler
 from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.ops import sampling
 
@@ -153,38 +153,6 @@ def test_steps_may_be_read_later(device: str) -> None:
     assert [p.result().token_ids for p in pending] == expected
     assert [p.tokens.tolist() for p in pending] == expected
     assert pending[0].result() is pending[0].result()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows_at_once", [100, 3])  # of changed logits
-def test_steps_may_be_queued_from_tokens_that_are_not_read(
-    device: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every kind of row draws what it draws when each step is read before the next. The rows change places."""
-    monkeypatch.setattr(sampling_batch, "MAX_ELEMENTS_AT_ONCE", rows_at_once * VOCAB)
-    seeds = list(range(len(FIXED)))
-    expected = generate([state([2, 3], **s) for s in FIXED], seeds, engine_seed=1, device=device)
-    states, sampler, order = [state([2, 3], **s) for s in FIXED], Sampler(1), seeds
-    in_flight: tuple[list[int], PendingSample] | None = None
-    for step in range(STEPS):
-        order = order if step % 3 == 1 else order[::-1]
-        before = [] if in_flight is None else in_flight[0]
-        for index in order:
-            states[index].unread_row = before.index(index) if before else -1
-        logits = torch.cat([random_logits(1, VOCAB, 1000 * index + step) for index in order]).to(device)
-        drawn = None if in_flight is None else in_flight[1].tokens
-        following = order, sampler.start(logits, [states[index] for index in order], drawn)
-        if in_flight is not None:
-            enter(states, *in_flight)
-        in_flight = following
-    assert in_flight is not None
-    enter(states, *in_flight)
-    assert [sequence.output_token_ids for sequence in states] == expected
-
-
-def enter(states: list[SamplingState], order: list[int], pending: PendingSample) -> None:
-    for index, token in zip(order, pending.result().token_ids, strict=True):
-        states[index].output_token_ids.append(token)
 
 
 def test_a_batch_ends_with_its_min_tokens() -> None:

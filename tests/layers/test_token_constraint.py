@@ -63,8 +63,8 @@ def test_an_error_ends_its_own_row_only() -> None:
     assert output.errors[1] == "too deep" and "no token is left" in output.errors[2] and len(output.errors) == 2
 
 
-def test_a_constrained_row_needs_its_history_and_hands_its_constraint_on() -> None:
+def test_a_constrained_row_follows_tokens_and_hands_its_constraint_on() -> None:
     one: Any = state(temperature=0)
     one.constraint = replace(Listed((1, 2)), error="x")
-    assert one.needs_history and one.changes_logits and not one.plain
+    assert one.follows_tokens and one.changes_logits and not one.plain
     assert one.after([4]).constraint == one.constraint and one.after([4]).output_token_ids == [4]

@@ -19,6 +19,7 @@ from vllm_blend.executor.base import Executor
 from vllm_blend.kv_store.chunk_kv import ChunkLost
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.request import Request
+from vllm_blend.worker.runner_output import RunnerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ LOAD_WAIT_SECONDS = 0.05  # the longest that a step waits for chunks when there 
 class StepLoop:
     """Runs the steps of an engine. `runs_ahead`: a step is queued on the device before the one before it is read,
     so that the host works while the device does. What it computes for a request that turns out to have ended is thrown
-    away."""
+    away. Where a draw follows the tokens before it, only the model runs ahead, and the draw waits until they are
+    read."""
 
     executor: Executor
     requests: LiveRequests
@@ -66,6 +68,8 @@ class StepLoop:
         done, self._in_flight = self._in_flight, following
         try:
             touched = self._read(done)
+            if following is not None:
+                self.executor.draw(following.result)  # unless it was queued with the step
             self.settle_if_idle()
         except BaseException:
             self._undo([done] if following is None else [done, following])
@@ -85,6 +89,8 @@ class StepLoop:
         try:
             with dead_if_lost():
                 result = self.executor.execute_model(scheduled)
+                if not (ahead and _follows_tokens(result)):
+                    self.executor.draw(result)
         except ChunkLost as error:
             self._start_again(scheduled, error)
             result = None
@@ -137,9 +143,7 @@ class StepLoop:
         """Return whether the next step can be chosen and computed before the tokens of this one are known."""
         if not self.runs_ahead or self._launch_failed:  # after an error, the next step starts from what is known
             return False
-        if not all(extension.may_run_ahead(step, self.scheduler.running) for extension in self.extensions):
-            return False
-        return not any(r.sampling is not None and r.sampling.needs_history for r in step.result.sampled)
+        return all(extension.may_run_ahead(step, self.scheduler.running) for extension in self.extensions)
 
     def _read(self, step: Step) -> list[RequestGroup]:
         """Wait for a step's tokens and enter them; return the groups of the requests that advanced."""
@@ -166,7 +170,7 @@ class StepLoop:
             for request in step.result.sampled:
                 if not request.num_in_flight:  # its tokens were entered before reading failed
                     continue
-                if request.sampling is not None:
+                if request.sampling is not None and step.result.tokens is not None:
                     request.sampling.take_back(1 + drafts[request])
                 request.num_in_flight -= 1
         for step in steps:
@@ -191,3 +195,9 @@ class StepLoop:
             if finished:
                 self.requests.forget(group)
         return outputs
+
+
+def _follows_tokens(result: RunnerOutput) -> bool:
+    """Return whether a step draws from logits that depend on the tokens before it in other ways than through the
+    model."""
+    return any(request.sampling is not None and request.sampling.follows_tokens for request in result.sampled)

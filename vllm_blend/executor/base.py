@@ -23,7 +23,10 @@ class Executor(Protocol):
     driver_worker: Worker
 
     def execute_model(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run a step, or queue it. Raises WorkerLostError."""
+        """Run a step up to its logits, or queue it. Raises WorkerLostError."""
+
+    def draw(self, result: RunnerOutput) -> None:
+        """Draw the tokens of the last step, as `ModelRunner.draw` does, before another step is run."""
 
     def settle(self, result: RunnerOutput) -> None:
         """Wait for a step's tokens. Raises WorkerLostError if a worker has ended meanwhile: they may then be wrong."""

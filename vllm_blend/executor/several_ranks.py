@@ -60,6 +60,9 @@ class SeveralRanksExecutor(ABC):
         runner = self.driver_worker.model_runner
         return self._run_together(self._leader.step(output), partial(runner.execute, output))
 
+    def draw(self, result: RunnerOutput) -> None:
+        self.driver_worker.model_runner.draw(result)
+
     def settle(self, result: RunnerOutput) -> None:
         if result.tokens is not None:
             result.tokens.result()

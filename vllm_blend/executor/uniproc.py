@@ -20,6 +20,9 @@ class UniProcExecutor:
     def execute_model(self, output: SchedulerOutput) -> RunnerOutput:
         return self.driver_worker.model_runner.execute(output)
 
+    def draw(self, result: RunnerOutput) -> None:
+        self.driver_worker.model_runner.draw(result)
+
     def settle(self, result: RunnerOutput) -> None:
         """Do nothing: the code that reads the tokens waits for them."""
 

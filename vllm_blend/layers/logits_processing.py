@@ -33,24 +33,20 @@ class LogitsProcessing:
         self._biased = [(row, *state.bias) for row, state in rows if state.bias is not None]
         self._banning = [(row, state) for row, state in rows if state.bad_words or state.params.min_tokens]
         self._penalized = [(row, state) for row, state in rows if state.penalized]
-        self._follows_unread = bool(self._penalized) or any(state.bad_words for _, state in self._banning)
         self._penalties = np.array([state.penalties for state in states], dtype=np.float32).reshape(-1, 3).T
 
-    def apply(self, logits: torch.Tensor, drawn: torch.Tensor | None = None) -> dict[int, str]:
+    def apply(self, logits: torch.Tensor) -> dict[int, str]:
         """Apply every sequence's settings to its row of logits [rows, vocabulary] float32, in place.
 
         The order is: the user's functions, masks of constraints, allowed tokens, biases, bans (`min_tokens`, bad
-        words), penalties. Tokens that the host has not read come from `drawn`, as `Sampler.start` has them. Returns the
-        errors of functions and constraints by row; such a row has no meaning, and the others are right.
+        words), penalties. Returns the errors of functions and constraints by row; such a row has no meaning, and the
+        others are right.
         """
         errors = self._run_functions(logits) | self._constrain(logits)
         self._keep_allowed(logits)
         self._add_bias(logits)
-        unread = _unread_tokens(self._states, drawn) if self._follows_unread else None
         self._ban(logits)
-        if unread is not None:
-            self._ban_behind(logits, unread)
-        self._penalize(logits, unread)
+        self._penalize(logits)
         return errors
 
     def _run_functions(self, logits: torch.Tensor) -> dict[int, str]:
@@ -101,49 +97,18 @@ class LogitsProcessing:
         # a Python number would be copied from the host, and wait
         logits[rows, tokens] = logits.new_full((), -torch.inf)
 
-    def _ban_behind(self, logits: torch.Tensor, unread: torch.Tensor) -> None:
-        """Ban the ends of bad words of which the unread token is the last but one."""
-        vocab_size = logits.shape[-1]
-        banned = [
-            (row, first, last)
-            for row, state in self._banning
-            for first, last in state.bans_behind_unread()
-            if last < vocab_size
-        ]
-        if not banned:
-            return
-        rows, firsts, lasts = to_device(np.array(banned, dtype=np.int64).T, self._device)
-        limits = torch.where(unread[rows] == firsts, -torch.inf, torch.inf).to(logits.dtype)
-        # the same token may end several bad words, so it is limited by all of them
-        logits.view(-1).scatter_reduce_(0, rows * vocab_size + lasts, limits, "amin")
-
-    def _penalize(self, logits: torch.Tensor, unread: torch.Tensor | None) -> None:
+    def _penalize(self, logits: torch.Tensor) -> None:
         if not self._penalized:
             return
         tables: list[PenaltyTable | None] = [None] * len(self._states)
         for row, state in self._penalized:
             tables[row] = state.penalty_table()
-        ops.penalize(logits, tables, self._penalties, unread)
+        ops.penalize(logits, tables, self._penalties)
 
 
-def process_logits(
-    logits: torch.Tensor, states: Sequence[SamplingState], drawn: torch.Tensor | None = None
-) -> dict[int, str]:
+def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
     """Apply every sequence's settings to its row of logits once; see `LogitsProcessing.apply`."""
-    return LogitsProcessing(states, logits.device).apply(logits, drawn)
-
-
-def _unread_tokens(states: Sequence[SamplingState], drawn: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the unread token of each sequence [rows] int64 on the device, negative for none; None if all are read."""
-    rows = [state.unread_row for state in states]
-    if max(rows) < 0:
-        return None
-    assert drawn is not None
-    if rows == list(range(len(drawn))):  # the usual case where all requests of a batch have penalties
-        return drawn
-    sources = to_device(np.array(rows, dtype=np.int64), drawn.device)
-    tokens = drawn[sources.clamp(min=0)]
-    return tokens if min(rows) >= 0 else tokens.masked_fill_(sources < 0, -1)
+    return LogitsProcessing(states, logits.device).apply(logits)
 
 
 def _pairs(

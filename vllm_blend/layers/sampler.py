@@ -86,35 +86,42 @@ class Sampler(nn.Module):
         return self.start(logits, states).result()
 
     @torch.inference_mode()
-    def start(
-        self, logits: torch.Tensor, states: Sequence[SamplingState], drawn: torch.Tensor | None = None
-    ) -> PendingSample:
+    def start(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> PendingSample:
         """Begin to choose a token for each row of logits [rows, vocabulary], which stay as they are.
 
         On a GPU everything is queued on the current stream and the host waits for nothing; the logits may be bf16 or
         fp16 there, and the choice is exactly that of the same logits in float32. Settings that change logits read the
-        states' outputs now, and unread tokens from `drawn` [any] int64, those of the step before on the logits' device
-        (see `SamplingState.unread_row`). Raises ValueError if rows and states differ in number; a row whose logits
-        allow no choice is reported in the result's `errors` and disturbs no other.
+        states' outputs now (see `SamplingState.follows_tokens`). Raises ValueError if rows and states differ in number;
+        a row whose logits allow no choice is reported in the result's `errors` and disturbs no other. If anything else
+        is raised, seeded sequences have not drawn.
         """
         if logits.shape[0] != len(states):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(states)} states: give one state per row")
         batch = self._batch_of(states, logits)
         uniforms = batch.draw_uniforms(self._generator)
-        tokens = ops.sample_tokens(logits, batch.settings, uniforms)
-        errors: dict[int, str] = {}
-        for changed in batch.changed:
-            own = logits[changed.rows].float()
-            found = changed.processing.apply(own, drawn)
-            errors |= {changed.numbers[row]: text for row, text in found.items()}
-            ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
-        return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs), errors)
+        try:
+            return _choose(logits, batch, uniforms)
+        except BaseException:
+            batch.take_back_uniforms()
+            raise
 
     def _batch_of(self, states: Sequence[SamplingState], logits: torch.Tensor) -> SamplingBatch:
         vocab_size, device = logits.shape[-1], logits.device
         if self._batch is None or not self._batch.serves(states, vocab_size, device):
             self._batch = SamplingBatch(states, vocab_size, device)
         return self._batch
+
+
+def _choose(logits: torch.Tensor, batch: SamplingBatch, uniforms: torch.Tensor | None) -> PendingSample:
+    """Begin to choose tokens by the random numbers of `SamplingBatch.draw_uniforms`."""
+    tokens = ops.sample_tokens(logits, batch.settings, uniforms)
+    errors: dict[int, str] = {}
+    for changed in batch.changed:
+        own = logits[changed.rows].float()
+        found = changed.processing.apply(own)
+        errors |= {changed.numbers[row]: text for row, text in found.items()}
+        ops.resample_tokens(tokens, changed.rows, own, changed.settings, uniforms)
+    return PendingSample(tokens, list(batch.logprobs), _start_logprobs(logits, tokens, batch.logprobs), errors)
 
 
 def _start_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> PendingLogprobs | None:

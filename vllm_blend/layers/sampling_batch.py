@@ -58,7 +58,6 @@ class SamplingBatch:
             self.states == list(states)  # a state equals only itself
             and self.vocab_size == vocab_size
             and self.device == device
-            # a state may wait again: tokens of a step that could not be read do not count any more
             and self._waiting == [state.awaits_min_tokens for state in self._bounded]
         )
 
@@ -80,6 +79,11 @@ class SamplingBatch:
                 numbers[self._shared] = torch.rand(len(self._shared), dtype=torch.float64, generator=generator).numpy()
             numbers[self._seeded] = [self.states[row].next_uniform() for row in self._seeded]
         return to_device(uniforms, self.device)
+
+    def take_back_uniforms(self) -> None:
+        """Undo the last `draw_uniforms` for the sequences that have a seed."""
+        for row in self._seeded:
+            self.states[row].take_back(1)
 
 
 def _groups(rows: list[int], vocab_size: int) -> Iterator[list[int]]:

@@ -25,9 +25,7 @@ class SamplingState:
     """One sequence as the sampler sees it.
 
     `output_token_ids` is the owner's list, read here and never written. `bad_words` are the token sequences that
-    `SamplingParams.bind` returned. Where the step before has drawn one more token that the host has not read,
-    `unread_row` is its row among the tokens of that step. The generator draws on the host, so a seed gives the same
-    draws on every device.
+    `SamplingParams.bind` returned. The generator draws on the host, so a seed gives the same draws on every device.
     `constraint` must not change once the state has been asked for anything.
     """
 
@@ -37,7 +35,6 @@ class SamplingState:
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
     constraint: TokenConstraint | None = None
-    unread_row: int = field(init=False, default=-1)  # -1: the host knows all tokens
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
@@ -64,7 +61,7 @@ class SamplingState:
 
     @property
     def awaits_min_tokens(self) -> bool:
-        return len(self.output_token_ids) + (self.unread_row >= 0) < self.params.min_tokens
+        return len(self.output_token_ids) < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:
@@ -104,12 +101,11 @@ class SamplingState:
             self._uniforms += [self._given.pop() for _ in range(count)]
 
     def after(self, token_ids: Sequence[int]) -> SamplingState:
-        """Return this sequence with more tokens, or itself if they make no difference to a draw. The host must know
-        all tokens before them.
+        """Return this sequence with more tokens, or itself if they make no difference to a draw.
 
         Both draw from the same random numbers, in the order in which they ask.
         """
-        if not token_ids or not self._follows_tokens:
+        if not token_ids or not self.follows_tokens:
             return self
         output = [*self.output_token_ids, *token_ids]
         constraint = None if self.constraint is None else self.constraint.after(token_ids)
@@ -122,16 +118,12 @@ class SamplingState:
         return other
 
     @cached_property
-    def needs_history(self) -> bool:
-        """Return whether the host must have read all tokens before a draw: the user's functions and constraints work on
-        them there. Penalties and bad words take an unread token from the device."""
-        return bool(self.params.logits_processors) or self.constraint is not None
-
-    @cached_property
-    def _follows_tokens(self) -> bool:
-        """Return whether a draw depends on the tokens before it in other ways than through the model's logits."""
-        counted = self.penalized or self.bad_words or self.params.min_tokens
-        return bool(counted) or self.needs_history
+    def follows_tokens(self) -> bool:
+        """Return whether a draw depends on the tokens before it in other ways than through the model's logits: the host
+        must have read them."""
+        p = self.params
+        followed = self.penalized or self.bad_words or p.min_tokens or p.logits_processors
+        return bool(followed) or self.constraint is not None
 
     @cached_property
     def stopping_ids(self) -> frozenset[int]:
@@ -152,28 +144,16 @@ class SamplingState:
         return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
     def banned_ids(self) -> set[int]:
-        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words, but for
-        those of `bans_behind_unread`."""
+        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words."""
         output = self.output_token_ids
         banned = set(self.stopping_ids) if self.awaits_min_tokens else set()
         for *start, last in self.bad_words:
-            if not start or (self.unread_row < 0 and output[-len(start) :] == start):
+            if not start or output[-len(start) :] == start:
                 banned.add(last)
         return banned
 
-    def bans_behind_unread(self) -> list[tuple[int, int]]:
-        """Return pairs of tokens: if the unread token is the first, the second may not come next, as it would end a bad
-        word. There are none where no token is unread."""
-        if self.unread_row < 0:
-            return []
-        output, pairs = self.output_token_ids, []
-        for *start, last in self.bad_words:
-            if start and (len(start) == 1 or output[1 - len(start) :] == start[:-1]):
-                pairs.append((start[-1], last))
-        return pairs
-
     def penalty_table(self) -> PenaltyTable:
-        """Return the tokens under a penalty, with the output as far as it is read."""
+        """Return the tokens under a penalty."""
         if self._table is None or self._table.num_counted > len(self.output_token_ids):
             # NOTE: only the repetition penalty looks at the prompt
             self._table = PenaltyTable(self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ())

@@ -46,10 +46,11 @@ def run_largest_steps(runner: ModelRunner, limits: StepLimits) -> None:
     if limits.blend.enable_blending:
         steps += largest_blend(limits, runner)
     for step in steps:
-        tokens = runner.execute(SchedulerOutput(step)).tokens
+        result = runner.execute(SchedulerOutput(step))
+        runner.draw(result)
         if runner.parts.heads.ranks.leads:
-            assert tokens is not None
-            tokens.result()
+            assert result.tokens is not None
+            result.tokens.result()
         for item in step:
             if item.request.collected:
                 item.request.collected_kv()  # joining the pieces of a chunk copies them

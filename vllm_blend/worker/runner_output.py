@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.core.step import ScheduledRequest
 from vllm_blend.layers.sampler import PendingSample
 from vllm_blend.ops.host_copy import HostCopy
 from vllm_blend.outputs import Logprob
@@ -37,9 +39,14 @@ class BlendResult:
 class RunnerOutput:
     """Results of a step, by request. The tokens may still be on their way: reading them waits."""
 
-    # requests that draw from rows of `tokens`: one row each, and one more for each of its drafts
-    sampled: list[Request] = field(default_factory=list)
-    tokens: PendingSample | None = None
+    drawing: list[ScheduledRequest] = field(default_factory=list)  # one row each, and one more for each of its drafts
+    logits: torch.Tensor | None = None  # [rows, vocab], until tokens are drawn from them; only rank 0 has some
+    tokens: PendingSample | None = None  # one a row
     prompt_logprobs: dict[Request, list[dict[int, Logprob]]] = field(default_factory=dict)
     blends: dict[Request, BlendResult] = field(default_factory=dict)
     errors: dict[Request, str] = field(default_factory=dict)
+
+    @cached_property
+    def sampled(self) -> list[Request]:
+        """Return the requests that draw, in the order of their rows."""
+        return [item.request for item in self.drawing]

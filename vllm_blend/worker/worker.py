@@ -105,8 +105,7 @@ class Worker:
             extension.build(parts, self._graph_pool)
         block_pass = BlockPass(parts, graphs, staging, self.extensions)
         others = [one for extension in self.extensions for one in extension.passes()]
-        shares_draws = ranks.size > 1 and config.scheduler.runs_ahead(device)
-        self.model_runner = ModelRunner(block_pass, config.model.seed, others, shares_draws)
+        self.model_runner = ModelRunner(block_pass, config.model.seed, others)
         logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
     def drop_graphs(self) -> None:

@@ -25,8 +25,8 @@ from vllm_blend.sampling_params import SamplingParams
 class StructuredOutputs(Extension):
     """Gives requests that ask for a form a matcher of their own, which the sampler asks for masks.
 
-    Sampling such a request needs the tokens before it (`SamplingState.needs_history`), so the engine does not run ahead
-    of them; drafts are verified with a mask for each.
+    Sampling such a request needs the tokens before it, so where the engine runs ahead its draw waits for them
+    (`SamplingState.follows_tokens`); drafts are verified with a mask for each.
     """
 
     compiler: GrammarCompiler

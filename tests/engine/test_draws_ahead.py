@@ -1,4 +1,5 @@
-"""Penalties and bad words where steps are queued ahead: the last token lies on the device, unread by the host."""
+"""Draws that follow the tokens before them where steps are queued ahead: penalties, bad words, `min_tokens`, forms and
+functions of the user's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests import settings
 from tests.engine.async_engines import async_llm, at_once
 from tests.engine.engines import BLOCK_SIZE, engine, greedy, hf_model, pages_for, run, tiny_model, tokens_of
 from tests.engine.tiny_tokenizers import byte_level
-from vllm_blend import LLM, RequestOutput, SamplingParams
+from vllm_blend import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
 TINY = tiny_model("llama")
 LETTERS = "BJKQXYZ"  # of which each is a token, and no two are one
@@ -44,16 +45,30 @@ PROMPTS = st.one_of(
 AMOUNTS = st.sampled_from([0.0, 0.0, 0.6, -0.4])
 
 
-def params_of(max_tokens: int, min_tokens: int, seed: int | None, **options: Any) -> SamplingParams:
+def take_turns(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Prefer another letter at each place, and never the last one again."""
+    logits[IDS[len(output) % len(IDS)]] += 2.0
+    logits[output[-1:]] = -torch.inf
+    return logits
+
+
+def params_of(
+    max_tokens: int, min_tokens: int, seed: int | None, form: str | None, takes_turns: bool, **options: Any
+) -> SamplingParams:
     """Random ones have seeds: other draws depend on which steps requests share."""
-    temperature = 0.0 if seed is None else 1.2
-    tokens: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens)}
-    return SamplingParams(temperature=temperature, seed=seed, allowed_token_ids=IDS + SPACE, **tokens, **options)
+    options |= {"temperature": 0.0 if seed is None else 1.2, "seed": seed, "max_tokens": max_tokens}
+    if takes_turns:
+        options["logits_processors"] = [take_turns]
+    if form is not None:  # which ends with a token that is no letter
+        return SamplingParams(structured_outputs=StructuredOutputsParams(regex=form), **options)
+    return SamplingParams(allowed_token_ids=IDS + SPACE, min_tokens=min(min_tokens, max_tokens), **options)
 
 
 PARAMS = st.builds(
     params_of,
     seed=st.sampled_from([None, None, 1, 2]),
+    form=st.sampled_from([None, None, "[JKQ]{2,5}", "(B|XY|Z ){1,30}"]),
+    takes_turns=st.sampled_from([False, False, False, True]),
     max_tokens=st.sampled_from([1, 2, 9, 24]),
     repetition_penalty=st.sampled_from([1.0, 1.05, 1.5, 0.8]),
     frequency_penalty=AMOUNTS,
@@ -82,25 +97,34 @@ ARRIVALS = st.lists(
 
 @dataclass
 class Service:
-    """Adds and aborts requests at their steps. The reads in `failing` fail, which has their steps done again."""
+    """Adds and aborts requests at their steps. The reads in `failing` fail, and the draws in `failing_draws`, which has
+    their steps done again."""
 
     llm: LLM
     arrivals: Sequence[Arrival]
     failing: Collection[int] = ()
+    failing_draws: Collection[int] = ()
     num_ahead: int = 0
     num_failures: int = 0
     _done: Answers = field(default_factory=dict)
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> Answers:
         """Return the answers of the requests that finished."""
-        inner, step, reads = self.llm.llm_engine, 0, iter(range(1, 10**6))
-        settle, schedule = inner.model_executor.settle, inner.scheduler.schedule
+        inner, step = self.llm.llm_engine, 0
+        reads, draws = iter(range(1, 10**6)), iter(range(1, 10**6))
+        settle, schedule, draw = inner.model_executor.settle, inner.scheduler.schedule, inner.model_executor.draw
 
         def settling(result: Any) -> None:
             if next(reads) in self.failing:
                 self.num_failures += 1
                 raise RuntimeError("a step cannot be read")
             settle(result)
+
+        def drawing(result: Any) -> None:
+            if result.logits is not None and next(draws) in self.failing_draws:
+                self.num_failures += 1
+                raise RuntimeError("no token can be drawn")
+            draw(result)
 
         def scheduling(ahead: bool = False) -> Any:
             output = schedule(ahead)
@@ -109,6 +133,7 @@ class Service:
 
         with monkeypatch.context() as patch:
             patch.setattr(inner.model_executor, "settle", settling)
+            patch.setattr(inner.model_executor, "draw", drawing)
             patch.setattr(inner.scheduler, "schedule", scheduling)
             while inner.has_unfinished_requests() or step <= 12:
                 self._arrive(step)
@@ -143,16 +168,23 @@ def ending(completion: Any) -> tuple[list[int], str | None, int | str | None]:
 @pytest.mark.cpu_only  # rounding may choose other tokens where steps have other shapes
 @pytest.mark.parametrize("room", [ROOM, TIGHT], ids=["room", "tight"])
 @examples(max_examples=12, deadline=None, derandomize=True)
-@given(arrivals=ARRIVALS, num=st.sampled_from([1, 1, 2]), failing=st.sets(st.integers(1, 30), max_size=3))
-def test_traffic_is_answered_alike(room: dict[str, Any], arrivals: list[Arrival], num: int, failing: set[int]) -> None:
-    """Whatever arrives, is aborted or preempted, ends late, or is done again after a failed read."""
+@given(
+    arrivals=ARRIVALS,
+    num=st.sampled_from([1, 1, 2]),
+    failing=st.sets(st.integers(1, 30), max_size=3),
+    failing_draws=st.sets(st.integers(1, 30), max_size=3),
+)
+def test_traffic_is_answered_alike(
+    room: dict[str, Any], arrivals: list[Arrival], num: int, failing: set[int], failing_draws: set[int]
+) -> None:
+    """Whatever arrives, is aborted or preempted, ends late, or is done again after a failed read or draw."""
     for arrival in arrivals[::2]:
         arrival.params.n = num if arrival.params.temperature else 1
     monkeypatch = pytest.MonkeyPatch()
     with engine(TINY, enable_blending=True, async_scheduling=False, **room) as llm:
         expected = Service(llm, arrivals).run(monkeypatch)
     with engine(TINY, enable_blending=True, async_scheduling=True, **room) as llm:
-        ahead, failed = Service(llm, arrivals), Service(llm, arrivals, failing)
+        ahead, failed = Service(llm, arrivals), Service(llm, arrivals, failing, failing_draws)
         answers = [service.run(monkeypatch) for service in (ahead, failed)]
     lengths = [len(tokens) for completions in expected.values() for tokens, _, _ in completions]
     assert ahead.num_ahead > 0 or max(lengths, default=0) <= 2
@@ -191,7 +223,7 @@ def test_answers_are_those_of_transformers(penalties: tuple[float, float, float]
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
-def test_a_bad_word_ends_in_the_step_behind_its_unread_token(length: int) -> None:
+def test_a_bad_word_ends_in_the_step_behind_its_last_token_but_one(length: int) -> None:
     """Each answer becomes a bad word of the next one, which then has to draw another last token there."""
     options: dict[str, Any] = {"ignore_eos": True, "allowed_token_ids": IDS, "repetition_penalty": 1.2}
     prompt: Any = {"prompt_token_ids": IDS[:3]}
@@ -217,6 +249,7 @@ def test_streams_are_answered_alike() -> None:
             presence_penalty=0.5 * (i % 4 == 1),
             frequency_penalty=-0.2 * (i % 5 == 2),
             bad_words=["JK", "XYZ", "QB"] if i % 3 else [],
+            structured_outputs=StructuredOutputsParams(regex="[JQXZ]{9,}") if i % 4 == 2 else None,
             allowed_token_ids=IDS + SPACE,
             stop_token_ids=IDS[: i % 4 == 3],
             n=2 if i % 6 == 5 else 1,
