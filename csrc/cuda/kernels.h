@@ -223,10 +223,9 @@ int vb_sample(const VbSample* args, void* stream);
 
 // Penalties on float32 logits, in place, for the tokens that row i has had: tables[i] has sizes[i] entries (token, how often it
 // was generated; 0: it is in the prompt only), each token once. penalties [3, rows]: repetition, frequency, presence. Before,
-// changes [num_changes, 4] are written to the tables: row, entry, token, count. unread: null, or [rows]: a token that row i
-// has had once more than its table says, negative for none.
+// changes [num_changes, 4] are written to the tables: row, entry, token, count.
 int vb_penalize(float* logits, int64_t row_stride, int32_t* const* tables, const int32_t* sizes, const int32_t* changes,
-                int num_changes, const float* penalties, const int64_t* unread, int rows, void* stream);
+                int num_changes, const float* penalties, int rows, void* stream);
 
 #ifdef __cplusplus
 }

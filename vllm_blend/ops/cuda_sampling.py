@@ -43,7 +43,7 @@ class SamplingFunctions(Protocol):
 
     def penalize(
         self, logits: to.Logits, row_stride: Int64, tables: to.Tables, sizes: to.TableSizes, changes: to.Changes,
-        num_changes: Int, penalties: to.Penalties, unread: to.Unread | None, rows: Int, stream: Stream, /,
+        num_changes: Int, penalties: to.Penalties, rows: Int, stream: Stream, /,
     ) -> Int: ...
 # fmt: on
 
@@ -91,21 +91,18 @@ def sample_tokens(
     return tokens
 
 
-def penalize(logits: torch.Tensor, packed: torch.Tensor, num_changes: int, unread: torch.Tensor | None = None) -> None:
+def penalize(logits: torch.Tensor, packed: torch.Tensor, num_changes: int) -> None:
     """Do `ops.penalize` on logits [rows, vocabulary] float32. packed: int32, on the device: changes [num_changes, 4]
     (row, entry, token, count), the addresses of tables as int64 [rows], their sizes [rows], penalties as float32 [3,
-    rows]. unread: None, or int64 [rows] on the device.
+    rows].
     """
     rows = logits.shape[0]
     if packed.shape != (4 * num_changes + 6 * rows,):
         raise ValueError(f"{num_changes} changes and {rows} rows do not make {tuple(packed.shape)} words")
-    if unread is not None and unread.shape != (rows,):
-        raise ValueError(f"{rows} rows of logits need as many unread tokens, not {tuple(unread.shape)}")
     after = 16 * num_changes  # bytes
     code = _functions().penalize(
         expect(to.Logits, logits, "logits", torch.float32, False), logits.stride(0), to.Tables(packed) + after,
         to.TableSizes(packed) + (after + 8 * rows), expect(to.Changes, packed, "packed", torch.int32), num_changes,
-        to.Penalties(packed) + (after + 12 * rows),
-        None if unread is None else expect(to.Unread, unread, "unread", torch.int64), rows, stream_of(logits),
+        to.Penalties(packed) + (after + 12 * rows), rows, stream_of(logits),
     )  # fmt: skip
     check("penalize", code)

@@ -74,29 +74,20 @@ class PenaltyTable:
         self._changed.clear()
 
 
-def penalize(
-    logits: torch.Tensor,
-    tables: Sequence[PenaltyTable | None],
-    penalties: NDArray[np.float32],
-    unread: torch.Tensor | None = None,
-) -> None:
+def penalize(logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]) -> None:
     """Penalise logits [rows, vocabulary] float32, in place, for the tokens in each row's table (None: no penalty).
 
     penalties [3, rows]: repetition (CTRL, Keskar et al., 2019, section 4.1), on all tokens of the table; then OpenAI's
-    frequency and presence, on those that were generated. `unread` [rows] int64, on the logits' device, is a token that
-    was generated after those that the table counts, negative for none: the host need not know it.
+    frequency and presence, on those that were generated.
     """
     if cuda_sampling.accepts(logits):
-        _penalize_on_gpu(logits, tables, penalties, unread)
+        _penalize_on_gpu(logits, tables, penalties)
     else:
-        penalize_reference(logits, tables, penalties, unread)
+        penalize_reference(logits, tables, penalties)
 
 
 def penalize_reference(
-    logits: torch.Tensor,
-    tables: Sequence[PenaltyTable | None],
-    penalties: NDArray[np.float32],
-    unread: torch.Tensor | None = None,
+    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
 ) -> None:
     entries = [(row, *table.arrays()) for row, table in enumerate(tables) if table is not None]
     pairs = np.stack(
@@ -107,31 +98,14 @@ def penalize_reference(
     )
     rows, tokens = torch.from_numpy(pairs).to(logits.device)
     counts = torch.from_numpy(np.concatenate([counts for _, _, counts in entries])).to(logits.device)
-    if unread is not None:
-        rows, tokens, counts = _with_unread(rows, tokens, counts, unread)
     repetition, frequency, presence = torch.from_numpy(penalties).to(logits.device)[:, rows]
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, tokens] = values - frequency * counts - presence * (counts > 0)
 
 
-def _with_unread(
-    rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, unread: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the entries of tables [entries] with the unread token of each row counted once more."""
-    again = tokens == unread[rows]
-    is_new = unread >= 0
-    is_new[rows[again]] = False
-    new = is_new.nonzero()[:, 0]
-    counts = torch.cat([counts + again, counts.new_ones(len(new))])
-    return torch.cat([rows, new]), torch.cat([tokens, unread[new]]), counts
-
-
 def _penalize_on_gpu(
-    logits: torch.Tensor,
-    tables: Sequence[PenaltyTable | None],
-    penalties: NDArray[np.float32],
-    unread: torch.Tensor | None,
+    logits: torch.Tensor, tables: Sequence[PenaltyTable | None], penalties: NDArray[np.float32]
 ) -> None:
     rows, changes = len(tables), list[int]()
     addresses, sizes = [0] * rows, [0] * rows
@@ -145,7 +119,7 @@ def _penalize_on_gpu(
     words[after : after + 2 * rows].view(np.int64)[:] = addresses
     words[after + 2 * rows : after + 3 * rows] = sizes
     words[after + 3 * rows :].view(np.float32).reshape(3, rows)[:] = penalties
-    cuda_sampling.penalize(logits, to_device(words, logits.device), len(changes) // 4, unread)
+    cuda_sampling.penalize(logits, to_device(words, logits.device), len(changes) // 4)
     for table in tables:
         if table is not None:
             table.copy_is_made()
