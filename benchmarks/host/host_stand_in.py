@@ -22,6 +22,7 @@ from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.ops import cuda_sampling
 from vllm_blend.worker import cuda_graphs
+from vllm_blend.worker.model_runner import ModelRunner
 from vllm_blend.worker.worker import Worker
 
 TABLE = 1 << 16  # tokens that are drawn in advance
@@ -39,7 +40,8 @@ class RandomTokens(LlamaForCausalLM):
 
 
 class Device:
-    """Draws tokens from `token_ids`, and has each draw ready `seconds` after the one before at the earliest."""
+    """Draws tokens from `token_ids`. A step takes `seconds` from when its model is queued, or from the end of the step
+    before if that is later; its draw takes none."""
 
     def __init__(self, token_ids: list[int], seconds: float, seed: int) -> None:
         choices = torch.tensor(token_ids)
@@ -56,9 +58,14 @@ class Device:
         self._next += rows
         return tokens
 
+    def execute(self, runner: ModelRunner, output: Any) -> Any:
+        """Stand in for `ModelRunner.execute`: take note of when the step will be over."""
+        self._ready = max(time.perf_counter(), self._ready) + self._seconds
+        return _EXECUTE(runner, output)
+
     def copy(self, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that waits until the step of these tokens would be over, and returns them."""
-        self._ready = ready = max(time.perf_counter(), self._ready) + self._seconds
+        """Return a function that waits until the last step would be over, and returns these tokens of it."""
+        ready = self._ready
 
         def wait() -> torch.Tensor:
             left = ready - time.perf_counter()
@@ -101,6 +108,7 @@ class Settings:
             (sampler, "HostCopy", Copy),
             (cuda_graphs, "CUDAGraphs", NoGraphs),
             (Worker, "__init__", _BUILD_WITH_GRAPHS),
+            (ModelRunner, "execute", lambda runner, output: device.execute(runner, output)),
         ]
         for owner, name, stand_in in replaced:
             setattr(owner, name, stand_in)
@@ -136,4 +144,5 @@ def _with_graphs(build: Callable[..., None]) -> Callable[..., None]:
     return built
 
 
+_EXECUTE = ModelRunner.execute
 _BUILD_WITH_GRAPHS = _with_graphs(Worker.__init__)
