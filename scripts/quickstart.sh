@@ -22,7 +22,7 @@ export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/dem
 RESULTS_DIR=${RESULTS_DIR:-results}
 name="$(basename "$DATASET" .json)"
 
-install_into "$VENV"
+install_into "$VENV" bench # with matplotlib, which draws timelines and the pictures of benchmarks
 export PYTHON="$VENV/bin/python"
 
 echo "== 1. retrieval"

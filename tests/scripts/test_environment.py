@@ -66,6 +66,17 @@ def test_the_interpreter_that_is_named_is_used_and_else_one_is_found(tmp_path: P
     assert bash("unset PYTHON; source scripts/environment.sh; base_python", PATH=path).stdout == "python3.13\n"
 
 
+def test_the_quickstart_installs_what_draws_its_timeline(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    body = f'echo "$@" >>{log}; if [[ "$*" == "-m venv"* ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
+    python = fake_python(tmp_path / "python", body)
+    results = str(tmp_path / "results")  # stays empty: the stages do nothing either
+    bash("bash scripts/quickstart.sh", PYTHON=python, VENV=str(tmp_path / "venv"), RESULTS_DIR=results)
+    assert any(line.endswith("--editable .[bench]") for line in log.read_text().splitlines())
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert '"bench": ["matplotlib"]' in setup
+
+
 def test_an_environment_is_made_once_and_again_when_something_changed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     # Stands for the interpreter, and for the environment's own one, which it makes.
