@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from langchain_community.llms import VLLM
 
@@ -26,3 +29,11 @@ def test_what_the_engine_does_not_have_is_refused_by_name() -> None:
         VLLM(model=MODEL, vllm_kwargs={"enable_lora": True})
     with pytest.raises(ValueError, match="tensor_parallel_size=0"):
         VLLM(model=MODEL, tensor_parallel_size=0)
+
+
+def test_the_block_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "integrations.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(root)
+    exec(compile(code, "docs/integrations.md", "exec"), {})
