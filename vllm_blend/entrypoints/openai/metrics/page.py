@@ -12,18 +12,19 @@ from vllm_blend.kv_store.tiers import DISK, MEMORY, REMOTE
 
 _INTRODUCTION = """# Metrics
 
-`GET /metrics` has the metrics of a server in Prometheus's text format. Names that begin with `vllm:` are vLLM's and
-mean what they mean there, so that dashboards for vLLM go on working; ours begin with `vllm_blend:`. `promtool check
-metrics` has nothing to say but that names should have no colons. The metrics of the process (`process_*`, `python_*`)
-are those of Prometheus's client. [grafana.json](grafana.json) is a dashboard to import into Grafana.
+A server answers `GET /metrics` with its metrics in Prometheus's text format. Names that begin with `vllm:` are vLLM's
+and mean the same as there, so dashboards for vLLM go on working. This project's own names begin with `vllm_blend:`.
+`promtool check metrics` reports only that names should have no colons. The metrics of the process (`process_*`,
+`python_*`) come from Prometheus's client. [grafana.json](grafana.json) is a dashboard that Grafana can import.
 
     scrape_configs:
       - job_name: vllm-blend
         static_configs:
           - targets: ["127.0.0.1:8000"]
 
-The engine's metrics are missing while it is down (`vllm_blend:engine_up` is 0), and its totals begin at zero when it is
-started again. A feature's metrics are there if it is on, the controller's when it has measured something.
+While the engine is down (`vllm_blend:engine_up` is 0), its metrics are missing. When it is started again, its totals
+begin at zero. A feature's metrics appear only if the feature is on, and the controller's once it has measured
+something.
 
 This page is made from the code by `python -m vllm_blend.entrypoints.openai.metrics.page > docs/metrics.md`.
 """

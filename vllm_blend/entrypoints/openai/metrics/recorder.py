@@ -69,12 +69,12 @@ class Recorder:
         )
         failed = CounterMetricFamily(
             "vllm_blend:requests_failed",
-            "Prompts that were sent to the engine and have no answer.",
+            "Prompts that were sent to the engine and ended without an answer.",
             labels=["model_name", "reason"],
         )
         refused = CounterMetricFamily(
             "vllm_blend:requests_refused",
-            "Requests that were answered by an error before anything was sent to the engine.",
+            "Requests that were answered with an error before anything was sent to the engine.",
             labels=["model_name", "status"],
         )
         families = ((finished, self.finished), (failed, self.failed), (refused, self.refused))
