@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine_cpu
 
-Prints medians and ratios: full prefill and greedy decoding against the `generate` of transformers, a blend at 15%
-against this engine's full prefill, and the engine's overhead per step (everything outside the model's forward).
+Prints medians and ratios: full prefill and the steps of greedy decoding against the `generate` of transformers, a blend
+at 15% against this engine's full prefill, and the engine's overhead per step (everything outside the model's forward).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         row(f"time to first token, {name}", full, ttft(name, blending, asked, first, args.repeats), "own full")
 
     for batch in (1, 16):
-        more, one = args.decode_tokens, 1
-        own = ids[:batch]
-        hf = decode_time(partial(hf_generate, reference, own), one, more)
-        ours = decode_time(partial(decode, plain, own), one, more)
-        row(f"decode, batch {batch}, per step", hf / (more - one), ours / (more - one), "HF")
+        name, sides = f"decode, batch {batch}, per step", {}
+        for who, steps in (("HF", partial(hf_decode_steps, reference)), ("ours", partial(decode_steps, plain))):
+            times = steps(ids[:batch], args.decode_tokens)
+            record(f"{name}, {who}", times)
+            sides[who] = statistics.median(times)
+        row(name, sides["HF"], sides["ours"], "HF")
     print(f"step overhead outside the model, batch 1: {overhead(plain, ids[0]) * 1e3:.3f} ms")
 
 
@@ -96,18 +98,43 @@ def generate(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Any]:
     return list(llm.generate(prompts, params, use_tqdm=False))
 
 
-def decode(llm: LLM, prompts: list[Any], tokens: int) -> None:
-    generate(llm, prompts, greedy(tokens))
+def decode_steps(
+    llm: LLM, prompts: list[list[int]], tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of each step in which all requests decode: each has its first token, and none has ended."""
+    engine, begun, times, has_ended = llm.llm_engine, set[str](), list[float](), False
+    for index, ids in enumerate(prompts):
+        engine.add_request(f"decode-{index}", {"prompt_token_ids": ids}, greedy(tokens))
+    while engine.has_unfinished_requests():
+        all_decode = len(begun) == len(prompts) and not has_ended
+        start = clock()
+        outputs = engine.step()
+        if all_decode:
+            times.append(clock() - start)
+        begun.update(output.request_id for output in outputs)
+        has_ended |= any(output.finished for output in outputs)
+    return times
 
 
-def hf_generate(model: Any, ids: list[list[int]], tokens: int) -> None:
+def hf_decode_steps(model: Any, ids: list[list[int]], tokens: int) -> list[float]:
+    """Return the seconds between one token and the next of the whole batch."""
+    ends: list[float] = []
+
+    def note(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        ends.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    hf_generate(model, ids, tokens, stopping_criteria=[note])
+    return [end - start for start, end in pairwise(ends)]
+
+
+def hf_generate(model: Any, ids: list[list[int]], tokens: int, **options: Any) -> None:
     longest = max(map(len, ids))
     padded = torch.tensor([[0] * (longest - len(i)) + i for i in ids])
     mask = torch.tensor([[0] * (longest - len(i)) + [1] * len(i) for i in ids])
     with torch.inference_mode():
-        model.generate(
-            padded, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=2
-        )
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        model.generate(padded, attention_mask=mask, do_sample=False, pad_token_id=2, **length, **options)
 
 
 def ttft(name: str, llm: LLM, prompts: list[Any], params: SamplingParams, repeats: int) -> float:
@@ -117,11 +144,6 @@ def ttft(name: str, llm: LLM, prompts: list[Any], params: SamplingParams, repeat
         times.append(metrics.first_token_time - metrics.first_scheduled_time)
     record(f"time to first token, {name}", times[1:])
     return statistics.median(times[1:])
-
-
-def decode_time(run: Callable[[int], Any], few: int, many: int) -> float:
-    """Return the seconds that the tokens beyond `few` take: prefill cancels out."""
-    return median(lambda: run(many), 3) - median(lambda: run(few), 3)
 
 
 def overhead(llm: LLM, ids: list[int]) -> float:

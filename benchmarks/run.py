@@ -3,6 +3,7 @@
     python -m benchmarks.run cpu --output results/benchmarks
     python -m benchmarks.run gpu --only engine chunks --output results/benchmarks
     python -m benchmarks.run gpu --vllm-python ../vllm-env/bin/python
+    python -m benchmarks.run cpu --kvpress-python ../kvpress-env/bin/python
 
 writes OUTPUT.json (hardware, versions, commit, every command with its output, its duration and the single measurements
 behind its medians, where it records them), OUTPUT.md (the same to read, without those) and OUTPUT.png (these single
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,13 +36,15 @@ from benchmarks.sample_picture import draw
 from benchmarks.samples import VARIABLE, read
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDE_BY_SIDE = "side_by_side"  # the benchmark that --vllm-python is handed to
+SIDE_BY_SIDE, COMPRESSION = "side_by_side", "compression"
+# Peers that need an environment of their own -> the benchmark that gets the interpreter.
+INTERPRETERS = {"vllm": SIDE_BY_SIDE, "kvpress": COMPRESSION}
 BENCHMARKS = {  # device -> name -> what `python -m` runs
     "cpu": {
         "engine": "benchmarks.engine_cpu",
         "chunks": "benchmarks.chunks",
         "disk": "benchmarks.disk_loading",
-        "compression": "benchmarks.kvc_quality --datasets musique_s --samples 12 --metrics kv_compress keydiff random",
+        COMPRESSION: "benchmarks.kvc_quality --datasets musique_s --samples 12 --metrics kv_compress keydiff random",
         "quality": "benchmarks.quality --quick --no-picture --output {folder}/quality",
         "side_by_side": "benchmarks.side_by_side --profile cpu --output {output}_side_by_side",
     },
@@ -55,8 +58,8 @@ BENCHMARKS = {  # device -> name -> what `python -m` runs
         "side_by_side": "benchmarks.side_by_side --output {output}_side_by_side",
     },
 }
-# Other people's engines and tools -> the benchmarks, by device, that time them in the same run.
-PEERS: dict[str, dict[str, tuple[str, ...]]] = {"transformers": {"cpu": ("engine", SIDE_BY_SIDE)}, "kvpress": {}}
+# Other people's engines and tools in this environment -> the benchmarks, by device, that time them in the same run.
+PEERS: dict[str, dict[str, tuple[str, ...]]] = {"transformers": {"cpu": ("engine", SIDE_BY_SIDE)}}
 PACKAGES = ("vllm-blend", "torch", "transformers", "numpy", "flashinfer-python", "xformers")
 
 
@@ -67,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("device", nargs="?", choices=sorted(BENCHMARKS), help="which machine's benchmarks to run")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of them (default: all)")
     parser.add_argument("--output", type=Path, default=Path("results/benchmarks"), help="files without their suffix")
-    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="for side_by_side: one that has vLLM")
+    for peer, benchmark in INTERPRETERS.items():
+        parser.add_argument(
+            f"--{peer}-python", type=Path, metavar="PYTHON", help=f"for {benchmark}: one that has {peer}"
+        )
     parser.add_argument("--no-png", action="store_true", help="draw no picture, which needs matplotlib")
     args = parser.parse_args(argv)
     if args.device is None:
@@ -80,16 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only {' '.join(unknown)}: on {args.device} there are {', '.join(known)}")
     if args.device == "gpu" and not torch.cuda.is_available():
         parser.error("torch sees no GPU: run `cpu`, or look at nvidia-smi and at torch's build")
-    if args.vllm_python is not None and SIDE_BY_SIDE not in names:
-        parser.error(f"--vllm-python is for {SIDE_BY_SIDE} alone: name it in --only, or leave one of the two out")
+    given = {peer: python for peer in INTERPRETERS if (python := getattr(args, f"{peer}_python")) is not None}
+    for peer in given:
+        if INTERPRETERS[peer] not in known:
+            parser.error(
+                f"--{peer}-python is for {INTERPRETERS[peer]}, which does not run on {args.device}: leave it out"
+            )
+        if INTERPRETERS[peer] not in names:
+            parser.error(
+                f"--{peer}-python is for {INTERPRETERS[peer]} alone: name it in --only, or leave one of the two out"
+            )
     if not args.no_png and find_spec("matplotlib") is None:
         parser.error('the picture needs matplotlib: pip install -e ".[bench]", or pass --no-png')
     args.output.parent.mkdir(parents=True, exist_ok=True)
     about, runs = describe(args.device), []
-    about["peers"] = peers(args.device, names, args.vllm_python)
+    about["peers"] = peers(args.device, names, given)
     for name in names:
         print(f"== {name}", flush=True)
-        more = ["--vllm-python", str(args.vllm_python.absolute())] if args.vllm_python and name == SIDE_BY_SIDE else []
+        own = (peer for peer in given if INTERPRETERS[peer] == name)
+        more = [word for peer in own for word in (f"--{peer}-python", str(given[peer].absolute()))]
         runs.append(run(name, known[name], args.output.absolute(), more))
         report = {"about": about, "runs": runs}  # written after each: a run that is interrupted keeps what it has
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -150,11 +165,13 @@ def describe(device: str) -> dict[str, Any]:
     return about
 
 
-def peers(device: str, names: Sequence[str], vllm_python: Path | None) -> dict[str, str]:
-    """Return what this run says of each peer: where it is timed, or that it is absent or not compared."""
-    said = {"vllm": "absent: no --vllm-python was given"}  # the name may be our alias here, so it is not looked for
-    if vllm_python is not None:
-        said["vllm"] = f"timed in {SIDE_BY_SIDE}, which says its version"
+def peers(device: str, names: Sequence[str], given: Mapping[str, Path]) -> dict[str, str]:
+    """Return what this run says of each peer: where it is compared, or that it is absent or not compared. `given` are
+    the interpreters of those that have an environment of their own."""
+    said = {}
+    for peer, benchmark in INTERPRETERS.items():  # not looked for here, where the name `vllm` may be our alias
+        absent = f"absent: no --{peer}-python was given"
+        said[peer] = f"compared in {benchmark}, which says its version" if peer in given else absent
     for peer, timed_by in PEERS.items():
         timing = [name for name in timed_by.get(device, ()) if name in names]
         if (found := installed(peer)) is None:

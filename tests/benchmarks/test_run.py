@@ -33,14 +33,16 @@ def test_an_absent_peer_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest
     assert run.main(["cpu", "--only", "other", "--no-png", "--output", str(tmp_path / "report")]) == 0
     peers = json.loads((tmp_path / "report.json").read_text())["about"]["peers"]
     assert peers["vllm"] == "absent: no --vllm-python was given"
-    assert peers["kvpress"].startswith("absent: not installed here")
+    assert peers["kvpress"] == "absent: no --kvpress-python was given"
     assert peers["transformers"] == "5.0 is installed, but no benchmark of this run times it"
     assert f"- vllm: {peers['vllm']}" in (tmp_path / "report.md").read_text()
-    assert run.peers("cpu", ["engine"], None)["transformers"] == "5.0, timed in engine"
-    assert run.peers("cpu", ["engine"], Path("python"))["vllm"] == "timed in side_by_side, which says its version"
+    assert run.peers("cpu", ["engine"], {})["transformers"] == "5.0, timed in engine"
+    given = run.peers("cpu", ["side_by_side"], {"vllm": Path("python")})
+    assert given["vllm"] == "compared in side_by_side, which says its version"
+    assert given["kvpress"] == "absent: no --kvpress-python was given"
 
 
-def test_the_interpreter_of_vllm_goes_to_the_benchmark_that_needs_it(
+def test_the_interpreter_of_a_peer_goes_to_the_benchmark_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[tuple[str, list[str]]] = []
@@ -56,6 +58,14 @@ def test_the_interpreter_of_vllm_goes_to_the_benchmark_that_needs_it(
     with pytest.raises(SystemExit):
         run.main(["cpu", "--only", "engine", *options])
     assert "--vllm-python is for side_by_side alone" in capsys.readouterr().err
+    commands.clear()
+    options[1:3] = ["--kvpress-python", "/press/python"]
+    assert run.main(["cpu", "--only", "compression", "engine", *options]) == 0
+    assert commands == [("compression", ["--kvpress-python", "/press/python"]), ("engine", [])]
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        run.main(["gpu", "--only", "engine", *options])
+    assert "--kvpress-python is for compression, which does not run on gpu" in capsys.readouterr().err
 
 
 def test_without_a_device_the_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
