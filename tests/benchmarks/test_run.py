@@ -62,7 +62,7 @@ def test_the_interpreter_of_a_peer_goes_to_the_benchmark_that_needs_it(
     options[1:3] = ["--kvpress-python", "/press/python"]
     assert run.main(["cpu", "--only", "compression", "engine", *options]) == 0
     assert commands == [("compression", ["--kvpress-python", "/press/python"]), ("engine", [])]
-    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(SystemExit):
         run.main(["gpu", "--only", "engine", *options])
     assert "--kvpress-python is for compression, which does not run on gpu" in capsys.readouterr().err
