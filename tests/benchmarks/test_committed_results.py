@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bad_bodies, ray_routing, routing_sim, step_graphs_gpu, stream_cost, tensor_parallel
+from benchmarks import (
+    bad_bodies,
+    cpu_kernels,
+    ray_routing,
+    routing_sim,
+    step_graphs_gpu,
+    stream_cost,
+    tensor_parallel,
+)
 from tests.checkout import ROOT
 from vllm_blend.quality.held_out_budgets import render_budgets
 from vllm_blend.quality.held_out_file import read_held_out
@@ -76,3 +84,7 @@ def test_samples_of_gpus_give_their_tables() -> None:
     assert "\n".join(tensor_parallel.table(ranks)) in text_of("tensor_parallel_h100.md")
     graphs = load("step_graphs_h100.json")["samples"]
     assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
+
+
+def test_pairs_with_and_without_kernels_give_their_page() -> None:
+    assert text_of("cpu_kernels.md") == cpu_kernels.render(load("cpu_kernels.json"))
