@@ -382,6 +382,7 @@ setup(
             "httpx",
             "openai",
             "pytest",
+            "pytest-xdist>=3.5",
             "hypothesis",
             "mypy",
             "nbmake",

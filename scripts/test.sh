@@ -5,8 +5,9 @@
 #   bash scripts/test.sh tests/pipeline -x
 #
 # Arguments go to pytest; with any of them the notebooks are left out unless they name them (--nbmake notebooks).
-# VENV    the environment's folder (.venv-test)
-# PYTHON  the interpreter that makes it (python3)
+# VENV          the environment's folder (.venv-test)
+# PYTHON        the interpreter that makes it (python3)
+# TEST_WORKERS  processes that share the tests when all are run (2): each keeps about one core busy and takes up to 2 GB
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 answer_help "${BASH_SOURCE[0]}" "$@"
@@ -22,6 +23,7 @@ if ! command -v redis-server >/dev/null; then
 fi
 if (($# == 0)); then
   export NOTEBOOK_QUESTIONS="${NOTEBOOK_QUESTIONS:-2}" # of each comparison: here they only have to run
-  set -- --nbmake --nbmake-timeout=300 tests notebooks
+  # A file's tests stay together: they share engines.
+  set -- --numprocesses="${TEST_WORKERS:-2}" --dist=loadfile --nbmake --nbmake-timeout=300 tests notebooks
 fi
 exec "$VENV/bin/python" -m pytest -m "$marks" "$@"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
-from tests import memory, settings, tolerances
+from tests import memory, run_summary, settings, tolerances
 from tests.settings import Settings
 
 
@@ -52,21 +53,21 @@ def pytest_runtest_logfinish() -> None:
     memory.free_dropped()
 
 
-def faults() -> list[str]:
-    """Return what is wrong with the run as a whole."""
-    found = [f"excused too often: {', '.join(tolerances.too_often())}"] if tolerances.too_often() else []
-    if settings.current().device == "cpu" and memory.peak_gib() > memory.LIMIT_GIB:
-        found.append(f"the tests took {memory.peak_gib():.1f} GiB, more than {memory.LIMIT_GIB:g}")
-    return found
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if "seen" in getattr(node, "workeroutput", {}):  # else it crashed, which is reported
+        run_summary.add_worker(node.workeroutput["seen"])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if faults() and session.exitstatus == pytest.ExitCode.OK:
+    if hasattr(session.config, "workeroutput"):  # the process that started this one tells
+        session.config.workeroutput["seen"] = run_summary.of_this_process()
+    elif run_summary.faults() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in [*tolerances.report(), f"peak memory: {memory.peak_gib():.1f} GiB"]:
+    for line in run_summary.lines():
         terminalreporter.write_line(line)
-    for fault in faults():
+    for fault in run_summary.faults():
         terminalreporter.write_line(f"FAILED: {fault}", red=True)

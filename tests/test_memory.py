@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tests import conftest, memory
+from tests import memory, run_summary
 
 pytestmark = pytest.mark.cpu_only
 
@@ -30,6 +30,18 @@ def test_what_is_dropped_is_freed_once_it_is_much() -> None:
 
 
 def test_a_run_that_took_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any("GiB" in fault for fault in conftest.faults())
-    monkeypatch.setattr(memory, "LIMIT_GIB", memory.peak_gib() / 2)
-    assert any("GiB, more than" in fault for fault in conftest.faults())
+    assert not any("GiB" in fault for fault in run_summary.faults())
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "LIMIT_GIB", memory.peak_gib() / 2)
+        assert any("GiB, more than" in fault for fault in run_summary.faults())
+
+
+def test_what_workers_saw_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_summary, "_of_workers", [])
+    monkeypatch.setattr(memory, "LIMIT_GIB", memory.peak_gib() + 2)
+    seen = run_summary.of_this_process() | {"peak_gib": 1.0, "lines": ["what it measured"], "faults": []}
+    run_summary.add_worker(seen)
+    assert not run_summary.faults() and "what it measured" in run_summary.lines()
+    run_summary.add_worker(seen | {"peak_gib": 1.5, "faults": ["excused too often: drawn tokens"]})
+    assert "excused too often: drawn tokens" in run_summary.faults()
+    assert any("GiB, more than" in fault for fault in run_summary.faults())

@@ -30,6 +30,8 @@ def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
     """Lend an engine that is as good as new, before and after: no request, no chunk, no page in use."""
     key = repr((model, sorted(arguments.items())))
     if key not in _built:
+        for oldest in [*_built][:-1]:  # two at a time: each takes memory
+            del _built[oldest]
         _built[key] = new_chunked_llm(model, **arguments)
         record_chosen(_built[key].llm)
     chunked = _built[key]

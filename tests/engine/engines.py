@@ -79,7 +79,7 @@ def patience() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=6)  # each holds weights and the pages that it has touched: up to 300 MB
+@lru_cache(maxsize=2)  # each holds weights and the pages that it has touched: up to 300 MB
 def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> LLM:
     return new_llm(model, **{k: _thawed(v) for k, v in arguments})
 

@@ -41,7 +41,7 @@ def real_drafters() -> list[str]:
     return sorted(set(DRAFTERS) - {ORACLE})
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _built(model: str, method: str, most: int, arguments: tuple[tuple[str, Any], ...]) -> LLM:
     config = {"method": method, "num_speculative_tokens": most}
     return new_llm(model, speculative_config=config, **dict(arguments))
