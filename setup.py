@@ -382,7 +382,7 @@ setup(
             "httpx",
             "openai",
             "pytest",
-            "pytest-xdist>=3.5",
+            "pytest-xdist>=3.8",
             "hypothesis",
             "mypy",
             "nbmake",

@@ -7,7 +7,8 @@
 # Arguments go to pytest; with any of them the notebooks are left out unless they name them (--nbmake notebooks).
 # VENV          the environment's folder (.venv-test)
 # PYTHON        the interpreter that makes it (python3)
-# TEST_WORKERS  processes that share the tests when all are run (2): each keeps about one core busy and takes up to 2 GB
+# TEST_WORKERS  processes that share the tests when all are run (2): each keeps one core busy and takes up to 2 GB with the
+#               processes that it starts
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 answer_help "${BASH_SOURCE[0]}" "$@"
@@ -23,7 +24,8 @@ if ! command -v redis-server >/dev/null; then
 fi
 if (($# == 0)); then
   export NOTEBOOK_QUESTIONS="${NOTEBOOK_QUESTIONS:-2}" # of each comparison: here they only have to run
-  # A file's tests stay together: they share engines.
-  set -- --numprocesses="${TEST_WORKERS:-2}" --dist=loadfile --nbmake --nbmake-timeout=300 tests notebooks
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
+  # A file's tests stay together, since they share engines, and so do a folder's, since they share servers.
+  set -- --numprocesses="${TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=300 tests notebooks
 fi
 exec "$VENV/bin/python" -m pytest -m "$marks" "$@"

@@ -22,12 +22,17 @@ def settle() -> None:
 
 def free_dropped() -> None:
     """Free dropped engines if the process has grown. They are in reference cycles, and to Python a few objects only."""
-    global _at_last_collection
     if resident_bytes() - _at_last_collection > COLLECT_AFTER:
-        gc.collect()
-        if hasattr(_libc, "malloc_trim"):
-            _libc.malloc_trim(0)  # glibc keeps hundreds of MiB of freed weights between small allocations
-        _at_last_collection = resident_bytes()
+        collect()
+
+
+def collect() -> None:
+    """Free what nothing refers to from outside, and give its memory back."""
+    global _at_last_collection
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)  # glibc keeps hundreds of MiB of freed weights between small allocations
+    _at_last_collection = resident_bytes()
 
 
 def resident_bytes() -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 
-from tests import memory, run_summary
+from tests import kept, memory, run_summary
 
 pytestmark = pytest.mark.cpu_only
 
@@ -27,6 +28,21 @@ def test_what_is_dropped_is_freed_once_it_is_much() -> None:
     memory.free_dropped()
     assert dropped() is None and memory.resident_bytes() < grown - memory.COLLECT_AFTER
     assert memory.peak_gib() * 2**30 > grown - (16 << 20)  # the kernel counts in batches
+
+
+def test_shared_engines_are_kept_while_the_process_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_kept", OrderedDict())
+    monkeypatch.setattr(kept, "LARGE", memory.resident_bytes() + (1 << 40))
+    first = weakref.ref(kept.kept("a", Dropped))
+    assert kept.kept("a", Dropped) is first()
+    kept.kept("b", Dropped)
+    assert kept.kept("a", Dropped) is first() and list(kept._kept) == ["b", "a"]
+    monkeypatch.setattr(kept, "MOST", 2)
+    kept.kept("c", Dropped)
+    assert list(kept._kept) == ["a", "c"], "the one that was used least recently went"
+    monkeypatch.setattr(kept, "LARGE", 0)
+    kept.kept("d", Dropped)
+    assert list(kept._kept) == ["d"] and first() is None, "its memory is free, too"
 
 
 def test_a_run_that_took_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> None:

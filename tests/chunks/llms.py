@@ -10,13 +10,11 @@ from typing import Any
 from tests import settings
 from tests.engine.compare import record_chosen
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, patience, threads, tiny_model
+from tests.kept import kept
 from vllm_blend import ChunkedLLM
 from vllm_blend.chunks.composition import ChunkComposition
 
 TINY = tiny_model("llama")
-
-
-_built: dict[str, ChunkedLLM] = {}
 
 
 def new_chunked_llm(model: str = TINY, **arguments: Any) -> ChunkedLLM:
@@ -25,16 +23,16 @@ def new_chunked_llm(model: str = TINY, **arguments: Any) -> ChunkedLLM:
         return ChunkedLLM(model, **(settings.current().engine_arguments() | {"block_size": BLOCK_SIZE} | arguments))
 
 
+def _recorded(model: str, **arguments: Any) -> ChunkedLLM:
+    chunked = new_chunked_llm(model, **arguments)
+    record_chosen(chunked.llm)
+    return chunked
+
+
 @contextmanager
 def chunked_llm(model: str = TINY, **arguments: Any) -> Iterator[ChunkedLLM]:
     """Lend an engine that is as good as new, before and after: no request, no chunk, no page in use."""
-    key = repr((model, sorted(arguments.items())))
-    if key not in _built:
-        for oldest in [*_built][:-1]:  # two at a time: each takes memory
-            del _built[oldest]
-        _built[key] = new_chunked_llm(model, **arguments)
-        record_chosen(_built[key].llm)
-    chunked = _built[key]
+    chunked = kept(("chunked", repr((model, sorted(arguments.items())))), lambda: _recorded(model, **arguments))
     chunked.llm.reset_prefix_cache()
     chunked.llm_engine.chunk_store.clear()
     chunked.llm_engine.scheduler.num_preemptions = 0

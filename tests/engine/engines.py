@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests import settings
 from tests.engine.compare import record_chosen
 from tests.engine.tiny_tokenizers import byte_level
+from tests.kept import kept
 from tests.models.tiny import save, tiny_hf_model
 from vllm_blend import LLM, RequestOutput, SamplingParams
 from vllm_blend.blend.metadata import default_fuse_metadata
@@ -79,11 +80,6 @@ def patience() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=2)  # each holds weights and the pages that it has touched: up to 300 MB
-def _built(model: str, arguments: tuple[tuple[str, Any], ...]) -> LLM:
-    return new_llm(model, **{k: _thawed(v) for k, v in arguments})
-
-
 def pages_for(tokens: int) -> dict[str, Any]:
     """Engine arguments for small pages that hold this many tokens and hardly more."""
     return {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": -(-tokens // BLOCK_SIZE) + 1}
@@ -91,10 +87,6 @@ def pages_for(tokens: int) -> dict[str, Any]:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _thawed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 @contextmanager
@@ -113,7 +105,8 @@ def engine(model: str = DEMO, **arguments: Any) -> Iterator[LLM]:
 
     It runs on one thread: on work this small, several mostly wait for one another, and long on a busy machine.
     """
-    llm = _built(model, tuple(sorted((k, _frozen(v)) for k, v in arguments.items())))
+    key = (model, *sorted((k, _frozen(v)) for k, v in arguments.items()))
+    llm = kept(("engine", *key), lambda: new_llm(model, **arguments))
     inner = llm.llm_engine
     llm.reset_prefix_cache()
     inner.chunk_store.clear()

@@ -38,7 +38,7 @@ SIZE = 8
 EXACT: dict[str, Any] = {"offload_mode": "exact", "block_size": SIZE, "enable_blending": True}
 RESIDENT: dict[str, Any] = {"offload_mode": "resident", "block_size": SIZE, "offload_predictor": "retrieval_rank"}
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
-FAST = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Restless(PromotionPredictor):
@@ -100,8 +100,9 @@ def logits_of(llm: LLM, prompts: list[ChunkedPrompt], params: Any) -> tuple[list
 
 @FAST
 @given(data=st.data())
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("backend", ["cpu", "torch_native"])
-def test_placement_does_not_change_the_logits(backend: str, data: st.DataObject) -> None:
+def test_placement_does_not_change_the_logits(backend: str, placement: str, data: st.DataObject) -> None:
     """Mode "exact": all on the device, all on the host, placed at random, moving, and moving by what is asked. Every
     step of every placement has the logits of an engine whose chunks do not move, alone and in batches."""
     samples = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), label="samples")
@@ -110,24 +111,22 @@ def test_placement_does_not_change_the_logits(backend: str, data: st.DataObject)
     params = greedy(8, logprobs=2, ignore_eos=True)
     with engine(block_size=SIZE, enable_blending=True, attention_backend=backend) as llm:
         plain, wanted = logits_of(llm, prompts, params)
-    for placement, moving in PLACEMENTS.items():
-        asked = [prompt | {"chunk_ranking": ranking} for prompt in prompts]
-        with engine(**EXACT, **moving, attention_backend=backend) as llm:
-            scheduler = feature(llm.llm_engine, ChunkOffload).scheduler
-            before = scheduler.num_evictions, scheduler.num_promotions
-            outputs, logits = logits_of(llm, asked, params)
-            assert_host_empty(llm)
-            evicted, promoted = (
-                now - then
-                for now, then in zip((scheduler.num_evictions, scheduler.num_promotions), before, strict=True)
-            )
-        assert len(logits) == len(wanted), placement
-        for ours, theirs in zip(logits, wanted, strict=True):
-            tolerances.check("logits", ours - theirs)
-        for left, right in zip(outputs, plain, strict=True):
-            assert_same_logprobs(left, right)
-        assert (evicted > 0) == (placement != "all on the device")
-        assert promoted > 0 or placement != "moving"
+    asked = [prompt | {"chunk_ranking": ranking} for prompt in prompts]
+    with engine(**EXACT, **PLACEMENTS[placement], attention_backend=backend) as llm:
+        scheduler = feature(llm.llm_engine, ChunkOffload).scheduler
+        before = scheduler.num_evictions, scheduler.num_promotions
+        outputs, logits = logits_of(llm, asked, params)
+        assert_host_empty(llm)
+        evicted, promoted = (
+            now - then for now, then in zip((scheduler.num_evictions, scheduler.num_promotions), before, strict=True)
+        )
+    assert len(logits) == len(wanted)
+    for ours, theirs in zip(logits, wanted, strict=True):
+        tolerances.check("logits", ours - theirs)
+    for left, right in zip(outputs, plain, strict=True):
+        assert_same_logprobs(left, right)
+    assert (evicted > 0) == (placement != "all on the device")
+    assert promoted > 0 or placement != "moving"
 
 
 def test_moving_placement_moves() -> None:

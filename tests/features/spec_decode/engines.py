@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, assert_empty, feature, new_llm, threads
+from tests.kept import kept
 from vllm_blend import LLM
 from vllm_blend.features.spec_decode.drafters import DRAFTERS, Drafter, History, register_drafter
 from vllm_blend.features.spec_decode.extension import SpeculativeDecoding
@@ -41,16 +41,13 @@ def real_drafters() -> list[str]:
     return sorted(set(DRAFTERS) - {ORACLE})
 
 
-@lru_cache(maxsize=2)
-def _built(model: str, method: str, most: int, arguments: tuple[tuple[str, Any], ...]) -> LLM:
-    config = {"method": method, "num_speculative_tokens": most}
-    return new_llm(model, speculative_config=config, **dict(arguments))
-
-
 @contextmanager
 def speculating(model: str, method: str, most: int = 5, **arguments: Any) -> Iterator[LLM]:
     """An engine as good as new, which must come back empty. Its drafts do not depend on what it did before."""
-    llm = _built(model, method, most, tuple(sorted({"block_size": BLOCK_SIZE, **arguments}.items())))
+    arguments = {"block_size": BLOCK_SIZE, **arguments}
+    config = {"method": method, "num_speculative_tokens": most}
+    key = ("speculating", model, method, most, *sorted(arguments.items()))
+    llm = kept(key, lambda: new_llm(model, speculative_config=config, **arguments))
     inner = llm.llm_engine
     llm.reset_prefix_cache()
     inner.chunk_store.clear()

@@ -1,0 +1,30 @@
+"""Engines that tests share: kept while the process is small, and dropped before it is not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from tests import memory
+
+MOST = 6
+LARGE = 1 << 30  # resident bytes of the process above which nothing is kept when an engine is added
+
+_kept: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+def kept(key: Hashable, build: Callable[[], Any]) -> Any:
+    """Return what has been built for this key, or build it once those that were used least recently have made room.
+
+    Dropped engines are in reference cycles. They are freed here and not only after the test: one test may ask for many.
+    """
+    if key in _kept:
+        _kept.move_to_end(key)
+        return _kept[key]
+    memory.free_dropped()
+    while _kept and (len(_kept) >= MOST or memory.resident_bytes() > LARGE):
+        _kept.popitem(last=False)
+        memory.collect()
+    _kept[key] = build()
+    return _kept[key]
