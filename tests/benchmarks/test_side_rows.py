@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from benchmarks import shapes
 from benchmarks.kv_compress import TINY
+from benchmarks.side import worker
 from benchmarks.side.rows import PROFILES, Group, Row
-from benchmarks.side.turns import OURS, Limits, Side, Turn, run_turn
+from benchmarks.side.turns import OURS
+from tests.engine.engines import threads
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
 GPU = PROFILES["gpu"]()
@@ -49,11 +53,22 @@ def told(row: Row) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("group", GPU.groups, ids=lambda group: group.name)
-def test_our_engine_does_the_work_of_every_row(group: Group, model: Path) -> None:
+def test_our_engine_does_the_work_of_every_row(
+    group: Group, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the process of a turn does it, but in this one, which has imported what that would import for each group."""
     given = group.options | group.ours
     options = given | {name: value for name, value in SMALLER.items() if name in given or name == "device"}
     rows = [row for row in GPU.rows if row.group == group.name]
-    turn = Turn(OURS, group.name, 0)
     spec = {"model": str(model), "options": options, "seed": 0, "vocabulary": 512, "rows": [told(row) for row in rows]}
-    run_turn(Side(OURS), turn, spec, Limits(300, 300))
-    assert turn.failed == {} and set(turn.samples) == {row.name for row in rows}
+    spec_file = tmp_path / "spec.json"
+    spec_file.write_text(json.dumps({**spec, "side": OURS}))
+    with (tmp_path / "events").open("w+") as file, threads(1):
+        monkeypatch.setattr(sys, "argv", ["worker.py", str(spec_file), str(file.fileno())])
+        worker.main()
+        file.seek(0)
+        events = [json.loads(line) for line in file]
+    assert [event for event in events if event["event"] in ("refused", "failed")] == []
+    assert events[-1] == {"event": "done"}
+    ended = {event["row"]: event["samples"] for event in events if event["event"] == "end"}
+    assert ended.keys() == {row.name for row in rows} and all(len(samples) == 1 for samples in ended.values())

@@ -1,4 +1,4 @@
-"""Thousands of steps of an engine with too few pages: requests come, go, are compressed and start again."""
+"""Hundreds of steps of an engine with too few pages: requests come, go, are compressed and start again."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_page_comes_back(runs_ahead: bool) -> None:
         inner = llm.llm_engine
         live: set[str] = set()
         seen: Counter[str] = Counter()
-        for step in range(1500):
+        for step in range(700):
             while len(live) < 10 and rng.random() < 0.3:
                 name = str(seen["arrived"])
                 inner.add_request(name, prompt(rng), params(rng))
@@ -93,8 +93,8 @@ def test_every_page_comes_back(runs_ahead: bool) -> None:
             inner.step()
         gauges = {metric.name: metric.value for metric in llm.get_metrics()}
         assert gauges["vllm_blend:head_pages_used"] == 0
-        assert gauges["vllm_blend:kv_compressions"] > 300
-        assert inner.scheduler.num_preemptions > 12
-        assert seen["finished"] > 300
-        assert seen["aborted"] > 30
+        assert gauges["vllm_blend:kv_compressions"] > 140
+        assert inner.scheduler.num_preemptions > 5
+        assert seen["finished"] > 140
+        assert seen["aborted"] > 14
         assert feature(inner, KVCompression).pool.num_cut_blocks == 0
