@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -47,13 +48,19 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+@cache
+def type_hints(kind: type) -> dict[str, Any]:
+    """Return the types of a class's attributes by name: evaluated once, since every engine asks for them."""
+    return get_type_hints(kind)
+
+
 def check_field_types(options: Any, label: str = "") -> None:
     """Raise ValueError for the first field of the dataclass `options` whose value is not of its declared type.
 
     `label` stands before the field's name in the message. NumPy's numbers count as numbers, and an integer as a float;
     True and False count as neither, and infinite numbers and NaN are no option's value.
     """
-    hints = get_type_hints(type(options))
+    hints = type_hints(type(options))
     for field in fields(options):
         name, hint, value = field.name, hints[field.name], getattr(options, field.name)
         if not fits(value, hint):

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self
 
-from vllm_blend.checks import check_field_types
+from vllm_blend.checks import check_field_types, type_hints
 
 Check = Callable[[str, Any], None]
 _KEY = "option"
@@ -71,7 +71,7 @@ class OptionGroup:
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         """Return the options of the group."""
-        hints, found = get_type_hints(cls), []
+        hints, found = type_hints(cls), []
         for each in fields(cls):
             declared: Option | None = each.metadata.get(_KEY)
             if declared is not None:
@@ -83,7 +83,7 @@ class OptionGroup:
         """Return the group and those that are the types of its fields, in the order of their first options."""
         found: list[type[OptionGroup]] = []
         for each in fields(cls):
-            kind = get_type_hints(cls)[each.name]
+            kind = type_hints(cls)[each.name]
             if _is_group(kind):
                 found += kind.groups()
             elif _KEY in each.metadata and cls not in found:
@@ -98,7 +98,7 @@ class OptionGroup:
         """
         arguments = dict(others)
         for each in fields(cls):
-            declared, kind = each.metadata.get(_KEY), get_type_hints(cls)[each.name]
+            declared, kind = each.metadata.get(_KEY), type_hints(cls)[each.name]
             if declared is not None:
                 arguments[each.name] = values[_flat_name(cls, each.name, declared)]
             elif _is_group(kind):

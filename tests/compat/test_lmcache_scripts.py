@@ -106,14 +106,6 @@ def test_without_a_configuration_it_runs_and_says_what_it_leaves_out(folder: Pat
     assert "enable_blending is off: nothing is precomputed" in done.stderr
 
 
-def test_a_wrong_configuration_ends_it_with_the_reason(folder: Path) -> None:
-    (folder / "wrong.yaml").write_text("enable_blending: True\nblend_recompute_ratio: much\nblend_rat: 1\n")
-    done = run(folder, "kv_blend.py", config="wrong.yaml")
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last == "ValueError: wrong.yaml: blend_recompute_ratio='much' must be a number"
-
-
 def test_from_the_command_line(folder: Path) -> None:
     question = "Question: What does Tulmaris Works make?\nAnswer:"
     instruction = "You will be asked a question after reading several passages. Answer within five words.\nPassages:\n"
@@ -138,14 +130,11 @@ def test_from_the_command_line(folder: Path) -> None:
     assert found is not None and int(found[1]) > 0.7 * int(found[2])
 
 
-def test_a_text_that_is_not_there(folder: Path) -> None:
-    done = run(folder, "-m", "lmcache_vllm", "--model=m", "--question=q", "chunk3.txt")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "chunk3.txt cannot be read as text: [Errno 2] No such file" in done.stderr
-
-
-def test_the_names_are_where_scripts_look_for_them(folder: Path) -> None:
+def test_names_are_where_scripts_look_for_them_and_mistakes_end_a_script_with_the_reason(folder: Path) -> None:
+    """One process imports the package, then starts the command without a text, and a script with a wrong setting."""
+    (folder / "wrong.yaml").write_text("enable_blending: True\nblend_recompute_ratio: much\nblend_rat: 1\n")
     code = """
+import os, runpy, sys
 import lmcache_vllm
 assert lmcache_vllm.__file__.startswith({site!r}), lmcache_vllm.__file__
 from lmcache_vllm import close_lmcache_engine
@@ -159,6 +148,19 @@ assert SamplingParams is vllm.SamplingParams and RequestOutput is vllm.RequestOu
 assert set(lmcache_vllm.vllm.__all__) <= set(vllm.__all__)
 assert lmcache_vllm.__version__ == vllm_blend.__version__
 close_lmcache_engine()
+sys.argv = ["lmcache_vllm", "--model=m", "--question=q", "chunk3.txt"]
+try:
+    runpy.run_module("lmcache_vllm", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert end.code == 2
+else:
+    raise AssertionError("a text that is not there was no mistake")
+print("the script", file=sys.stderr)
+os.environ["LMCACHE_CONFIG_FILE"] = "wrong.yaml"
+runpy.run_path("kv_blend.py", run_name="__main__")
 """
     done = run(folder, "-c", code.format(site=str(folder / "site")), config=None)
-    assert done.returncode == 0, done.stderr
+    command, script = done.stderr.split("the script\n")
+    assert "chunk3.txt cannot be read as text: [Errno 2] No such file" in command and "Traceback" not in command
+    assert done.returncode == 1
+    assert script.splitlines()[-1] == "ValueError: wrong.yaml: blend_recompute_ratio='much' must be a number"

@@ -51,7 +51,6 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(str(ROOT / "scripts/retrieval/run_retrieval.sh"), **shared, OUTPUT_DIR=str(folder / "retrieval"))
     stage_2 = shared | {"RETRIEVAL_JSON": found, "OUTPUT_DIR": str(folder / "kv_caches")}
     assert "computed" in run(str(ROOT / "scripts/build_kv_cache.sh"), **stage_2)
-    assert " 0 computed" in run(str(ROOT / "scripts/build_kv_cache.sh"), **stage_2)
     flags = ["--load-cache-dir", str(folder / "kv_caches")]
     run(
         str(ROOT / "scripts/decoding/run_speculative_decode.sh"),
