@@ -25,6 +25,7 @@ from tests.engine.engines import (
     ROOT,
     TINY_VOCABULARY,
     assert_empty,
+    close_store,
     demo_prompt,
     engine,
     greedy,
@@ -32,6 +33,7 @@ from tests.engine.engines import (
     run,
     threads,
     tiny_model,
+    tokens_of,
 )
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.config import EngineConfig
@@ -126,9 +128,9 @@ main()
 """
 
 
-def in_a_process(path: Path, prompts: list[Any], **options: Any) -> Any:
+def in_a_process(path: Path, prompts: list[Any]) -> Any:
     arguments = settings.current().engine_arguments() | {"model": DEMO, "enable_blending": True}
-    given = json.dumps([arguments | {"chunk_store_path": str(path)} | options, prompts])
+    given = json.dumps([arguments | {"chunk_store_path": str(path)}, prompts])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, timeout=600, env=environment
@@ -139,9 +141,14 @@ def in_a_process(path: Path, prompts: list[Any], **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_new_process_answers_from_the_disk(tmp_path: Path) -> None:
-    """The first one exits at once: what it still had to write is written."""
+    """The first one exits at once: what it still had to write is written. The second is the test's."""
     prompts = [demo_prompt(index) for index in range(3)]
-    first, second = (in_a_process(tmp_path, prompts) for _ in range(2))
+    first = in_a_process(tmp_path, prompts)
+    llm = new_llm(DEMO, enable_blending=True, chunk_store_path=str(tmp_path))
+    outputs = run(llm, prompts, greedy(8))
+    found = {metric.name: metric.value for metric in llm.get_metrics()}
+    close_store(llm)
+    second = [tokens_of(outputs), [vars(output.blend) for output in outputs], found]
     assert first[0] == second[0]
     for before, after in zip(first[1], second[1], strict=True):
         assert before["num_recomputed_tokens"] == after["num_recomputed_tokens"]
