@@ -39,4 +39,5 @@ def _all() -> list[dict[str, Any]]:
 
 def _peak_gib() -> float:
     """Return the sum of the processes' peaks, which is at least the peak of their sum."""
-    return sum(seen["peak_gib"] for seen in _all())
+    peaks: list[float] = [seen["peak_gib"] for seen in _all()]
+    return sum(peaks)

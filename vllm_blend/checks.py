@@ -6,13 +6,13 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vllm_blend.urls import redact_repr
 
+_TYPE_HINTS: dict[type, dict[str, Any]] = {}
 _PLURALS = {int: "whole numbers", float: "finite numbers", str: "strings"}  # of types of entries and keys
 
 
@@ -48,10 +48,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-@cache
 def type_hints(kind: type) -> dict[str, Any]:
     """Return the types of a class's attributes by name: evaluated once, since every engine asks for them."""
-    return get_type_hints(kind)
+    if kind not in _TYPE_HINTS:
+        _TYPE_HINTS[kind] = get_type_hints(kind)
+    return _TYPE_HINTS[kind]
 
 
 def check_field_types(options: Any, label: str = "") -> None:

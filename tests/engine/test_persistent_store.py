@@ -148,7 +148,7 @@ def test_a_new_process_answers_from_the_disk(tmp_path: Path) -> None:
     outputs = run(llm, prompts, greedy(8))
     found = {metric.name: metric.value for metric in llm.get_metrics()}
     close_store(llm)
-    second = [tokens_of(outputs), [vars(output.blend) for output in outputs], found]
+    second: list[Any] = [tokens_of(outputs), [vars(output.blend) for output in outputs], found]
     assert first[0] == second[0]
     for before, after in zip(first[1], second[1], strict=True):
         assert before["num_recomputed_tokens"] == after["num_recomputed_tokens"]
