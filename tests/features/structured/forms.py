@@ -73,7 +73,8 @@ SCHEMAS = st.recursive(_leaves(), _inner, max_leaves=4)
 
 _ATOMS = st.one_of(
     st.text(string.ascii_lowercase + "é日 ", min_size=1, max_size=3).map(re.escape),
-    st.sampled_from([r"\d", "[a-f]", "[^a-z]", ".", r"\.", "(?:ab|ac)", "[😀-😃]"]),
+    # No \d: it has the digits of a version of Unicode, which need not be that of the Python that judges.
+    st.sampled_from(["[0-9]", "[a-f]", "[^a-z]", ".", r"\.", "(?:ab|ac)", "[😀-😃]"]),
 )
 REGEXES = st.recursive(
     _ATOMS,
