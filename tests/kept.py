@@ -1,4 +1,4 @@
-"""Engines that tests share: kept while the process is small, and dropped before it is not."""
+"""Engines that tests share: the last two stay, since a test may compare them many times; others while there is room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests import memory
 
 MOST = 6
-LARGE = 1 << 30  # resident bytes of the process above which nothing is kept when an engine is added
+LARGE = 800 << 20  # resident bytes of the process above which all but one are dropped when another is added
 
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -23,7 +23,7 @@ def kept(key: Hashable, build: Callable[[], Any]) -> Any:
         _kept.move_to_end(key)
         return _kept[key]
     memory.free_dropped()
-    while _kept and (len(_kept) >= MOST or memory.resident_bytes() > LARGE):
+    while len(_kept) >= MOST or (len(_kept) > 1 and memory.resident_bytes() > LARGE):
         _kept.popitem(last=False)
         memory.collect()
     _kept[key] = build()
