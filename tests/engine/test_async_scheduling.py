@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests import settings
+from tests.blend.rules import selectors_restored
 from tests.engine.compare import assert_same_logprobs, blend_of
 from tests.engine.engines import (
     BLOCK_SIZE,
@@ -22,7 +24,7 @@ from tests.engine.engines import (
     tiny_model,
     tokens_of,
 )
-from vllm_blend import LLM, SamplingParams, ops
+from vllm_blend import LLM, Evidence, SamplingParams, Selector, ops, register_selector
 
 IDS = [(17 * i * i + 5 * i + 3) % TINY_VOCABULARY for i in range(60)]
 MODEL = tiny_model("llama")
@@ -176,6 +178,54 @@ def test_a_failed_step_costs_a_seeded_request_no_random_number(
     assert failures == 1
     if settings.current().exact:
         assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_step_can_be_done_again_that_drew_nothing_for_a_request_which_had_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A blend fails in its first part, while the draw behind its last part waits for another request's tokens. If the
+    step of that draw cannot be read, the failed request has no random number to give back."""
+    room: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": BLOCK_SIZE}
+    with selectors_restored():
+
+        @register_selector
+        @dataclass(frozen=True)
+        class Broken(Selector):
+            name: ClassVar[str] = "broken_in_its_first_part"
+
+            def score(self, evidence: Evidence) -> torch.Tensor:
+                raise ValueError("no score")
+
+        blend: Any = {"prefix": IDS[:1], "chunks": [IDS[1:3], IDS[3:10]], "suffix": IDS[10:18]}
+        with engine(MODEL, enable_blending=True, async_scheduling=True, **room) as llm:
+            other = greedy(12, repetition_penalty=1.2, ignore_eos=True)
+            [expected] = run(llm, prompts()[0], other)
+            inner = llm.llm_engine
+            settle, unread = inner.model_executor.settle, list[int]()
+
+            def settling(result: Any) -> None:
+                if not unread and "fails" in [request.request_id for request in result.sampled]:
+                    unread.append(len(result.sampled))
+                    raise RuntimeError("a step cannot be read")
+                settle(result)
+
+            monkeypatch.setattr(inner.model_executor, "settle", settling)
+            inner.add_request("other", prompts()[0], other)
+            inner.step()
+            selecting = blend | {"blend_selector": Broken.name}
+            inner.add_request("fails", selecting, sampled(9, seed=1, temperature=1.0))
+            outputs: dict[str, Any] = {}
+            failures: list[str] = []
+            while inner.has_unfinished_requests():
+                try:
+                    outputs |= {output.request_id: output for output in inner.step()}
+                except RuntimeError as error:
+                    failures.append(str(error))
+            monkeypatch.undo()
+    assert unread == [2] and failures == ["a step cannot be read"]
+    assert outputs["fails"].error is not None and "no score" in outputs["fails"].error
+    if settings.current().exact:
+        assert tokens_of([outputs["other"]]) == tokens_of([expected])
 
 
 def test_a_draw_waits_for_the_tokens_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:

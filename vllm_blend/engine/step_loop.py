@@ -170,7 +170,8 @@ class StepLoop:
             for request in step.result.sampled:
                 if not request.num_in_flight:  # its tokens were entered before reading failed
                     continue
-                if request.sampling is not None and step.result.tokens is not None:
+                drew = step.result.tokens is not None and not request.finished  # it may have ended before its draw
+                if drew and request.sampling is not None:
                     request.sampling.take_back(1 + drafts[request])
                 request.num_in_flight -= 1
         for step in steps:
