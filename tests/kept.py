@@ -9,7 +9,7 @@ from typing import Any
 from tests import memory
 
 MOST = 6
-LARGE = 800 << 20  # resident bytes of the process above which all but one are dropped when another is added
+LARGE = 600 << 20  # resident bytes of the process above which all but one are dropped when another is added
 
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
 
