@@ -24,13 +24,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.engine_gpu import CHUNK, decode, ids, load
 from benchmarks.first_token import PREFIX_TOKENS, WHOLE_BUDGET
 from benchmarks.ranking import make_passages
 from benchmarks.shapes import LLAMA_33_70B, MISTRAL_7B
+from benchmarks.side.report import interval
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.quality.splits import DEVELOPMENT
 
@@ -130,12 +130,9 @@ def table(samples: dict[int, Samples]) -> list[str]:
     one, two = (samples[size] for size in RANKS)
     lines = ["| work | one GPU, ms | two GPUs, ms | one / two |", "|---|---:|---:|---:|"]
     for name in one:
-        first, second = (1e3 * np.array(each[name]) for each in (one, two))
-        rng = np.random.default_rng(0)
-        drawn = [np.median(rng.choice(each, (2000, len(each))), 1) for each in (first, second)]
-        low, high = np.percentile(drawn[0] / drawn[1], [2.5, 97.5])
-        middle, other = np.median(first), np.median(second)
-        lines.append(f"| {name} | {middle:.1f} | {other:.1f} | {middle / other:.2f} ({low:.2f} to {high:.2f}) |")
+        first, second = (1e3 * statistics.median(each[name]) for each in (one, two))
+        low, high = interval([two[name]], [one[name]])
+        lines.append(f"| {name} | {first:.1f} | {second:.1f} | {first / second:.2f} ({low:.2f} to {high:.2f}) |")
     return lines
 
 

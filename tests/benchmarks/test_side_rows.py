@@ -56,7 +56,7 @@ def told(row: Row) -> dict[str, Any]:
 def test_our_engine_does_the_work_of_every_row(
     group: Group, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the process of a turn does it, but in this one, which has imported what that would import for each group."""
+    """The worker of a turn runs in this process, which has already imported what a new process would for each group."""
     given = group.options | group.ours
     options = given | {name: value for name, value in SMALLER.items() if name in given or name == "device"}
     rows = [row for row in GPU.rows if row.group == group.name]

@@ -24,7 +24,7 @@ from tests.engine.engines import (
     tiny_model,
     tokens_of,
 )
-from vllm_blend import LLM, Evidence, SamplingParams, Selector, ops, register_selector
+from vllm_blend import LLM, Evidence, LLMEngine, RequestOutput, SamplingParams, Selector, ops, register_selector
 
 IDS = [(17 * i * i + 5 * i + 3) % TINY_VOCABULARY for i in range(60)]
 MODEL = tiny_model("llama")
@@ -114,6 +114,17 @@ def test_min_tokens_count_what_is_unread(min_tokens: int, monkeypatch: pytest.Mo
         assert output.outputs[0].finish_reason == "length" or token_ids[-1] in stops
 
 
+def step_to_the_end(inner: LLMEngine) -> tuple[list[RequestOutput], int]:
+    """Return the outputs of all steps that an engine has to do, and how many of these failed."""
+    outputs, failures = list[RequestOutput](), 0
+    while inner.has_unfinished_requests():
+        try:
+            outputs += inner.step()
+        except RuntimeError:
+            failures += 1
+    return outputs, failures
+
+
 @pytest.mark.parametrize("failing_read", range(1, 7))
 def test_min_tokens_hold_when_a_step_cannot_be_read(failing_read: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of the step that failed and of the one queued behind it are drawn again, and count no more."""
@@ -131,12 +142,7 @@ def test_min_tokens_hold_when_a_step_cannot_be_read(failing_read: int, monkeypat
 
         monkeypatch.setattr(inner.model_executor, "settle", failing)
         inner.add_request("again", prompts()[1], asked)
-        outputs, failures = [], 0
-        while inner.has_unfinished_requests():
-            try:
-                outputs += inner.step()
-            except RuntimeError:
-                failures += 1
+        outputs, failures = step_to_the_end(inner)
         token_ids = outputs[-1].outputs[0].token_ids
     assert failures == 1
     assert len(token_ids) > 5 and not set(token_ids[:5]) & set(stops)
@@ -168,12 +174,7 @@ def test_a_failed_step_costs_a_seeded_request_no_random_number(
 
         monkeypatch.setattr(owner, name, failing)
         inner.add_request("again", prompts()[1], asked)
-        outputs, failures = [], 0
-        while inner.has_unfinished_requests():
-            try:
-                outputs += inner.step()
-            except RuntimeError:
-                failures += 1
+        outputs, failures = step_to_the_end(inner)
         monkeypatch.undo()
     assert failures == 1
     if settings.current().exact:
