@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, said in peers.items():
         print(f"{name}: {said}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        models = {group.model: model_folder(group.model, Path(folder)) for group in profile.groups}
+        models = {model: model_folder(model, Path(folder)) for model in {group.model for group in profile.groups}}
         report = {"about": about, "peers": peers, "groups": {g.name: asdict(g) for g in profile.groups}}
         report["rows"] = [described(row, profile, models, device, about["hardware"]) for row in rows]
         report["turns"] = []
