@@ -12,7 +12,7 @@ from vllm_blend.blend.selectors import make_selector
 from vllm_blend.chunks.retention import RetentionKey
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.scheduler import Scheduler
-from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
+from vllm_blend.core.step import ScheduledRequest, SchedulerOutput, blend_rows
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request, RequestStatus
@@ -158,6 +158,15 @@ class Simulation:
             self.written[slot] = value
 
 
+def is_full(scheduler: Scheduler) -> bool:
+    """Return whether the requests that wait and are not blocked fill a step, or take all room that is left."""
+    ready = [request for request in scheduler.waiting if not request.blocked]
+    rows = sum(each.num_tokens if each.blend is None else blend_rows(each) for each in ready)
+    room = scheduler.max_num_seqs - len(scheduler.running)
+    fills = len(ready) >= room or rows + len(scheduler.running) >= scheduler.max_num_batched_tokens
+    return bool(ready) and room > 0 and fills
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     plan=st.lists(arrivals(), min_size=1, max_size=12),
@@ -173,10 +182,12 @@ def test_random_traffic(plan: list[Arrival], spare_blocks: int, max_num_seqs: in
     simulation = Simulation(scheduler)
     requests = {request_of(index, arrival): arrival for index, arrival in enumerate(plan)}
     for step in range(2000):
+        unblocks = any(0 < arrival.blocked_until == step for arrival in plan)
         for request, arrival in requests.items():
             if arrival.step == step:
                 request.blocked = step < arrival.blocked_until
                 scheduler.add(request)
+                assert unblocks or scheduler.has_full_step == is_full(scheduler)
             if arrival.blocked_until == step:
                 request.blocked = False
             if arrival.abort_at is not None and arrival.abort_at + arrival.step == step and not request.finished:

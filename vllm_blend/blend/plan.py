@@ -196,7 +196,7 @@ class BlendPlan:
         counts = type(self.selector).count is Selector.count
         return counts and not self.looks_at.checks and not self.selector.mean_shift()
 
-    @property
+    @cached_property
     def num_scheduled_tokens(self) -> int:
         """Return the number of tokens that this plan computes, in the largest step if it is one that narrows, without
         generated ones."""

@@ -11,8 +11,7 @@ A waiting request never takes the place of a running one.
 from __future__ import annotations
 
 import time
-from bisect import insort_left, insort_right
-from collections import deque
+from bisect import insort_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -20,6 +19,7 @@ from vllm_blend.core.block_manager import BlockManager, Retained
 from vllm_blend.core.pages import BlockTable
 from vllm_blend.core.prefix_cache import find_prefix, publish_blocks
 from vllm_blend.core.step import BlendPart, ScheduledRequest, SchedulerOutput, blend_rows
+from vllm_blend.core.waiting_queue import WaitingQueue, priority_of
 from vllm_blend.request import Request, RequestStatus
 
 
@@ -33,7 +33,7 @@ class Scheduler:
         plan allows it; otherwise it exceeds the budget in one."""
         self.blocks, self.divides_blends = blocks, divides_blends
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.on_release: list[Callable[[Request], None]] = []  # called when a request is about to return its pages
@@ -45,13 +45,19 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def has_full_step(self) -> bool:
+        """Return whether what waits fills the next step: its tokens, or the number of requests that may run."""
+        room = self.max_num_seqs - len(self.running)
+        return room > 0 and self.waiting.fills(room, self.max_num_batched_tokens - len(self.running))
+
     def add(self, request: Request) -> None:
         """Queue a request behind all others of its priority."""
-        insort_right(self.waiting, request, key=_priority_of)
+        self.waiting.add(request)
 
     def add_first(self, request: Request) -> None:
         """Queue a request before all others of its priority."""
-        insort_left(self.waiting, request, key=_priority_of)
+        self.waiting.add_first(request)
 
     def prioritize(self, request: Request, priority: int) -> None:
         """Change the priority of a request. A waiting one is queued before all others of that priority, a running one
@@ -63,12 +69,13 @@ class Scheduler:
             self.add_first(request)
         elif is_running:
             self.running.remove(request)
-            insort_right(self.running, request, key=_priority_of)
+            insort_right(self.running, request, key=priority_of)
 
     def schedule(self, ahead: bool = False) -> SchedulerOutput:
         """Choose the next step's tokens. `ahead`: while the step before it still runs, so that some requests will turn
         out to have ended. Nothing is preempted then, as they may be about to return pages: the output is empty instead.
         """
+        self.waiting.count_anew()
         self._restart_uncopied()
         output = SchedulerOutput()
         budget = self._schedule_running(output, self.max_num_batched_tokens, ahead)
@@ -205,7 +212,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = time.time()
-            insort_right(self.running, request, key=_priority_of)
+            insort_right(self.running, request, key=priority_of)
         self.waiting.extendleft(reversed(skipped))
 
     def _admit(self, request: Request, budget: int, output: SchedulerOutput) -> ScheduledRequest | None:
@@ -300,10 +307,6 @@ class Scheduler:
             last_first.callback(request.release_pages)
             for call in reversed(self.on_release):
                 last_first.callback(call, request)
-
-
-def _priority_of(request: Request) -> int:
-    return request.priority
 
 
 def _key_of(request: Request) -> bytes | None:

@@ -65,6 +65,11 @@ class Driver:
         self._dropped: deque[Inbox] = deque()  # closed where the lock could not be waited for
 
     @property
+    def is_driven(self) -> bool:
+        """Return whether a thread runs step after step."""
+        return self._driving is not None
+
+    @property
     def keeps_outputs(self) -> bool:
         """Return whether there are outputs for the next caller of `LLMEngine.step`."""
         return bool(self._kept)

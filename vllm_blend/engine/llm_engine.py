@@ -453,6 +453,15 @@ class LLMEngine:
             self.driver.distribute(self.loop.run())
         return self.driver.take_kept()
 
+    @exclusive
+    def run_full_steps(self) -> None:
+        """Have the device begin with requests that fill a step, while the caller goes on to add others. Nothing is done
+        on a CPU, or while another thread drives the engine."""
+        if self.driver.is_driven or not self.loop.has_full_step:
+            return
+        with self.lock.step(), interrupts_held_back():
+            self.driver.distribute(self.loop.run_full())
+
     def get_metrics(self) -> list[Metric]:
         with self.lock:
             return [

@@ -76,6 +76,21 @@ class StepLoop:
             raise
         return self._report(touched)
 
+    @property
+    def has_full_step(self) -> bool:
+        """Return whether `run_full` has something to do: the device works beside the host, and what waits fills a
+        step."""
+        return self.runs_ahead and self.scheduler.has_full_step
+
+    def run_full(self) -> list[RequestOutput]:
+        """Keep the device busy while a caller still adds requests, and return the outputs of those that advanced. The
+        first step is queued only; each later one is queued before the one before it is read. The steps hold the same
+        requests as if all had been added before the first."""
+        if self._in_flight is not None and not self._in_flight.is_abandoned:
+            return self.run()
+        self._in_flight = self.launch(ahead=False)
+        return []
+
     def launch(self, ahead: bool) -> Step | None:
         """Queue a step on the device; return None if there is nothing to compute."""
         for extension in self.extensions:

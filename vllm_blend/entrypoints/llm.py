@@ -100,6 +100,8 @@ class LLM:
         try:
             for prompt, params, rank in zip(batch, each, priorities, strict=True):
                 ids.append(self._add(inbox, prompt, params, arrival_time, rank, failed))
+                if priority is None:  # else a later prompt may have to go first
+                    self.llm_engine.run_full_steps()
             if len(failed) == len(batch):
                 raise next(iter(failed.values()))
             finished = {request_id: _failed_output(request_id, error) for request_id, error in failed.items()}
