@@ -31,6 +31,7 @@ from benchmarks.first_token import WHOLE_BUDGET, about, compare, make_prompt
 from benchmarks.samples import record
 from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.worker.step_graphs import DEFAULT_ROWS
 
 CONTEXT, NEW = 4064, 32
 WARM_UP = 3  # turns that are not counted: they store the chunks and the context
@@ -48,14 +49,14 @@ LAUNCHED, REPLAYED = "launched", "replayed"
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024, help="tokens of the largest step that is replayed")
+    parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="tokens of the largest step that is replayed")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the samples")
     args = parser.parse_args(argv)
     common: dict[str, Any] = {"enable_blending": True, "blend_chunk_cache_gib": 4, "num_gpu_blocks_override": 4096}
     engines, costs = dict[str, LLM](), dict[str, dict[str, float]]()
-    for name, rows in ((LAUNCHED, None), (REPLAYED, args.rows)):
+    for name, rows in ((LAUNCHED, 0), (REPLAYED, args.rows)):
         before, start = torch.cuda.memory_reserved(), time.perf_counter()
         engines[name] = load(MISTRAL_7B, max_cudagraph_capture_size=rows, max_model_len=8192, **common)
         gib = (torch.cuda.memory_reserved() - before) / 2**30

@@ -161,9 +161,9 @@ class SchedulerConfig(OptionGroup):
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "replay steps with prompts or blends of up to so many tokens as CUDA graphs, too; by default only decode steps "
-        "are. For a 7B model on an H100, up to 384 pays off",
-        check=positive,
+        "replay steps with prompts or blends of up to so many tokens as CUDA graphs; by default up to 384 on one GPU, "
+        "and none with several. With 0, only decode steps are replayed",
+        check=at_least(0),
     )
     policy: SchedulingPolicy = option(
         "fcfs",
@@ -325,7 +325,7 @@ class EngineConfig(OptionGroup):
 
         rows = self.scheduler.max_cudagraph_capture_size
         require(
-            rows is None or not self.model.enforce_eager,
+            not rows or not self.model.enforce_eager,
             f"max_cudagraph_capture_size={rows}, but enforce_eager=True runs without CUDA graphs: leave one out",
         )
 

@@ -10,12 +10,14 @@ import pytest
 from benchmarks import (
     bad_bodies,
     cpu_kernels,
+    early_steps,
     ray_routing,
     routing_sim,
     step_graphs_gpu,
     stream_cost,
     tensor_parallel,
 )
+from benchmarks.side import report as side_report
 from tests.checkout import ROOT
 from vllm_blend.quality.held_out_budgets import render_budgets
 from vllm_blend.quality.held_out_file import read_held_out
@@ -84,6 +86,9 @@ def test_samples_of_gpus_give_their_tables() -> None:
     assert "\n".join(tensor_parallel.table(ranks)) in text_of("tensor_parallel_h100.md")
     graphs = load("step_graphs_h100.json")["samples"]
     assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
+    early = load("early_steps_h100.json")["samples"]
+    assert "\n".join(early_steps.table(early)) in text_of("early_steps_h100.md")
+    assert text_of("side_by_side_h100.md") == side_report.render(load("side_by_side_h100.json"))
 
 
 def test_pairs_with_and_without_kernels_give_their_page() -> None:

@@ -152,7 +152,7 @@ def test_the_option_and_eager_steps_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="max_cudagraph_capture_size=64, but enforce_eager=True"):
         LLM(TINY, max_cudagraph_capture_size=64, enforce_eager=True)
     with pytest.raises(ValueError, match="max_cudagraph_capture_size"):
-        LLM(TINY, max_cudagraph_capture_size=0)
+        LLM(TINY, max_cudagraph_capture_size=-1)
 
 
 def test_an_engine_without_graphs_says_that_the_option_does_nothing(caplog: pytest.LogCaptureFixture) -> None:

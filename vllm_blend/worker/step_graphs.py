@@ -21,6 +21,7 @@ from vllm_blend.worker.batch import Batch
 from vllm_blend.worker.device_parts import DeviceParts
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of rows that are captured
+DEFAULT_ROWS = 384  # a 7B model on an H100 launches larger steps as fast as it replays them
 MAX_REQUESTS = 64  # in a graph: a step of more is mostly decoding, which the kernel for single queries does better
 
 

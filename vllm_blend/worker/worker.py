@@ -33,7 +33,7 @@ from vllm_blend.worker.passes import GraphHook, WorkerExtension, WorkerSpec, mak
 from vllm_blend.worker.profile_run import NUM_BLOCKS, StepLimits, measure_activations
 from vllm_blend.worker.question_graphs import QuestionGraphs, looks_to_capture
 from vllm_blend.worker.shared_heads import SharedHeads
-from vllm_blend.worker.step_graphs import StepGraphs
+from vllm_blend.worker.step_graphs import DEFAULT_ROWS, StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Worker:
         config, backend = self.config, parts.backend
         max_num_seqs, max_rows = config.scheduler.max_num_seqs, config.scheduler.max_cudagraph_capture_size
         if not (self.wants_graphs and backend.capturable_decode):
-            if max_rows is not None:
+            if max_rows:
                 logger.warning(
                     "max_cudagraph_capture_size=%d does nothing: this engine runs without CUDA graphs", max_rows
                 )
@@ -163,7 +163,9 @@ class Worker:
         if alone and config.blend.enable_blending and backend.capturable_mass:
             looks = looks_to_capture(config.blend.selector, self.num_layers)
             question = QuestionGraphs(parts, self.max_model_len, looks, capture)
-        if max_rows is not None:
+        if max_rows is None:
+            max_rows = DEFAULT_ROWS if alone and backend.capturable_prefill else 0
+        if max_rows:
             step = StepGraphs(parts, max_rows, max_num_seqs, self.max_model_len, capture)
         return Graphs(decode, question, step)
 
