@@ -300,6 +300,11 @@ class EngineConfig(OptionGroup):
     tensor_parallel_size: int = option(
         1, "how many ranks share the model; each is a process, and on GPUs has a device of its own", check=at_least(1)
     )
+    disable_custom_all_reduce: bool = option(
+        True,
+        "leave all sums over ranks to NCCL. Without it a kernel of ours adds up small tensors of GPUs that reach one "
+        "another's memory, which has not been measured yet",
+    )
     distributed_executor_backend: ExecutorBackend | None = option(
         None,
         "what starts the processes of several ranks: mp on this machine (the default), ray on the nodes of a Ray "

@@ -1,7 +1,7 @@
 // C ABI of the CUDA kernels. No torch headers: plain pointers, sizes and an explicit stream (a cudaStream_t).
 //
-// Every function returns 0, a cudaError_t (positive), or one of the VB_ERROR_* codes below. None allocates, synchronises
-// or reads device memory on the host, so all can be captured into a CUDA graph. Strides are in elements. dtype: VB_FP16 or
+// Every function returns 0, a cudaError_t (positive), or one of the VB_ERROR_* codes below. But for those of shared memory,
+// none allocates, synchronises or reads device memory on the host, so all can be captured into a CUDA graph. Strides are in elements. dtype: VB_FP16 or
 // VB_BF16, of what is computed. Pages have that dtype or VB_E4M3, to which numbers are rounded to nearest even, those above
 // 448 to 448. Head sizes of the attention kernels: 64, 80, 96, 128, 256. A paged cache is [num_blocks, block_size, kv_heads,
 // head_dim] with the last dimension contiguous; block_size is a power of two, at least 16.
@@ -26,7 +26,7 @@ enum {
   VB_ERROR_SHAPE = -9,
 };
 
-enum { VB_FP16 = 0, VB_BF16 = 1, VB_E4M3 = 3 };
+enum { VB_FP16 = 0, VB_BF16 = 1, VB_FP32 = 2, VB_E4M3 = 3 };  // fp32: of logits and of sums over ranks alone
 
 enum { VB_PREFILL_AUTO = 0, VB_PREFILL_MMA = 1, VB_PREFILL_WGMMA = 2 };
 
@@ -226,6 +226,19 @@ int vb_sample(const VbSample* args, void* stream);
 // changes [num_changes, 4] are written to the tables: row, entry, token, count.
 int vb_penalize(float* logits, int64_t row_stride, int32_t* const* tables, const int32_t* sizes, const int32_t* changes,
                 int num_changes, const float* penalties, int rows, void* stream);
+
+// Memory of a rank that the other ranks of its machine can read and write, with a handle for them: one rank gives it, and the
+// others open it. These four functions are for the time before and after all steps: they allocate and synchronise. Once a rank
+// has abandoned its own memory, since another one has ended, its sums are wrong and wait for nothing, also those in the queue.
+enum { VB_HANDLE_BYTES = 64, VB_MAX_RANKS = 8, VB_ALL_REDUCE_BYTES = 4 << 20 };
+int vb_share_memory(int64_t* address, uint8_t* handle);
+int vb_open_memory(int64_t* address, const uint8_t* handle);
+int vb_abandon_memory(int64_t address);
+int vb_close_memory(int64_t address, int is_own);
+// Adds up the ranks' data, in place and in float32, with the same bits on all of them: at most VB_ALL_REDUCE_BYTES, a multiple
+// of 16. memories [ranks] has the addresses of all ranks' memory, as this rank sees it. All ranks make the same calls in the
+// same order.
+int vb_all_reduce(void* data, int64_t bytes, const int64_t* memories, int rank, int ranks, int dtype, void* stream);
 
 #ifdef __cplusplus
 }

@@ -82,8 +82,9 @@ def test_samples_give_the_tables_of_servers() -> None:
 
 
 def test_samples_of_gpus_give_their_tables() -> None:
-    ranks = {int(size): samples for size, samples in load("tensor_parallel_h100.json")["samples"].items()}
-    assert "\n".join(tensor_parallel.table(ranks)) in text_of("tensor_parallel_h100.md")
+    for device in ("h100", "h200"):
+        ranks = {int(size): samples for size, samples in load(f"tensor_parallel_{device}.json")["samples"].items()}
+        assert "\n".join(tensor_parallel.table(ranks)) in text_of(f"tensor_parallel_{device}.md")
     graphs = load("step_graphs_h100.json")["samples"]
     assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
     early = load("early_steps_h100.json")["samples"]

@@ -16,6 +16,7 @@ from vllm_blend.features.kv_compress.cuda_ops import SumsFunctions
 from vllm_blend.ops.bindings import CPUKernels
 from vllm_blend.ops.c_functions import c_type, prototypes
 from vllm_blend.ops.cuda import CUDAFunctions
+from vllm_blend.ops.cuda_all_reduce import AllReduceFunctions
 from vllm_blend.ops.cuda_attention import AttentionFunctions, Decode, Prefill
 from vllm_blend.ops.cuda_library import CacheView, VariantFunctions
 from vllm_blend.ops.cuda_sampling import SamplingArguments, SamplingFunctions
@@ -23,6 +24,7 @@ from vllm_blend.ops.cuda_sampling import SamplingArguments, SamplingFunctions
 CPU_HEADER = ROOT / "csrc" / "vllm_blend_cpu.h"
 CUDA_HEADER = ROOT / "csrc" / "cuda" / "kernels.h"
 CUDA_PROTOCOLS = (
+    AllReduceFunctions,
     AttentionFunctions,
     CUDAFunctions,
     SamplingFunctions,

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_blend.distributed.shared_memory import SharedMemory, share_memory
+
 TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
 LOOK = timedelta(seconds=1)  # between two looks, while an exchange lasts, at whether the other ranks are there
 MEETING = timedelta(minutes=2)  # in which ranks that have started find one another
@@ -43,6 +45,7 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.links = rank, size, tuple(links)
         self._group = group
+        self._shared: SharedMemory | None = None
         self._leaving = threading.Lock()
         self._has_left = False
 
@@ -56,6 +59,16 @@ class Ranks:
         """Return whether an exchange is queued on a GPU, where the host does not see that another rank has ended."""
         return isinstance(self._group, getattr(dist, "ProcessGroupNCCL", ()))
 
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether small sums go through memory that all ranks see."""
+        return self._shared is not None
+
+    def share_memory(self, device: torch.device) -> None:
+        """Have small sums go through memory that all ranks see, if all can: for ranks with GPUs, each its own."""
+        if self.waits_on_device:
+            self._shared = share_memory(self.rank, self.size, self.gather_all, device)
+
     def leave(self) -> None:
         """Take part in no exchange any more. Those that are queued on a GPU end with wrong results. It may be called
         again, from any thread.
@@ -64,6 +77,8 @@ class Ranks:
         """
         if self._group is None or not self.waits_on_device:
             return
+        if self._shared is not None:
+            self._shared.abandon()
         with self._leaving:
             if not self._has_left:
                 self._has_left = True
@@ -74,6 +89,8 @@ class Ranks:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `part`, which may be overwritten."""
+        if self._shared is not None and self._shared.accepts(part):
+            return self._shared.sum(part)
         return self._reduce(part, dist.ReduceOp.SUM)
 
     def maximum(self, part: torch.Tensor) -> torch.Tensor:

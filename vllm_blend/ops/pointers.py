@@ -27,6 +27,7 @@ class Pointer(Generic[Role]):
             return torch.Tensor.data_ptr
 
 
+Address = Pointer[Literal["address"]]
 Bias = Pointer[Literal["bias"]]
 BlockTables = Pointer[Literal["block_tables"]]
 Cached = Pointer[Literal["cached"]]
@@ -38,6 +39,7 @@ FirstLogSumExp = Pointer[Literal["first_log_sum_exp"]]
 FirstOut = Pointer[Literal["first_out"]]
 FirstRows = Pointer[Literal["first_rows"]]
 GateUp = Pointer[Literal["gate_up"]]
+Handle = Pointer[Literal["handle"]]
 Input = Pointer[Literal["input"]]
 Key = Pointer[Literal["key"]]
 KeyCache = Pointer[Literal["key_cache"]]
@@ -49,6 +51,7 @@ LastRows = Pointer[Literal["last_rows"]]
 LogSumExp = Pointer[Literal["log_sum_exp"]]
 Logits = Pointer[Literal["logits"]]
 Mass = Pointer[Literal["mass"]]
+Memories = Pointer[Literal["memories"]]
 Metric = Pointer[Literal["metric"]]
 Offsets = Pointer[Literal["offsets"]]
 Out = Pointer[Literal["out"]]

@@ -146,7 +146,6 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "cp_kv_cache_interleave_size": Unsupported(1, _RANKS_ONLY),
     "distributed_timeout_seconds": Unsupported(None, _RANKS_ONLY),
     "cpu_distributed_timeout_seconds": Unsupported(None, _RANKS_ONLY),
-    "disable_custom_all_reduce": Unsupported(False, _RANKS_ONLY, (True,)),
     "disable_nccl_for_dp_synchronization": Unsupported(None, _RANKS_ONLY, (False, True)),
     "master_addr": Unsupported("127.0.0.1", _NODES),
     "master_port": Unsupported(29501, _NODES),

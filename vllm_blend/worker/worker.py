@@ -65,6 +65,8 @@ class Worker:
         self.hf_config = hf_config
         if device.type == "cuda":
             _warn_of_others(Usage.settled(device), config.cache.gpu_memory_utilization)
+            if not config.disable_custom_all_reduce:
+                ranks.share_memory(device)
         with must_fit("the model's weights", "use a smaller model, or quantization='fp8'", device):
             model = load_model(
                 hf_config,

@@ -1,0 +1,99 @@
+"""Memory of the ranks' GPUs that all ranks of one machine see, and sums through it.
+
+NCCL adds up a few hundred KiB, what a decode step has in each layer, in exchanges whose latency is most of their time.
+Where all GPUs reach one another's memory, one kernel of ours does it in a single exchange. Larger sums are NCCL's.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vllm_blend.ops import cuda_all_reduce
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 20  # of a sum that is not left to NCCL
+_MACHINE = Path("/proc/sys/kernel/random/boot_id")  # handles of another machine's memory mean nothing here
+
+
+class SharedMemory:
+    """The memory of all ranks, as rank `rank` sees it. All ranks call `sum` in the same order."""
+
+    def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._addresses = torch.tensor(addresses)
+        # Not at the exit of the program: the driver does it then, and the device may be gone.
+        weakref.finalize(self, _close, rank, addresses).atexit = False
+
+    def abandon(self) -> None:
+        """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
+        with torch.cuda.device(self._device):
+            cuda_all_reduce.abandon_memory(int(self._addresses[self._rank]))
+
+    def accepts(self, part: torch.Tensor) -> bool:
+        """Return whether `sum` takes this tensor."""
+        size = part.numel() * part.element_size()
+        fits = size <= MAX_BYTES and size % 16 == 0 and part.data_ptr() % 16 == 0
+        return fits and part.is_cuda and part.dtype in cuda_all_reduce.SUM_DTYPES and part.is_contiguous()
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' `part`, which it overwrites."""
+        if part.numel():
+            cuda_all_reduce.all_reduce(part, self._addresses, self._rank)
+        return part
+
+
+def share_memory(
+    rank: int, size: int, gather: Callable[[torch.Tensor], list[torch.Tensor]], device: torch.device
+) -> SharedMemory | None:
+    """Return the memory that the ranks share, when all of them have called this; None, on all of them, if one of them
+    cannot, as its kernels are not there or its GPU does not reach another one. `gather` gives all ranks' tensors."""
+
+    def exchange(own: bytes) -> list[bytes]:
+        return [
+            bytes(each.cpu().tolist()) for each in gather(torch.tensor(list(own), dtype=torch.uint8, device=device))
+        ]
+
+    addresses: list[int] = []
+    machine = _MACHINE.read_text().strip().encode() if _MACHINE.exists() else b""
+    problem, handle = "", bytes(cuda_all_reduce.HANDLE_BYTES)
+    if not cuda_all_reduce.is_available():
+        problem = "the CUDA kernels are not available"
+    elif size > cuda_all_reduce.MAX_RANKS:
+        problem = f"there are more than {cuda_all_reduce.MAX_RANKS} ranks"
+    else:
+        try:
+            address, handle = cuda_all_reduce.share_memory()
+            addresses.append(address)
+        except RuntimeError as error:
+            problem = str(error)
+    told = exchange(bytes([not problem]) + machine[:36].ljust(36) + handle)
+    others = [each for index, each in enumerate(told) if index != rank]
+    if not problem and not all(each[0] for each in others):
+        problem = "another rank cannot"
+    elif not problem and any(each[1:37] != told[rank][1:37] for each in others):
+        problem = "the ranks are on several machines"
+    if not problem:
+        try:
+            for each in others:
+                addresses.append(cuda_all_reduce.open_memory(each[37:]))
+        except RuntimeError as error:
+            problem = str(error)
+    opened = all(each[0] for each in exchange(bytes([not problem])))
+    if problem or not opened:
+        logger.info("small sums over ranks are left to NCCL: %s", problem or "another rank cannot")
+        for index, address in enumerate(addresses):
+            cuda_all_reduce.close_memory(address, index == 0)
+        return None
+    own, *rest = addresses
+    return SharedMemory(rank, [*rest[:rank], own, *rest[rank:]], device)
+
+
+def _close(rank: int, addresses: list[int]) -> None:
+    for index, address in enumerate(addresses):
+        cuda_all_reduce.close_memory(address, index == rank)
