@@ -132,7 +132,9 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = weights_digest(local) if local.exists() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
-    if worker.shape.dtype != worker.dtype:  # chunks of one scale must never meet pages of another
+    # Chunks of one scale must never meet pages of another. With several ranks these are the scales of rank 0 alone,
+    # which is enough: their chunks end with the engine, as `check_ranks` refuses stores that would outlive it.
+    if worker.shape.dtype != worker.dtype:
         weights += f"/{str(worker.dtype).removeprefix('torch.')}, scales {_scales_digest(worker)}"
     if worker.num_ranks > 1:  # its KV has this rank's heads only
         weights += f"/rank {worker.rank} of {worker.num_ranks}"
