@@ -139,9 +139,25 @@ def test_get_list_change_and_delete(server: TestServer) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [("GET", {}), ("DELETE", {}), ("PATCH", {"json": {}})]
     for method, arguments in requests:
         answer = send(server, method, f"/v1/chunks/{second['id']}", salt, **arguments)
-        assert answer.status_code == 404 and answer.json()["error"]["code"] == "chunk_not_found"
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "chunk_not_found", "chunk_id")
+    unlisted = send(server, "GET", f"/v1/chunks?after={second['id']}", salt)
+    assert unlisted.status_code == 404 and unlisted.json()["error"]["param"] == "after"
     again = ask(server, QUESTION, salt, documents=[PASSAGE.format(2)])
     assert again["stored_tokens"] > 0, "its KV is gone"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_document_that_names_no_text_is_the_field_to_blame(server: TestServer, is_known: bool) -> None:
+    """Its id is unknown, or that of token ids."""
+    name = store(server, "chunks-token-ids", token_ids=[5, 6, 7])["id"] if is_known else "chunk-" + "0" * 32
+    question = [{"role": "user", "content": QUESTION}]
+    body = {"messages": question, "documents": ["a", {"id": name}], "cache_salt": "chunks-token-ids"}
+    answer = server.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "documents"
+    assert error["message"].startswith("documents[1].id: the passage ")
+    assert ("token ids" if is_known else "is unknown") in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ async def list_chunks(
     try:
         passages, has_more = server.stored.page(salt, limit, after)
     except UnknownPassageError as error:
-        raise _not_found(error) from error
+        raise _not_found(error, "after") from error
     shown = [_shown(passage) for passage in passages]
     ends = (shown[0].id, shown[-1].id) if shown else (None, None)
     return _answer(ChunkList(object="list", data=shown, first_id=ends[0], last_id=ends[1], has_more=has_more))
@@ -165,11 +165,11 @@ def _find(request: Request, chunk_id: str, cache_salt: str | None) -> StoredPass
     try:
         return server_of(request).stored.get(chunk_id, tenant_of(request).combined_salt(cache_salt))
     except UnknownPassageError as error:
-        raise _not_found(error) from error
+        raise _not_found(error, "chunk_id") from error
 
 
-def _not_found(error: UnknownPassageError) -> APIError:
-    return APIError(404, str(error), code="chunk_not_found")
+def _not_found(error: UnknownPassageError, param: str) -> APIError:
+    return APIError(404, str(error), param=param, code="chunk_not_found")
 
 
 def _seconds(body: RetentionFields) -> float | None:

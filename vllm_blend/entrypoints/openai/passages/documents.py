@@ -98,7 +98,10 @@ def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | N
     if isinstance(chunk, str) and chunk.startswith(ID_PREFIX):
         if find_chunk is None:
             raise ValueError(f"{name}.id={chunk!r} names a stored passage, but this server keeps none")
-        found = find_chunk(chunk)
+        try:
+            found = find_chunk(chunk)
+        except ValueError as error:  # it is unknown, or has no text
+            raise ValueError(f"{name}.id: {error}") from error
         title = title or found.title
         shown = {} if title is None else {"title": title}
         return Document((found.text or "").strip(), title, score, {**fields, **shown})
