@@ -369,3 +369,83 @@ def test_a_step_that_fails_leaves_no_slot_without_a_kv(monkeypatch: pytest.Monke
                 assert "gone for a moment" in str(error)
         assert calls > 20
         assert_same_logprobs(finished[0], wanted)
+
+
+@pytest.mark.parametrize("failing", ["draw", "settle"])
+def test_the_last_step_of_a_prompt_can_be_done_again(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metric looks at the same queries then, of which an earlier step has computed some."""
+    options = SMALL | {"max_num_batched_tokens": 27, "max_num_seqs": 2, "enable_prefix_caching": False}
+    with engine(TINY, **options, max_cache_tokens=16) as llm:  # the window is that of positions 22 to 29
+        [wanted] = run(llm, prompt(30), PARAMS)
+        executor = llm.llm_engine.model_executor
+        work, calls = getattr(executor, failing), 0
+
+        def fail_once(result: Any) -> None:
+            nonlocal calls
+            calls += bool(result.sampled)
+            if calls == 1:
+                calls += 1
+                raise RuntimeError("the device is gone for a moment")
+            work(result)
+
+        monkeypatch.setattr(executor, failing, fail_once)
+        llm.llm_engine.add_request("0", prompt(30), PARAMS)  # type: ignore[arg-type]
+        llm.llm_engine.step()
+        with pytest.raises(RuntimeError, match="gone for a moment"):
+            llm.llm_engine.step()
+        finished = []
+        while llm.llm_engine.has_unfinished_requests():
+            finished += [output for output in llm.llm_engine.step() if output.finished]
+        assert_same_logprobs(finished[0], wanted)
+
+
+@pytest.mark.cpu_only  # a recomputed prompt is rounded otherwise than decode steps of another shape
+@pytest.mark.parametrize("metric", ["kv_compress", "knorm"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("failing", ["draw", "settle"])
+def test_a_step_that_fails_counts_no_attention_twice(
+    failing: str, ahead: bool, metric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose step has failed behind the model starts again, so that the rest of its answer is that of a new
+    request with the tokens so far in its prompt. Where steps change no sums, a failed draw costs nothing."""
+    options = SMALL | {"kvc_metric": metric, "async_scheduling": ahead, "enable_prefix_caching": False}
+    if metric == "knorm":
+        del options["prefill_metric_collection_window_size"]
+    first, asked = prompt(50), greedy(20, ignore_eos=True, max_cache_tokens=16)
+    with engine(TINY, **options) as llm:
+        inner = llm.llm_engine
+        executor, work = inner.model_executor, getattr(inner.model_executor, failing)
+        [undisturbed] = tokens(run(llm, first, asked))
+        for failing_call in range(2, 14, 3):
+            calls = 0
+            known: list[int] = []
+
+            def fail_once(result: Any) -> None:
+                nonlocal calls
+                calls += failing == "settle" or result.logits is not None  # else nothing is left to be drawn
+                if calls != failing_call:  # noqa: B023 - it is called within the loop's turn
+                    work(result)
+                    return
+                calls += 1
+                [request] = inner.scheduler.running
+                unread = request.num_in_flight if failing == "draw" else 0  # of the step before, which stays
+                known.append(len(request.output_token_ids) + unread)  # noqa: B023
+                raise RuntimeError("the device is gone for a moment")
+
+            monkeypatch.setattr(executor, failing, fail_once)
+            inner.add_request("0", first, asked)  # type: ignore[arg-type]
+            done: list[RequestOutput] = []
+            while inner.has_unfinished_requests():
+                try:
+                    done += [output for output in inner.step() if output.finished]
+                except RuntimeError as error:
+                    assert "gone for a moment" in str(error)
+            monkeypatch.undo()
+            [answer] = tokens(done)
+            [count] = known
+            if metric == "knorm" and failing == "draw":
+                assert answer == undisturbed
+                continue
+            so_far = {"prompt_token_ids": first["prompt_token_ids"] + answer[:count]}
+            rest = greedy(20 - count, ignore_eos=True, max_cache_tokens=16)
+            assert answer == undisturbed[:count] + tokens(run(llm, so_far, rest))[0]

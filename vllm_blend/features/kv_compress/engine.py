@@ -61,6 +61,7 @@ class KVCompressEngine:
             state.num_tokens = state.num_prompt_tokens = state.compressed_at = n
             scores = metrics.prompt_scores(state, prompt.request.block_table, n)
             state.scores.clear()
+            state.queries.clear()
             positions = torch.arange(n, device=self.device).expand(scores.shape)
             lengths = torch.full(scores.shape[:2], n, device=self.device)
             rank = metrics.rank(scores, positions, state)

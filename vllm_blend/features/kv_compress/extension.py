@@ -99,8 +99,7 @@ class KVCompression(Extension):
     @torch.inference_mode()
     def run(self) -> None:
         """Compress what is to be compressed now."""
-        for request in self.core.running:
-            self._take_back(request)
+        self.core.send_back([request for request in self.core.running if not self._take_back(request)])
         output = self.scheduler.schedule(self.core.running)
         self._evict(output)
         if output.prompts:
@@ -114,14 +113,16 @@ class KVCompression(Extension):
         if output.evictions:
             self.cache_engine.execute_cache_moves(self.engine.evict(output))
 
-    def _take_back(self, request: Request) -> None:
-        """Drop the slots that a step was to fill, if it failed before it was queued: they hold no KV."""
+    def _take_back(self, request: Request) -> bool:
+        """Drop the slots that a step was to fill, if it failed before it was queued: they hold no KV. Return False if
+        it has changed sums of attention, which cannot be taken back: the request has to start again."""
         state = COMPRESSION.get(request)
         if state is None or state.index is None:
-            return
+            return True
         if state.num_tokens > request.num_computed_tokens:
             self.tables.unappend(state.index, state.num_tokens - request.num_computed_tokens)
             state.num_tokens = request.num_computed_tokens
+        return state.num_summed <= state.num_tokens
 
     def _reserve(self) -> None:
         """Take pages for one more token of all requests in head pages together: one by one it would take ten times as

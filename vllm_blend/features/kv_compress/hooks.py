@@ -30,7 +30,8 @@ class Watched:
 
 class WindowHook(LayerHook):
     """Scores every KV of the prompts that a step completes. Queries of a window that an earlier step computed have been
-    kept; those of a step that is done again replace its own."""
+    kept, and are until the request moves to head pages, as the step that completes a prompt may be done again. Those of
+    a step that is done again replace its own."""
 
     def __init__(
         self, watched: Mapping[int, Watched], metric: EvictionMetric, rotaries: Sequence[RotaryEmbedding]
@@ -59,7 +60,6 @@ class WindowHook(LayerHook):
             watch.state.scores[layer_idx] = self.metric.score(view)
             watch.state.window_positions = seen.positions
             watch.state.num_scored = watch.num_tokens if layer_idx == layers - 1 else 0
-            pieces.clear()
 
 
 class PromptMetric:

@@ -46,6 +46,10 @@ class CompressedDecode:
 
     def run(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput:
         """Compute one token of each request."""
+        if self.step.metric.accumulates:
+            for item in items:
+                assert isinstance(item.request.pages, HeadPageTable)
+                item.request.pages.state.num_summed = item.stop
         return PassOutput(self.step.model.compute_logits(self._hidden(items, drawn)), items)
 
     def _hidden(self, items: Sequence[ScheduledRequest], drawn: Drawn) -> torch.Tensor:

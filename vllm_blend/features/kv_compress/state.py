@@ -28,6 +28,7 @@ class CompressionState:
     num_prompt_tokens: int = 0  # how many tokens were in the cache when it moved to head pages
     compressed_at: int = 0  # how many tokens it had when it was last compressed, or moved to head pages
     num_compressions: int = 0  # how many compressions have evicted something
+    num_summed: int = 0  # how many tokens' queries steps in head pages have added to the sums, or begun to
     is_overdue: bool = False  # it was due for compression, but others were sorted first
 
     def reset(self) -> None:
@@ -36,7 +37,7 @@ class CompressionState:
         self.scores.clear()
         self.window_positions = self.index = None
         self.num_scored, self.is_overdue = 0, False
-        self.num_tokens = self.num_prompt_tokens = self.compressed_at = self.num_compressions = 0
+        self.num_tokens = self.num_prompt_tokens = self.compressed_at = self.num_compressions = self.num_summed = 0
 
 
 COMPRESSION: StateKey[CompressionState] = StateKey("kv_compress")
