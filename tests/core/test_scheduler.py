@@ -11,6 +11,7 @@ from vllm_blend.blend.plan import Segment, make_plan
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.chunks.retention import RetentionKey
 from vllm_blend.core.block_manager import BlockManager
+from vllm_blend.core.prefix_cache import find_prefix
 from vllm_blend.core.scheduler import Scheduler
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput, blend_rows
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -158,10 +159,17 @@ class Simulation:
             self.written[slot] = value
 
 
+def rows_of(request: Request, blocks: BlockManager) -> int:
+    """Return how many tokens of a waiting request are in no page."""
+    if request.blend is not None:
+        return blend_rows(request)
+    return request.num_tokens - len(find_prefix(blocks, request)) * blocks.block_size
+
+
 def is_full(scheduler: Scheduler) -> bool:
     """Return whether the requests that wait and are not blocked fill a step, or take all room that is left."""
     ready = [request for request in scheduler.waiting if not request.blocked]
-    rows = sum(each.num_tokens if each.blend is None else blend_rows(each) for each in ready)
+    rows = sum(rows_of(each, scheduler.blocks) for each in ready)
     room = scheduler.max_num_seqs - len(scheduler.running)
     fills = len(ready) >= room or rows + len(scheduler.running) >= scheduler.max_num_batched_tokens
     return bool(ready) and room > 0 and fills

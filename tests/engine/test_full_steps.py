@@ -74,6 +74,21 @@ def test_prompts_that_fill_no_step_wait_for_the_last_one(monkeypatch: pytest.Mon
     assert seen[:7] == ["add"] * 6 + ["queue"]
 
 
+def test_tokens_that_are_in_pages_fill_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a cached prefix, nor those of a retained context: with steps of a few tokens each, the device
+    would take longer than it would for all prompts at once."""
+    plain: list[Any] = [{"prompt_token_ids": [*IDS[: 3 * BLOCK_SIZE], token]} for token in range(20)]
+    blends: list[Any] = [{"prefix": IDS[:4], "chunks": [IDS[10:20]], "suffix": [token]} for token in range(20)]
+    room = {"max_num_batched_tokens": 3 * BLOCK_SIZE, "max_num_seqs": 16, "block_size": BLOCK_SIZE}
+    with engine(MODEL, enable_blending=True, async_scheduling=True, **room) as llm:
+        for asked in (plain, blends):
+            run(llm, asked[:1], ANSWER)
+            with monkeypatch.context() as patch:
+                seen = events(llm, patch)
+                run(llm, asked, ANSWER)
+            assert seen[:17] == ["add"] * 16 + ["queue"]  # as many as may run
+
+
 def test_as_many_prompts_as_may_run_are_a_full_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(MODEL, async_scheduling=True, max_num_batched_tokens=64, max_num_seqs=3) as llm:
         seen = events(llm, monkeypatch)

@@ -33,7 +33,7 @@ class Scheduler:
         plan allows it; otherwise it exceeds the budget in one."""
         self.blocks, self.divides_blends = blocks, divides_blends
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(self._count_rows)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.on_release: list[Callable[[Request], None]] = []  # called when a request is about to return its pages
@@ -177,6 +177,14 @@ class Scheduler:
             budget -= item.num_rows
             index += 1
         return budget
+
+    def _count_rows(self, request: Request) -> int:
+        """Return how many tokens of a waiting request steps will compute: all but those that it finds in pages now."""
+        if request.retention is not None and request.retention.key in self.blocks.retained:
+            return request.num_tokens - request.retention.num_tokens
+        if request.blend is not None:
+            return blend_rows(request)
+        return request.num_tokens - len(find_prefix(self.blocks, request)) * self.blocks.block_size
 
     def _take_drafts(self, request: Request, limit: int) -> tuple[int, ...]:
         """Return those of a request's drafts that are verified now: at most `limit`, and as many as the free pages

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import insort_left, insort_right
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
-from vllm_blend.core.step import blend_rows
 from vllm_blend.request import Request
 
 
@@ -17,8 +17,10 @@ class WaitingQueue(deque[Request]):
     counted holds until `count_anew`, which any change but at the right end makes necessary.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count_rows: Callable[[Request], int]) -> None:
+        """Queue requests of which `count_rows` says how many tokens steps will compute."""
         super().__init__()
+        self._count_rows = count_rows
         self.count_anew()
 
     def add(self, request: Request) -> None:
@@ -48,7 +50,7 @@ class WaitingQueue(deque[Request]):
             self._num_counted += 1
             if not request.blocked:
                 self._num_ready += 1
-                self._num_rows += request.num_tokens if request.blend is None else blend_rows(request)
+                self._num_rows += self._count_rows(request)
         return self._num_ready > 0
 
     def count_anew(self) -> None:
