@@ -85,7 +85,7 @@ class StepLoop:
     def run_full(self) -> list[RequestOutput]:
         """Keep the device busy while a caller still adds requests, and return the outputs of those that advanced. The
         first step is queued only; each later one is queued before the one before it is read. The steps hold the same
-        requests as if all had been added before the first."""
+        requests as if all had been added before the first, unless some wait for a context that another one blends."""
         if self._in_flight is not None and not self._in_flight.is_abandoned:
             return self.run()
         self._in_flight = self.launch(ahead=False)
