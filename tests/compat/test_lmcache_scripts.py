@@ -99,13 +99,6 @@ def test_a_script_for_lmcache_runs_as_it_is(folder: Path) -> None:
     assert "without effect" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_a_configuration_it_runs_and_says_what_it_leaves_out(folder: Path) -> None:
-    done = run(folder, "kv_blend.py", config=None)
-    assert done.returncode == 0, done.stderr
-    assert "Reused: 0" in done.stdout and seconds(done.stdout) > 0
-    assert "enable_blending is off: nothing is precomputed" in done.stderr
-
-
 def test_from_the_command_line(folder: Path) -> None:
     question = "Question: What does Tulmaris Works make?\nAnswer:"
     instruction = "You will be asked a question after reading several passages. Answer within five words.\nPassages:\n"
@@ -131,10 +124,11 @@ def test_from_the_command_line(folder: Path) -> None:
 
 
 def test_names_are_where_scripts_look_for_them_and_mistakes_end_a_script_with_the_reason(folder: Path) -> None:
-    """One process imports the package, then starts the command without a text, and a script with a wrong setting."""
+    """One process imports the package, then starts the command without a text, the script without a configuration,
+    which runs and says what it leaves out, and the script with a wrong setting."""
     (folder / "wrong.yaml").write_text("enable_blending: True\nblend_recompute_ratio: much\nblend_rat: 1\n")
     code = """
-import os, runpy, sys
+import multiprocessing, os, runpy, sys
 import lmcache_vllm
 assert lmcache_vllm.__file__.startswith({site!r}), lmcache_vllm.__file__
 from lmcache_vllm import close_lmcache_engine
@@ -155,12 +149,18 @@ except SystemExit as end:
     assert end.code == 2
 else:
     raise AssertionError("a text that is not there was no mistake")
-print("the script", file=sys.stderr)
+print("without a configuration", file=sys.stderr)
+runpy.run_path("kv_blend.py", run_name="__main__")
+print("with a wrong one", file=sys.stderr)
+multiprocessing.set_start_method(None, force=True)  # each script sets it, as if it were alone
 os.environ["LMCACHE_CONFIG_FILE"] = "wrong.yaml"
 runpy.run_path("kv_blend.py", run_name="__main__")
 """
     done = run(folder, "-c", code.format(site=str(folder / "site")), config=None)
-    command, script = done.stderr.split("the script\n")
+    command, rest = done.stderr.split("without a configuration\n")
+    script, wrong = rest.split("with a wrong one\n")
     assert "chunk3.txt cannot be read as text: [Errno 2] No such file" in command and "Traceback" not in command
+    assert "enable_blending is off: nothing is precomputed" in script and "Traceback" not in script
+    assert "Reused: 0" in done.stdout and seconds(done.stdout) > 0
     assert done.returncode == 1
-    assert script.splitlines()[-1] == "ValueError: wrong.yaml: blend_recompute_ratio='much' must be a number"
+    assert wrong.splitlines()[-1] == "ValueError: wrong.yaml: blend_recompute_ratio='much' must be a number"

@@ -29,6 +29,12 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+SCRIPT = """
+from vllm import LLM, SamplingParams
+llm = LLM(model={model!r}, gpu_memory_utilization=0.5)
+for output in llm.generate(["Where is it?", "Who"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=3)):
+    print(len(output.outputs[0].token_ids), repr(output.prompt))
+"""
 NAMES = """
 import vllm, vllm_blend
 from vllm import (LLM, CompletionOutput, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt)
@@ -59,20 +65,6 @@ assert lmcache_vllm.__file__.startswith({site!r})
 """
 
 
-def test_a_script_for_vllm_runs_as_it_is(site: Path) -> None:
-    done = run(
-        """
-from vllm import LLM, SamplingParams
-llm = LLM(model={model!r}, gpu_memory_utilization=0.5)
-for output in llm.generate(["Where is it?", "Who"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=3)):
-    print(len(output.outputs[0].token_ids), repr(output.prompt))
-""".format(model=str(ROOT / "inputs/demo-model")),
-        site,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["3 'Where is it?'", "3 'Who'"]
-
-
 @pytest.mark.parametrize("name", ["vllm", "lmcache_vllm"])
 def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path: Path, name: str) -> None:
     compat = ROOT / "vllm_blend/compat"
@@ -93,10 +85,11 @@ def test_another_package_of_the_name_is_reported_with_the_fix(tmp_path: Path, na
             assert done.stderr == ""
 
 
-def test_names_are_ours_and_modules_work_or_refuse_what_is_asked_of_them(site: Path) -> None:
-    """One process imports all of them."""
+def test_a_script_for_vllm_runs_as_it_is_and_modules_work_or_refuse_what_is_asked_of_them(site: Path) -> None:
+    """The names are ours. One process runs the script, and then imports all of them."""
     done = run(
-        NAMES.format(site=str(site))
+        SCRIPT.format(model=str(ROOT / "inputs/demo-model"))
+        + NAMES.format(site=str(site))
         + """
 import logging, torch
 from vllm import LLM, SamplingParams, config, distributed, tokenizers, utils
@@ -159,3 +152,4 @@ for message, call in refused:
         site,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["3 'Where is it?'", "3 'Who'"]
