@@ -256,10 +256,12 @@ def test_streams_are_answered_alike() -> None:
         )
         for i in range(12)
     ]
-    answers = []
-    for ahead in (False, True):
-        with async_llm(model=TINY, async_scheduling=ahead, **TIGHT) as llm:
-            outputs = asyncio.run(at_once(llm, prompts, params))
-        answers.append([[ending(completion) for completion in output.outputs] for output in outputs])
-    assert answers[0] == answers[1]
+    with engine(TINY, async_scheduling=False, **TIGHT) as offline:
+        expected = run(offline, prompts, params)
+    with async_llm(model=TINY, async_scheduling=True, **TIGHT) as llm:
+        outputs = asyncio.run(at_once(llm, prompts, params))
+    answers, one_by_one = (
+        [[ending(each) for each in output.outputs] for output in some] for some in (outputs, expected)
+    )
+    assert answers == one_by_one
     assert settings.current().exact

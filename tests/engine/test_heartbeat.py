@@ -63,7 +63,7 @@ def test_the_heart_beats_while_the_loop_does_not_come_round() -> None:
 
 
 def test_a_stopped_engine_is_unhealthy_until_it_goes_on() -> None:
-    """Requests that run are answered then."""
+    """Requests that run are answered then. Draining waits for calls, and ends those of an engine that hangs."""
     llm = new_async_llm(REUSE_DEMO, num_gpu_blocks_override=65, timeouts=Timeouts(heartbeat=2.0))
     pid = llm.engine_pid
     assert pid is not None
@@ -85,16 +85,6 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on() -> None:
             assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
             wait_until(lambda: client.get("/status").json()["engine_problem"] is None)
             assert llm.engine_pid == pid
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        llm.shutdown()
-
-
-def test_draining_waits_for_calls_and_ends_those_of_an_engine_that_hangs() -> None:
-    llm = new_async_llm(REUSE_DEMO, num_gpu_blocks_override=65)
-    pid = llm.engine_pid
-    assert pid is not None
-    try:
         asyncio.run(_drain_with_calls(llm, pid))
     finally:
         os.kill(pid, signal.SIGCONT)
