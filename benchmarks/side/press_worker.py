@@ -25,14 +25,15 @@ from transformers.utils.logging import disable_progress_bar
 def main() -> None:
     job = json.load(sys.stdin)
     disable_progress_bar()  # standard error is for errors
+    runs = [(None if name is None else getattr(kvpress, name), kept) for name, kept in job["runs"]]
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     print(json.dumps({name: version(name) for name in ("kvpress", "transformers")}), flush=True)
-    for press, kept in job["runs"]:
+    for press, kept in runs:
         answers = []
         for number, ids in enumerate(job["prompts"]):
             torch.manual_seed(number)  # for a press that draws
-            evict = nullcontext() if press is None else getattr(kvpress, press)(compression_ratio=1 - kept)(model)
+            evict = nullcontext() if press is None else press(compression_ratio=1 - kept)(model)
             answers.append(answer(model, tokenizer, ids, evict, job["max_tokens"], job["stop"]))
         print(json.dumps(answers), flush=True)
 

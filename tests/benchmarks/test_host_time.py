@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import host_time
 from benchmarks.host_time import LABELS, MODEL, ROOT, run_turn, table, text_token_ids
 
 pytestmark = pytest.mark.cpu_only
@@ -36,7 +38,9 @@ def test_a_turn_measures_everything(modes: list[str], params: dict[str, Any]) ->
         assert found["stream_tokens_an_output"][0] >= 1.0
 
 
-def test_a_turn_that_fails_says_why() -> None:
+def test_a_turn_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text("import json, sys\njson.load(open(sys.argv[1]))['model']\n")
+    monkeypatch.setattr(host_time, "FOLDER", tmp_path)
     with pytest.raises(RuntimeError, match="KeyError"):
         run_turn(ROOT, {"modes": ["offline"]})
 
