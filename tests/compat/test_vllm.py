@@ -35,6 +35,10 @@ llm = LLM(model={model!r}, gpu_memory_utilization=0.5)
 for output in llm.generate(["Where is it?", "Who"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=3)):
     print(len(output.outputs[0].token_ids), repr(output.prompt))
 """
+NO_COMPILER = """
+import sys, torch
+assert "torch._dynamo" not in sys.modules or torch.cuda.is_available()  # importing it takes a second
+"""
 NAMES = """
 import vllm, vllm_blend
 from vllm import (LLM, CompletionOutput, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt)
@@ -89,6 +93,7 @@ def test_a_script_for_vllm_runs_as_it_is_and_modules_work_or_refuse_what_is_aske
     """The names are ours. One process runs the script, and then imports all of them."""
     done = run(
         SCRIPT.format(model=str(ROOT / "inputs/demo-model"))
+        + NO_COMPILER
         + NAMES.format(site=str(site))
         + """
 import logging, torch

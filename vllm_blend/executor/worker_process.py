@@ -24,6 +24,7 @@ from vllm_blend.config import EngineConfig
 from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, store_in_folder
 from vllm_blend.executor.follower import Follower
 from vllm_blend.log_lines import LogSettings
+from vllm_blend.models.without_compiler import without_compiler
 from vllm_blend.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Bootstrap:
 
 def main() -> int:
     """Run a rank whose settings are on the standard input; return its exit status."""
-    bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
+    with without_compiler():  # unpickling a configuration imports its module
+        bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
     bootstrap.logs.apply_to_engine()
     watched = (bootstrap.parent, bootstrap.folder)
     threading.Thread(target=_follow_parent, args=watched, daemon=True, name="follow-parent").start()

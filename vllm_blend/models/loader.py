@@ -39,6 +39,7 @@ from vllm_blend.models.weights import (
     has_own_head,
     layouts_of,
 )
+from vllm_blend.models.without_compiler import without_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,11 @@ def load_hf_config(
     config.json is damaged, or if it or the overrides describe something that transformers does not know.
     """
     gguf = gguf_path(model)
-    if gguf is not None:
-        config = gguf_config(read_header(gguf))
-    else:
-        config = text_config(_load_hf_config(model, revision, trust_remote_code))
+    with without_compiler():
+        if gguf is not None:
+            config = gguf_config(read_header(gguf))
+        else:
+            config = text_config(_load_hf_config(model, revision, trust_remote_code))
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
 
 
