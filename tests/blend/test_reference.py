@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -22,9 +23,22 @@ RATIO = 0.15
 PROMPTS = [0, 7, 31, 77]
 
 
+class CachingReference(BlendReference):
+    """Rules reuse the same prompts: what the latest ones reuse is computed once."""
+
+    def compose(self, prefix: list[int], chunks: Sequence[list[int]]) -> Context:
+        return _composed(tuple(prefix), tuple(map(tuple, chunks)))
+
+
+@lru_cache(maxsize=len(PROMPTS))
+def _composed(prefix: tuple[int, ...], chunks: tuple[tuple[int, ...], ...]) -> Context:
+    return BlendReference(hf_model(DEMO)).compose(list(prefix), list(map(list, chunks)))
+
+
 @pytest.fixture(scope="module")
-def reference() -> BlendReference:
-    return BlendReference(hf_model(DEMO))
+def reference() -> Iterator[BlendReference]:
+    yield CachingReference(hf_model(DEMO))
+    _composed.cache_clear()
 
 
 def pieces_of(llm: LLM, prompt: ChunkedPrompt) -> tuple[list[int], list[list[int]], list[int]]:
@@ -35,9 +49,14 @@ def pieces_of(llm: LLM, prompt: ChunkedPrompt) -> tuple[list[int], list[list[int
     return [tokenizer.bos_token_id, *prefix], rest, suffix
 
 
-@torch.no_grad()
 def projected(ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return what k_proj and v_proj of transformers' model give for a text, per layer [tokens, kv_heads * head_dim]."""
+    return _projected(tuple(ids))
+
+
+@lru_cache(maxsize=16)  # engines of several settings store the same chunks
+@torch.no_grad()
+def _projected(ids: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model = hf_model(DEMO)
     seen: list[dict[str, torch.Tensor]] = [{} for _ in model.model.layers]
     handles = []
@@ -105,7 +124,7 @@ def test_chunked_prompts(reference: BlendReference, rule: str, index: int) -> No
     with engine(enable_blending=True) as llm:
         options: dict[str, Any] = {} if rule == "none" else {"blend_recompute_ratio": RATIO}
         prompt = demo_prompt(index, blend_selector=rule, **options)
-        [output] = run(llm, prompt, greedy(12, logprobs=2))
+        [output] = run(llm, prompt, greedy(6, logprobs=2))
         prefix, chunks, suffix = pieces_of(llm, prompt)
         assert output.prompt_token_ids == ids_of(llm, prompt)
         assert_equal(llm, output, reference, reference.compose(prefix, chunks), suffix, rule)
@@ -117,7 +136,7 @@ def test_passages_that_are_passed_over_are_damped(reference: BlendReference, ind
     with engine(enable_blending=True) as llm:
         rule = f"relevant_passages(damping={scale})"
         prompt = demo_prompt(index, blend_selector=rule, blend_recompute_ratio=RATIO)
-        [output] = run(llm, prompt, greedy(12, logprobs=2))
+        [output] = run(llm, prompt, greedy(6, logprobs=2))
         prefix, chunks, suffix = pieces_of(llm, prompt)
         chosen = recomputed_positions(llm, len(suffix)).cpu()
     context = reference.compose(prefix, chunks)
@@ -153,5 +172,5 @@ def test_old_kvs(reference: BlendReference, rule: str, index: int) -> None:
         decoder = llm.llm_engine.decoder
         decoder.old_kvs = pad_suffix(composed.kv, len(suffix))
         decoder.cache_fuse_metadata.update(check=True, suffix_len=len(suffix), recomp_ratio=RATIO, selector=rule)
-        [output] = run(llm, {"prompt_token_ids": [*composed.ids, *suffix]}, greedy(12, logprobs=2))
+        [output] = run(llm, {"prompt_token_ids": [*composed.ids, *suffix]}, greedy(6, logprobs=2))
         assert_equal(llm, output, reference, context, suffix, rule)

@@ -13,7 +13,7 @@ from tests.engine.compare import assert_identical, assert_logprobs_match, assert
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, memory_store, new_llm, run, tiny_model
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ContextPieces
 
-PARAMS = greedy(6, logprobs=2)
+PARAMS = greedy(3, logprobs=2)
 PASSAGES = 5
 CONTINUES = [None, 0, None, 2, None]
 AFTER = ["", "Salt is old.\n\n", "", "Bread is new.\n\n", "Salt is old.\n\n"]
@@ -24,8 +24,13 @@ def prompt(index: int = 3, **options: Any) -> Any:
     return demo_prompt(index, passages=PASSAGES, **{"continues": CONTINUES, "encode_after": AFTER, **options})
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    """A context. The tests of one follow each other, so that they share its engine."""
+    return str(request.param)
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 40])
-@pytest.mark.parametrize("name", NAMES)
 def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_tokens: int) -> None:
     """The independent forward is over what stands before the chunk, and the chunk."""
     arguments: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 8}
@@ -46,7 +51,6 @@ def test_stored_chunks_equal_an_independent_forward(name: str, max_num_batched_t
 
 
 @pytest.mark.parametrize("rule", ["value_deviation", "question_attention", "full"])
-@pytest.mark.parametrize("name", NAMES)
 def test_ratio_1_is_full_prefill(name: str, rule: str) -> None:
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
         for _ in range(2):  # the chunks are new, then known
@@ -56,7 +60,6 @@ def test_ratio_1_is_full_prefill(name: str, rule: str) -> None:
             assert output.blend is not None and output.blend.num_reused_tokens == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_ratio_1_is_full_prefill_where_there_is_hardly_room_for_a_context(name: str) -> None:
     tiny = tiny_model("llama")  # of 96 positions, so that no filler fits
     with engine(tiny, enable_blending=True, blend_encoding_context=name) as llm:
@@ -99,7 +102,6 @@ def test_pages_are_used_where_a_prompt_names_them_and_nothing_changes_where_it_d
     assert keys["page"][1] == keys["prefix"][1] == keys["prefix"][0]
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str) -> None:
     prompts = [prompt(), prompt(suffix="Question: Who?\nAnswer:"), prompt(7), prompt(3, continues=[None] * PASSAGES)]
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
