@@ -24,7 +24,7 @@ from tests.models.tiny import FAMILIES
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.blend.selectors import SELECTORS
 
-PARAMS = greedy(8, logprobs=3, ignore_eos=True)
+PARAMS = greedy(4, logprobs=3, ignore_eos=True)
 RULES = sorted(name for name, selector in SELECTORS.items() if selector.fixed_ratio is None)
 TINY: dict[str, Any] = {
     "llama": tiny_model("llama"),

@@ -12,7 +12,7 @@ import torch
 from tests import tolerances
 from tests.blend.prompts import recomputed_positions
 from tests.blend.reference import BlendReference, Context
-from tests.blend.test_reference import pieces_of
+from tests.blend.test_reference import CachingReference, pieces_of
 from tests.engine.compare import assert_same_choice, assert_same_logprobs
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, run
 from vllm_blend.blend.selectors import SELECTORS, Evidence, make_selector, register_selector
@@ -94,7 +94,7 @@ def reduce(weights: torch.Tensor, rule: QuestionAttention) -> torch.Tensor:
     ],
 )
 def test_the_mass_is_what_a_plain_forward_gives(settings: str) -> None:
-    reference = BlendReference(hf_model(DEMO))
+    reference = CachingReference(hf_model(DEMO))
     with engine(enable_blending=True) as llm:
         prompt, context, suffix = question(llm, reference)
         run(llm, {**prompt, "blend_selector": f"watching({settings})", "blend_recompute_ratio": RATIO}, greedy(1))
@@ -106,7 +106,7 @@ def test_the_mass_is_what_a_plain_forward_gives(settings: str) -> None:
 
 
 def test_a_second_look_sees_what_the_first_one_had_computed() -> None:
-    reference = BlendReference(hf_model(DEMO))
+    reference = CachingReference(hf_model(DEMO))
     with engine(enable_blending=True) as llm:
         prompt, context, suffix = question(llm, reference)
         options = {"blend_selector": "watching(first_round=0.5)", "blend_recompute_ratio": RATIO}
@@ -165,7 +165,7 @@ def test_attention_times_deviation_by_hand() -> None:
 
 def test_attention_times_deviation_in_the_engine_is_that_of_a_plain_forward() -> None:
     """The mass, beside rules that look at one of the two."""
-    reference = BlendReference(hf_model(DEMO))
+    reference = CachingReference(hf_model(DEMO))
     with engine(enable_blending=True) as llm:
         prompt, context, suffix = question(llm, reference)
         rules = ["attention_deviation", "value_deviation", "watching"]
