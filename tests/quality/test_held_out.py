@@ -149,33 +149,6 @@ def interrupted(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.cpu_only
-def test_two_workers_measure_what_one_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them some of the lists of worlds. Scores of a few questions are shown by neither, as with one worker."""
-    monkeypatch.setattr(held_out_worlds, "PART_WORLDS", 1)
-    model = tiny_model("llama", max_position_embeddings=1536)
-    flags = ["--split", "test", "--families", "1", "--samples", "5", "--per-world", "2", "--dtype", "float32"]
-    flags += ["--settings", "relevant_passages@0.2", "--batch", "2", "--device", "cpu", "--again"]
-    found = []
-    for workers in (1, 2):
-        output = tmp_path / f"{workers}.json"
-        held_out.main([model, *flags, "--output", str(output), "--workers", str(workers)])
-        found.append(read_held_out(output))
-        said = capsys.readouterr().err
-        assert "at 20%" not in said and ("done by 2 workers" in said) is (workers == 2)
-    one, two = ({**each.about, "command": "", "date": "", "threads": 0, "workers": 0} for each in found)
-    assert one == two
-    assert [each.about["workers"] for each in found] == [1, 2]
-    [mine], [theirs] = (each.cells for each in found)
-    assert len(set(theirs.questions)) == 5 and theirs.questions == mine.questions
-    assert (theirs.digest, theirs.kinds, theirs.left_out) == (mine.digest, mine.kinds, mine.left_out)
-    for run, other in zip(theirs.runs, mine.runs, strict=True):
-        assert (run.setting, run.ratio, run.wrong) == (other.setting, other.ratio, other.wrong)
-        assert run.token_layers == pytest.approx(other.token_layers) and (run.correct == other.correct).all()
-
-
-@pytest.mark.cpu_only
 def test_workers_begin_after_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +227,7 @@ def test_the_command_measures_the_test_split_once(
     ("workers", "samples", "settings", "left"),
     [
         (1, 3, ["first_tokens@0.1", "value_deviation@0.1", "gradual@0.1"], 4),  # of three lists by two engines
-        (2, 4, ["first_tokens@0.1"], 2),  # of four lists by one engine, which each worker starts
+        (2, 5, ["relevant_passages@0.2"], 3),  # of five lists by one engine, which each worker starts
     ],
 )
 def test_an_interrupted_run_goes_on_where_it_was(
@@ -266,13 +239,15 @@ def test_an_interrupted_run_goes_on_where_it_was(
     settings: list[str],
     left: int,
 ) -> None:
-    """After it finished two lists of worlds, and was cut off while it wrote. One worker measures the whole: several
-    measure what one does."""
+    """After it finished two lists of worlds, and was cut off while it wrote. One worker measures the whole: several,
+    each of which measures some of the lists, find what one does. Scores of a few questions are shown by neither."""
     monkeypatch.setattr(held_out_worlds, "PART_WORLDS", 1)
     model = tiny_model("llama", max_position_embeddings=1536, num_hidden_layers=5)
     flags = ["--split", "test", "--families", "1", "--samples", str(samples), "--per-world", "1", "--batch", "2"]
     flags += ["--dtype", "float32", "--settings", *settings, "--device", "cpu", "--again"]
     held_out.main([model, *flags, "--output", str(tmp_path / "whole.json"), "--workers", "1"])
+    said = capsys.readouterr().err
+    assert "at 20%" not in said and "done by 2 workers" not in said
     flags += ["--workers", str(workers)]
     assert not list(tmp_path.glob("*.unfinished"))
     whole = read_held_out(tmp_path / "whole.json")
@@ -308,11 +283,18 @@ def test_an_interrupted_run_goes_on_where_it_was(
     monkeypatch.setattr(FinishedParts, "add", lambda self, index, known: measured.append(index))
     held_out.main([model, *flags, "--output", str(output), "--resume"])
     assert len(measured) == left and not list(tmp_path.glob("*.unfinished"))
-    [cell], [expected] = read_held_out(output).cells, whole.cells
-    assert (cell.questions, cell.digest) == (expected.questions, expected.digest)
-    for run, other in zip(cell.runs, expected.runs, strict=True):
-        assert (run.setting, run.ratio, run.wrong) == (other.setting, other.ratio, other.wrong)
-        assert run.token_layers == pytest.approx(other.token_layers)
+    said = capsys.readouterr().err
+    assert "at 20%" not in said and ("done by 2 workers" in said) is (workers == 2)
+    found = read_held_out(output)
+    one, other = ({**each.about, "command": "", "date": "", "threads": 0, "workers": 0} for each in (whole, found))
+    assert one == other
+    assert [each.about["workers"] for each in (whole, found)] == [1, workers]
+    [cell], [expected] = found.cells, whole.cells
+    assert len(set(cell.questions)) == samples and cell.questions == expected.questions
+    assert (cell.digest, cell.kinds, cell.left_out) == (expected.digest, expected.kinds, expected.left_out)
+    for run, same in zip(cell.runs, expected.runs, strict=True):
+        assert (run.setting, run.ratio, run.wrong) == (same.setting, same.ratio, same.wrong)
+        assert run.token_layers == pytest.approx(same.token_layers) and (run.correct == same.correct).all()
     output.unlink()
     with pytest.raises(SystemExit):
         held_out.main([model, *flags, "--output", str(output), "--resume"])
