@@ -7,6 +7,7 @@ The module of every configuration imports transformers' own generation loop, one
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -14,19 +15,22 @@ from typing import Any
 
 import torch
 
+_one_at_a_time = threading.RLock()  # two threads that load models would each put back what the other has put there
+
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Let functions that are marked by `torch.compiler.disable` meanwhile be marked at their first call instead."""
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    disable = torch.compiler.disable
-    torch.compiler.disable = partial(_disable_later, disable)
-    try:
-        yield
-    finally:
-        torch.compiler.disable = disable
+    with _one_at_a_time:
+        if "torch._dynamo" in sys.modules:
+            yield
+            return
+        disable = torch.compiler.disable
+        torch.compiler.disable = partial(_disable_later, disable)
+        try:
+            yield
+        finally:
+            torch.compiler.disable = disable
 
 
 def _disable_later(disable: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
