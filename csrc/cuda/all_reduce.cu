@@ -92,11 +92,13 @@ __global__ void __launch_bounds__(kThreads)
   const int block = blockIdx.x;
   const uint32_t call = *memories.count(rank, block) + 1;
   const volatile uint32_t* abandoned = memories.abandoned(rank);
-  if (*abandoned) return;  // the memory of a rank that has ended is not touched
+  bool has_left = *abandoned;
   uint4* own = memories.half(rank, call);
-  for (int i = block * kThreads + threadIdx.x; i < count; i += kBlocks * kThreads) own[i] = data[i];
-  bool has_left = false;
-  __syncthreads();
+  if (!has_left)
+    for (int i = block * kThreads + threadIdx.x; i < count; i += kBlocks * kThreads) own[i] = data[i];
+  // The memory of a rank that has ended is not touched. The threads may have looked at different moments: all of them decide
+  // together, so that no other rank is told of a part that some threads have not written.
+  if (__syncthreads_or(has_left)) return;
   const int other = threadIdx.x;
   if (other < ranks && other != rank) {
     __threadfence_system();
@@ -117,6 +119,12 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *memories.count(rank, block) = call;
 }
 
+// Returns the error, which the launch of the next kernel would otherwise report as its own.
+cudaError_t forget(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
 }  // namespace
 }  // namespace vb
 
@@ -127,14 +135,14 @@ extern "C" int vb_share_memory(int64_t* address, uint8_t* handle) {
   const size_t bytes = kHeader + 2 * size_t{VB_ALL_REDUCE_BYTES};
   static_assert(sizeof(cudaIpcMemHandle_t) == VB_HANDLE_BYTES, "of the driver");
   cudaError_t error = cudaMalloc(&memory, bytes);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) return forget(error);
   cudaIpcMemHandle_t shared;
   error = cudaMemset(memory, 0, bytes);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&shared, memory);
   if (error != cudaSuccess) {
     cudaFree(memory);
-    return error;
+    return forget(error);
   }
   memcpy(handle, &shared, sizeof(shared));
   *address = reinterpret_cast<int64_t>(memory);
@@ -146,17 +154,14 @@ extern "C" int vb_open_memory(int64_t* address, const uint8_t* handle) {
   memcpy(&shared, handle, sizeof(shared));
   void* memory = nullptr;
   const cudaError_t error = cudaIpcOpenMemHandle(&memory, shared, cudaIpcMemLazyEnablePeerAccess);
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // which the next kernel would find
-    return error;
-  }
+  if (error != cudaSuccess) return forget(error);
   *address = reinterpret_cast<int64_t>(memory);
   return 0;
 }
 
 extern "C" int vb_close_memory(int64_t address, int is_own) {
   void* memory = reinterpret_cast<void*>(address);
-  return is_own ? cudaFree(memory) : cudaIpcCloseMemHandle(memory);
+  return forget(is_own ? cudaFree(memory) : cudaIpcCloseMemHandle(memory));
 }
 
 extern "C" int vb_abandon_memory(int64_t address) {

@@ -1,16 +1,23 @@
-"""Which ranks share memory: all of them or none."""
+"""Which ranks share memory, all of them or none, and what they do with it short of the kernel."""
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.distributed.ranks import CPU, on_ranks
 from vllm_blend.distributed import shared_memory
 from vllm_blend.distributed.ranks import Ranks
+from vllm_blend.distributed.shared_memory import MAX_BYTES, SharedMemory
 from vllm_blend.ops import cuda_all_reduce
 
 SIZE = 3
@@ -77,3 +84,99 @@ def test_ranks_of_several_machines_leave_all_to_nccl(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shared_memory, "_MACHINE", Machine())
     assert on_ranks(SIZE, shared) == [None] * SIZE
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Return a list that fills with the memory that is closed: its address, and whether it is the rank's own."""
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(cuda_all_reduce, "close_memory", lambda address, is_own: seen.append((address, is_own)))
+    return seen
+
+
+def doubled(data: torch.Tensor, memories: torch.Tensor, rank: int) -> None:
+    """Stand for the kernel, between two ranks whose parts are alike."""
+    assert data.is_contiguous() and data.data_ptr() % 16 == 0 and memories.device == CPU
+    data.mul_(2)
+
+
+def test_a_part_is_summed_wherever_it_lies(monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]) -> None:
+    monkeypatch.setattr(cuda_all_reduce, "all_reduce", doubled)
+    shared = SharedMemory(0, [100, 201], CPU)
+    whole = torch.arange(81.0)
+    for part in (whole[:64], whole[1:65], whole[:80].view(8, 10).t(), whole[1:81].view(8, 10)[:, :4]):
+        expected = part * 2
+        assert torch.equal(shared.sum(part), expected)
+    assert shared.sum(whole[:0]).shape == (0,)
+
+
+def test_ranks_choose_by_what_is_alike_on_all_of_them(closed: list[tuple[int, bool]]) -> None:
+    """Not by the alignment of a part, say: one rank would leave the sum to NCCL, and the other would not."""
+    shared = SharedMemory(0, [100, 201], CPU)
+
+    def accepts(part: torch.Tensor) -> bool:
+        return shared.accepts(Mock(wraps=part, is_cuda=True, dtype=part.dtype))
+
+    whole = torch.zeros(MAX_BYTES // 4 + 4)
+    assert accepts(whole[:8]) and accepts(whole[1:9]) and accepts(whole[:32].view(4, 8).t()) and accepts(whole[:0])
+    assert accepts(whole[:-4]) and not accepts(whole) and not accepts(whole[:7])
+    assert not accepts(whole[:8].double()) and not shared.accepts(whole[:8])
+
+
+def test_memory_is_closed_with_its_ranks_and_not_in_a_fork(
+    monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    shared = SharedMemory(1, [200, 100, 202], CPU)
+    del shared
+    gc.collect()
+    assert closed == [(200, False), (100, True), (202, False)]
+    shared = SharedMemory(1, [200, 100, 202], CPU)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del shared
+    gc.collect()
+    assert len(closed) == 3
+
+
+class Leaving:
+    """Two ranks as one of them sees them, on a device that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.group, self.memory = Mock(), Mock()
+        monkeypatch.setattr(Ranks, "waits_on_device", True)
+        monkeypatch.setattr("vllm_blend.distributed.ranks.share_memory", self.share)
+        self.ranks = Ranks(0, 2, self.group)
+        self.leaves_early = False
+
+    def share(self, *_: Any) -> Any:
+        if self.leaves_early:
+            self.ranks.leave()
+        return self.memory
+
+
+def test_who_leaves_twice_abandons_and_aborts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Leaving(monkeypatch)
+    case.ranks.share_memory(CPU)
+    case.ranks.leave()
+    case.ranks.leave()
+    assert case.memory.abandon.call_count == case.group.abort.call_count == 1
+
+
+def test_nccl_is_told_even_if_the_memory_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA may have failed for good, as the memory of a rank that has ended was read."""
+    case = Leaving(monkeypatch)
+    case.memory.abandon.side_effect = RuntimeError("abandon_memory: CUDA error 700")
+    case.ranks.share_memory(CPU)
+    with caplog.at_level(logging.WARNING):
+        case.ranks.leave()
+    assert case.group.abort.call_count == 1 and "CUDA error 700" in caplog.text
+
+
+def test_a_rank_that_has_left_while_memory_was_shared_waits_for_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread that watches the other ranks has seen one end meanwhile."""
+    case = Leaving(monkeypatch)
+    case.leaves_early = True
+    case.ranks.share_memory(CPU)
+    assert case.memory.abandon.call_count == 1

@@ -7,6 +7,7 @@ Where all GPUs reach one another's memory, one kernel of ours does it in a singl
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,9 @@ class SharedMemory:
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
         self._rank, self._device = rank, device
-        self._addresses = torch.tensor(addresses)
+        self._addresses = torch.tensor(addresses, device="cpu")  # whatever the program's default device is
         # Not at the exit of the program: the driver does it then, and the device may be gone.
-        weakref.finalize(self, _close, rank, addresses).atexit = False
+        weakref.finalize(self, _close, rank, addresses, device, os.getpid()).atexit = False
 
     def abandon(self) -> None:
         """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
@@ -36,13 +37,17 @@ class SharedMemory:
             cuda_all_reduce.abandon_memory(int(self._addresses[self._rank]))
 
     def accepts(self, part: torch.Tensor) -> bool:
-        """Return whether `sum` takes this tensor."""
+        """Return whether `sum` takes this tensor. Only what is alike on all ranks decides: where the tensor lies may
+        differ, and a rank that left a sum to NCCL alone would wait for the others for ever."""
         size = part.numel() * part.element_size()
-        fits = size <= MAX_BYTES and size % 16 == 0 and part.data_ptr() % 16 == 0
-        return fits and part.is_cuda and part.dtype in cuda_all_reduce.SUM_DTYPES and part.is_contiguous()
+        fits = size <= MAX_BYTES and size % 16 == 0
+        return fits and part.is_cuda and part.dtype in cuda_all_reduce.SUM_DTYPES
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' `part`, which it overwrites."""
+        """Return the sum of all ranks' `part`, which may be overwritten."""
+        part = part.contiguous()
+        if part.data_ptr() % 16:
+            part = part.clone()
         if part.numel():
             cuda_all_reduce.all_reduce(part, self._addresses, self._rank)
         return part
@@ -94,6 +99,10 @@ def share_memory(
     return SharedMemory(rank, [*rest[:rank], own, *rest[rank:]], device)
 
 
-def _close(rank: int, addresses: list[int]) -> None:
-    for index, address in enumerate(addresses):
-        cuda_all_reduce.close_memory(address, index == rank)
+def _close(rank: int, addresses: list[int], device: torch.device, process: int) -> None:
+    """Let go of the memory. Python's collector calls this in any thread, whose current device may be another one."""
+    if os.getpid() != process:  # a fork, in which CUDA cannot be used
+        return
+    with torch.cuda.device(device):
+        for index, address in enumerate(addresses):
+            cuda_all_reduce.close_memory(address, index == rank)

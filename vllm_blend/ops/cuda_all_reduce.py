@@ -57,7 +57,8 @@ functions: Callable[[], AllReduceFunctions] = bound(AllReduceFunctions)
 def share_memory() -> tuple[int, bytes]:
     """Return the address of new memory on the current device, and a handle with which another process of this machine
     opens it. Raises RuntimeError."""
-    address, handle = torch.zeros(1, dtype=torch.int64), torch.zeros(HANDLE_BYTES, dtype=torch.uint8)
+    address = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the program's default device is
+    handle = torch.zeros(HANDLE_BYTES, dtype=torch.uint8, device="cpu")
     check("share_memory", functions().share_memory(to.Address(address), to.Handle(handle)))
     return int(address), handle.numpy().tobytes()
 
@@ -65,7 +66,8 @@ def share_memory() -> tuple[int, bytes]:
 def open_memory(handle: bytes) -> int:
     """Return the address at which the current device reads and writes another process's memory. Raises RuntimeError if
     it cannot."""
-    address, given = torch.zeros(1, dtype=torch.int64), torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+    address = torch.zeros(1, dtype=torch.int64, device="cpu")
+    given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
     check("open_memory", functions().open_memory(to.Address(address), to.Handle(given)))
     return int(address)
 
