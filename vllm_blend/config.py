@@ -161,8 +161,8 @@ class SchedulerConfig(OptionGroup):
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "replay steps with prompts or blends of up to so many tokens as CUDA graphs; by default up to 384 on one GPU, "
-        "and none with several. With 0, only decode steps are replayed",
+        "replay steps with prompts or blends of up to this many tokens as CUDA graphs; by default up to 384 on one "
+        "GPU, and none with several. With 0, only decode steps are replayed",
         check=at_least(0),
     )
     policy: SchedulingPolicy = option(
@@ -302,8 +302,8 @@ class EngineConfig(OptionGroup):
     )
     disable_custom_all_reduce: bool = option(
         True,
-        "leave all sums over ranks to NCCL. Without it a kernel of ours adds up small tensors of GPUs that reach one "
-        "another's memory, which has not been measured yet",
+        "leave all sums over ranks to NCCL. If False, a kernel of ours adds up small tensors of GPUs that reach one "
+        "another's memory; its present form has not run on GPUs yet",
     )
     distributed_executor_backend: ExecutorBackend | None = option(
         None,
