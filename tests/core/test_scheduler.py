@@ -373,3 +373,40 @@ def test_a_preempted_blend_that_finds_its_own_context_has_no_hit() -> None:
     [item] = scheduler.schedule().scheduled
     assert not item.is_blend and item.start == 6, "its context is in the pages that it has retained"
     assert request.num_cached_tokens == 0
+
+
+def test_a_blend_whose_context_is_retained_counts_as_its_question() -> None:
+    scheduler = Scheduler(BlockManager(40, SIZE), max_num_seqs=4, max_num_batched_tokens=8)
+    for index in range(3):
+        request = request_of(index, Arrival(0, [0, 1, 1, 0, 1, 0, 0, 1], 1, "blend"))
+        request.retention = RetentionKey(b"context", 6)
+        scheduler.add(request)
+        if index == 0:
+            assert scheduler.has_full_step, "nothing is retained yet"
+            scheduler.advance(scheduler.schedule())
+    assert not scheduler.has_full_step, "two questions of two tokens are left, and one that runs"
+
+
+def test_what_has_been_counted_is_forgotten_when_the_queue_changes_elsewhere() -> None:
+    scheduler = Scheduler(BlockManager(40, SIZE), max_num_seqs=4, max_num_batched_tokens=8)
+    first, second, third = (request_of(index, Arrival(0, [0, 1, 1, index], 1, "plain")) for index in range(3))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.has_full_step
+    scheduler.finish(first)
+    assert not scheduler.has_full_step
+    third.blocked = True
+    scheduler.add_first(third)  # before those that are counted
+    assert not scheduler.has_full_step
+    scheduler.add(request_of(3, Arrival(0, [0, 1, 1, 0], 1, "plain")))
+    assert scheduler.has_full_step
+
+
+def test_no_step_is_full_without_room_or_requests() -> None:
+    scheduler = Scheduler(BlockManager(40, SIZE), max_num_seqs=1, max_num_batched_tokens=8)
+    scheduler.add(request_of(0, Arrival(0, [0, 1], 1, "plain")))
+    assert scheduler.has_full_step
+    scheduler.schedule()
+    assert not scheduler.has_full_step
+    scheduler.add(request_of(1, Arrival(0, [0, 1], 1, "plain")))
+    assert not scheduler.has_full_step, "no other request may run"
