@@ -10,7 +10,8 @@ namespace {
 
 // The same for every call: a block waits for the blocks of its number on the other ranks alone.
 constexpr int kBlocks = 32, kThreads = 512;
-// Before the two halves of a rank's memory: flags [blocks, ranks], counts [blocks], and whether another rank has ended.
+// Before the two halves of a rank's memory: flags [blocks, ranks], counts [blocks], and whether a call has seen
+// that another rank has ended.
 constexpr size_t kHeader = 4096, kAbandoned = kBlocks * (VB_MAX_RANKS + 1);
 
 static_assert((kAbandoned + 1) * sizeof(uint32_t) <= kHeader, "the header holds all three");
@@ -24,8 +25,8 @@ struct Memories {
   __device__ uint32_t* count(int rank, int block) const {
     return reinterpret_cast<uint32_t*>(of_rank[rank]) + kBlocks * VB_MAX_RANKS + block;
   }
-  __device__ const volatile uint32_t* abandoned(int rank) const {
-    return reinterpret_cast<const volatile uint32_t*>(of_rank[rank]) + kAbandoned;
+  __device__ volatile uint32_t* abandoned(int rank) const {
+    return reinterpret_cast<volatile uint32_t*>(of_rank[rank]) + kAbandoned;
   }
   __device__ uint4* half(int rank, uint32_t call) const {
     return reinterpret_cast<uint4*>(of_rank[rank] + kHeader + (call & 1) * size_t{VB_ALL_REDUCE_BYTES});
@@ -86,12 +87,13 @@ struct Sum<float> {
 // between, so finish this one. A flag may be ahead by one call: that rank has seen this one, and has gone on.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    all_reduce_kernel(uint4* data, int count, const __grid_constant__ Memories memories, int rank, int ranks) {
+    all_reduce_kernel(uint4* data, int count, const __grid_constant__ Memories memories, int rank, int ranks,
+                      const volatile int32_t* has_ended) {
   wait_for_previous();
   start_next();
   const int block = blockIdx.x;
   const uint32_t call = *memories.count(rank, block) + 1;
-  const volatile uint32_t* abandoned = memories.abandoned(rank);
+  volatile uint32_t* abandoned = memories.abandoned(rank);
   bool has_left = *abandoned;
   uint4* own = memories.half(rank, call);
   if (!has_left)
@@ -104,11 +106,12 @@ __global__ void __launch_bounds__(kThreads)
     __threadfence_system();
     store_release(memories.flag(other, block, rank), call);
     const uint32_t* theirs = memories.flag(rank, block, other);
-    for (uint32_t looks = 1; static_cast<int32_t>(load_acquire(theirs) - call) < 0; ++looks)
-      if (looks % 64 == 0 && *abandoned) {
-        has_left = true;
-        break;
-      }
+    for (uint32_t looks = 1; static_cast<int32_t>(load_acquire(theirs) - call) < 0 && !has_left; ++looks) {
+      // The host's memory takes a microsecond to look at, which all warps would do one after another: only who has waited
+      // for long looks there, and tells the others and the calls behind this one.
+      if (looks % 4096 == 0 && *has_ended) *abandoned = 1;
+      if (looks % 64 == 0) has_left = *abandoned;
+    }
   }
   if (__syncthreads_or(has_left)) return;
   for (int i = block * kThreads + threadIdx.x; i < count; i += kBlocks * kThreads) {
@@ -164,27 +167,18 @@ extern "C" int vb_close_memory(int64_t address, int is_own) {
   return forget(is_own ? cudaFree(memory) : cudaIpcCloseMemHandle(memory));
 }
 
-extern "C" int vb_abandon_memory(int64_t address) {
-  cudaStream_t beside;  // the kernel that waits: the copy needs none of its multiprocessors
-  cudaError_t error = cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking);
-  if (error != cudaSuccess) return error;
-  const uint32_t yes = 1;
-  error = cudaMemcpyAsync(reinterpret_cast<uint32_t*>(address) + kAbandoned, &yes, sizeof(yes), cudaMemcpyHostToDevice, beside);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(beside);
-  cudaStreamDestroy(beside);
-  return error;
-}
-
-extern "C" int vb_all_reduce(void* data, int64_t bytes, const int64_t* memories, int rank, int ranks, int dtype, void* stream) {
+extern "C" int vb_all_reduce(void* data, int64_t bytes, const int64_t* memories, int rank, int ranks, const int32_t* has_ended,
+                             int dtype, void* stream) {
   if (bytes < 0 || bytes > VB_ALL_REDUCE_BYTES || bytes % 16 || ranks < 1 || ranks > VB_MAX_RANKS || rank < 0 || rank >= ranks)
     return VB_ERROR_SHAPE;
   if (!aligned16(data)) return VB_ERROR_ALIGNMENT;
   Memories all = {};
   for (int i = 0; i < ranks; ++i) all.of_rank[i] = reinterpret_cast<char*>(memories[i]);
-  void (*kernel)(uint4*, int, const Memories, int, int) = nullptr;
+  void (*kernel)(uint4*, int, const Memories, int, int, const volatile int32_t*) = nullptr;
   if (dtype == VB_FP16) kernel = all_reduce_kernel<__half>;
   if (dtype == VB_BF16) kernel = all_reduce_kernel<__nv_bfloat16>;
   if (dtype == VB_FP32) kernel = all_reduce_kernel<float>;
   if (!kernel) return VB_ERROR_DTYPE;
-  return launch_early(kernel, kBlocks, kThreads, stream, static_cast<uint4*>(data), static_cast<int>(bytes / 16), all, rank, ranks);
+  return launch_early(kernel, kBlocks, kThreads, stream, static_cast<uint4*>(data), static_cast<int>(bytes / 16), all, rank, ranks,
+                      has_ended);
 }

@@ -228,17 +228,17 @@ int vb_penalize(float* logits, int64_t row_stride, int32_t* const* tables, const
                 int num_changes, const float* penalties, int rows, void* stream);
 
 // Memory of a rank that the other ranks of its machine can read and write, with a handle for them: one rank gives it, and the
-// others open it. These four functions are for the time before and after all steps: they allocate and synchronise. Once a rank
-// has abandoned its own memory, since another one has ended, its sums are wrong and wait for nothing, also those in the queue.
+// others open it. These three functions are for the time before and after all steps: they allocate and synchronise.
 enum { VB_HANDLE_BYTES = 64, VB_MAX_RANKS = 8, VB_ALL_REDUCE_BYTES = 4 << 20 };
 int vb_share_memory(int64_t* address, uint8_t* handle);
 int vb_open_memory(int64_t* address, const uint8_t* handle);
-int vb_abandon_memory(int64_t address);
 int vb_close_memory(int64_t address, int is_own);
 // Adds up the ranks' data, in place and in float32, with the same bits on all of them: at most VB_ALL_REDUCE_BYTES, a multiple
 // of 16. memories [ranks] has the addresses of all ranks' memory, as this rank sees it. All ranks make the same calls in the
-// same order.
-int vb_all_reduce(void* data, int64_t bytes, const int64_t* memories, int rank, int ranks, int dtype, void* stream);
+// same order. has_ended, in pinned memory of the host: not 0 once another rank has ended. Who waits for it then ends within
+// some milliseconds, and this and all later sums are wrong.
+int vb_all_reduce(void* data, int64_t bytes, const int64_t* memories, int rank, int ranks, const int32_t* has_ended, int dtype,
+                  void* stream);
 
 #ifdef __cplusplus
 }

@@ -8,7 +8,6 @@ the middle of a step travels through connections of Python's multiprocessing, pi
 from __future__ import annotations
 
 import ctypes
-import logging
 import select
 import threading
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ import torch
 import torch.distributed as dist
 
 from vllm_blend.distributed.shared_memory import SharedMemory, share_memory
-
-logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange between ranks that all live
 LOOK = timedelta(seconds=1)  # between two looks, while an exchange lasts, at whether the other ranks are there
@@ -74,8 +71,8 @@ class Ranks:
         shared = share_memory(self.rank, self.size, self.gather_all, device)
         with self._leaving:
             self._shared = shared
-            if self._has_left:  # in another thread, which has not seen this memory
-                self._abandon_shared()
+            if self._has_left and shared is not None:  # in another thread, which has not seen this memory
+                shared.abandon()
 
     def leave(self) -> None:
         """Take part in no exchange any more. Those that are queued on a GPU end with wrong results. It may be called
@@ -88,19 +85,12 @@ class Ranks:
         with self._leaving:
             if not self._has_left:
                 self._has_left = True
-                self._abandon_shared()
+                if self._shared is not None:
+                    self._shared.abandon()
                 # Not its destructor: that waits for the others to leave too. It is never run, since Python's collector
                 # would hold the interpreter's lock meanwhile, for which the group's own threads may wait.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                 self._group.abort()
-
-    def _abandon_shared(self) -> None:
-        if self._shared is None:
-            return
-        try:
-            self._shared.abandon()
-        except RuntimeError as error:  # then CUDA has failed, and no kernel waits; NCCL has to be told all the same
-            logger.warning("the sums of rank %d cannot be told that another rank has ended: %s", self.rank, error)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `part`, which may be overwritten."""

@@ -26,15 +26,15 @@ class SharedMemory:
     """The memory of all ranks, as rank `rank` sees it. All ranks call `sum` in the same order."""
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
-        self._rank, self._device = rank, device
+        self._rank = rank
+        self._has_ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._addresses = torch.tensor(addresses, device="cpu")  # whatever the program's default device is
         # Not at the exit of the program: the driver does it then, and the device may be gone.
         weakref.finalize(self, _close, rank, addresses, device, os.getpid()).atexit = False
 
     def abandon(self) -> None:
         """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
-        with torch.cuda.device(self._device):
-            cuda_all_reduce.abandon_memory(int(self._addresses[self._rank]))
+        self._has_ended[0] = 1  # CUDA is not asked to: it might wait for the very kernel that waits
 
     def accepts(self, part: torch.Tensor) -> bool:
         """Return whether `sum` takes this tensor. Only what is alike on all ranks decides: where the tensor lies may
@@ -49,7 +49,7 @@ class SharedMemory:
         if part.data_ptr() % 16:
             part = part.clone()
         if part.numel():
-            cuda_all_reduce.all_reduce(part, self._addresses, self._rank)
+            cuda_all_reduce.all_reduce(part, self._addresses, self._rank, self._has_ended)
         return part
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "MAX_BYTES",
     "MAX_RANKS",
     "SUM_DTYPES",
-    "abandon_memory",
     "all_reduce",
     "close_memory",
     "is_available",
@@ -40,13 +39,11 @@ class AllReduceFunctions(Protocol):
 
     def open_memory(self, address: to.Address, handle: to.Handle, /) -> Int: ...
 
-    def abandon_memory(self, address: Int64, /) -> Int: ...
-
     def close_memory(self, address: Int64, is_own: Int, /) -> Int: ...
 
     def all_reduce(
-        self, data: to.Out, bytes: Int64, memories: to.Memories, rank: Int, ranks: Int, dtype: Int,
-        stream: Stream, /,
+        self, data: to.Out, bytes: Int64, memories: to.Memories, rank: Int, ranks: Int,
+        has_ended: to.Ended, dtype: Int, stream: Stream, /,
     ) -> Int: ...
 # fmt: on
 
@@ -72,24 +69,20 @@ def open_memory(handle: bytes) -> int:
     return int(address)
 
 
-def abandon_memory(address: int) -> None:
-    """Have this process's sums through its own memory wait for no other rank any more. Raises RuntimeError."""
-    check("abandon_memory", functions().abandon_memory(address))
-
-
 def close_memory(address: int, is_own: bool) -> None:
     """Free memory that this process has shared, or let go of another's."""
     functions().close_memory(address, is_own)
 
 
-def all_reduce(data: torch.Tensor, memories: torch.Tensor, rank: int) -> None:
+def all_reduce(data: torch.Tensor, memories: torch.Tensor, rank: int, has_ended: torch.Tensor) -> None:
     """Replace `data`, a contiguous tensor of a multiple of 16 bytes and at most `MAX_BYTES`, by the sum of all ranks'.
 
-    memories [ranks] int64 on the host: where this rank sees all ranks' memory.
+    memories [ranks] int64 on the host: where this rank sees all ranks' memory. has_ended [1] int32, pinned: not 0 once
+    another rank has ended; this and all later sums are then wrong, and wait for nothing.
     """
     size = data.numel() * data.element_size()
     code = functions().all_reduce(
-        to.Out(data), size, to.Memories(memories), rank, len(memories), SUM_DTYPES[data.dtype],
-        stream_of(data),
+        to.Out(data), size, to.Memories(memories), rank, len(memories), to.Ended(has_ended),
+        SUM_DTYPES[data.dtype], stream_of(data),
     )  # fmt: skip
     check("all_reduce", code)
