@@ -469,12 +469,14 @@ def test_close_and_reopen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(first.llm_engine.chunk_store) == 0
     alone = ask(first, [instruction, b, c, a, question.replace("?", "")])
     assert alone.error is None and len(list((tmp_path / "store").iterdir())) > 0
+    first.shutdown()  # three engines at once took more memory than any other test
 
     second = make_llm(monkeypatch, tmp_path, text)
     output = ask(second, [instruction, b, c, a, question])
     assert blend_of(output) == blend_of(expected) and second.llm_engine.composer.num_encoded == 0
     assert_same_logprobs(output, expected)
     close_lmcache_engine()
+    second.shutdown()
 
     third = make_llm(monkeypatch, tmp_path, text.replace("/store/", "/other/"))
     output = ask(third, [instruction, b, c, a, question])
