@@ -24,11 +24,10 @@ from benchmarks.first_token import PREFIX_TOKENS, WHOLE_BUDGET, about, compare
 from benchmarks.ranking import make_passages
 from benchmarks.samples import record
 from benchmarks.shapes import MISTRAL_7B
-from benchmarks.tensor_parallel import generate
+from benchmarks.tensor_parallel import ANSWER, PASSAGES, POOL, generate
 from vllm_blend import LLM, LLMEngine
 from vllm_blend.quality.splits import DEVELOPMENT
 
-POOL, PASSAGES, ANSWER = 32, 8, 32
 WARM_UP = 2  # turns that are not counted: they store the chunks
 WORKS: tuple[tuple[int, str, float], ...] = (
     (32, WHOLE_BUDGET, 0.15),

@@ -1,5 +1,5 @@
 // The sum of small tensors over GPUs of one machine, in one kernel: each rank writes its part where the others can read it,
-// and adds up all parts. For the sums of a decode step, which a ring of several exchanges takes twice as long for.
+// and adds up all parts. This is for the sums of a decode step, where NCCL's time is latency: it hardly depends on the size.
 #include <string.h>
 
 #include "common.cuh"
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kThreads)
     store_release(memories.flag(other, block, rank), call);
     const uint32_t* theirs = memories.flag(rank, block, other);
     for (uint32_t looks = 1; static_cast<int32_t>(load_acquire(theirs) - call) < 0 && !has_left; ++looks) {
-      // The host's memory takes a microsecond to look at, which all warps would do one after another: only who has waited
-      // for long looks there, and tells the others and the calls behind this one.
+      // A look at the host's memory takes about a microsecond, and those of all warps follow one another. So a thread looks
+      // there only when it has waited for long, and then tells the others and the calls behind this one.
       if (looks % 4096 == 0 && *has_ended) *abandoned = 1;
       if (looks % 64 == 0) has_left = *abandoned;
     }

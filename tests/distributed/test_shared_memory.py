@@ -1,4 +1,4 @@
-"""Which ranks share memory, all of them or none, and what they do with it short of the kernel."""
+"""Either all ranks share memory or none does. A stand-in replaces the kernel that adds up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.ranks import CPU, on_ranks
 from vllm_blend.distributed import shared_memory
 from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.distributed.shared_memory import MAX_BYTES, SharedMemory
-from vllm_blend.ops import cuda_all_reduce
+from vllm_blend.ops import cuda_all_reduce, cuda_library
 
 SIZE = 3
 here = threading.local()  # `rank`, in the thread of a rank
@@ -29,7 +29,7 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, without_kernels: int = -1, unreachable: int = -1) -> None:
         self.closed: list[tuple[int, int, bool]] = []  # rank, address, whether it is the rank's own
         self._unreachable = unreachable
-        monkeypatch.setattr(cuda_all_reduce, "is_available", lambda: here.rank != without_kernels)
+        monkeypatch.setattr(cuda_library, "is_available", lambda: here.rank != without_kernels)
         for name in ("share_memory", "open_memory", "close_memory"):
             monkeypatch.setattr(cuda_all_reduce, name, getattr(self, name))
         monkeypatch.setattr(shared_memory, "SharedMemory", lambda rank, addresses, _: (rank, addresses))
@@ -162,7 +162,7 @@ def test_who_leaves_twice_abandons_and_aborts_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_rank_that_has_left_while_memory_was_shared_waits_for_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the thread that watches the other ranks has seen one end meanwhile."""
+    """The thread that watches the other ranks may see one of them end in the meantime."""
     case = Leaving(monkeypatch)
     case.leaves_early = True
     case.ranks.share_memory(CPU)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_blend.ops import cuda_all_reduce
+from vllm_blend.ops import cuda_all_reduce, cuda_library
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class SharedMemory:
         self._has_ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._addresses = torch.tensor(addresses, device="cpu")  # whatever the program's default device is
         # Not at the exit of the program: the driver does it then, and the device may be gone.
-        weakref.finalize(self, _close, rank, addresses, device, os.getpid()).atexit = False
+        weakref.finalize(self, _close_later, rank, addresses, device, os.getpid()).atexit = False
 
     def abandon(self) -> None:
         """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
@@ -64,45 +64,46 @@ def share_memory(
             bytes(each.cpu().tolist()) for each in gather(torch.tensor(list(own), dtype=torch.uint8, device=device))
         ]
 
-    addresses: list[int] = []
+    addresses: dict[int, int] = {}  # by rank
     machine = _MACHINE.read_text().strip().encode() if _MACHINE.exists() else b""
     problem, handle = "", bytes(cuda_all_reduce.HANDLE_BYTES)
-    if not cuda_all_reduce.is_available():
+    if not cuda_library.is_available():
         problem = "the CUDA kernels are not available"
     elif size > cuda_all_reduce.MAX_RANKS:
         problem = f"there are more than {cuda_all_reduce.MAX_RANKS} ranks"
     else:
         try:
-            address, handle = cuda_all_reduce.share_memory()
-            addresses.append(address)
+            addresses[rank], handle = cuda_all_reduce.share_memory()
         except RuntimeError as error:
             problem = str(error)
     told = exchange(bytes([not problem]) + machine[:36].ljust(36) + handle)
-    others = [each for index, each in enumerate(told) if index != rank]
-    if not problem and not all(each[0] for each in others):
+    if not problem and not all(each[0] for each in told):
         problem = "another rank cannot"
-    elif not problem and any(each[1:37] != told[rank][1:37] for each in others):
+    elif not problem and len({each[1:37] for each in told}) > 1:
         problem = "the ranks are on several machines"
     if not problem:
         try:
-            for each in others:
-                addresses.append(cuda_all_reduce.open_memory(each[37:]))
+            for other, each in enumerate(told):
+                if other != rank:
+                    addresses[other] = cuda_all_reduce.open_memory(each[37:])
         except RuntimeError as error:
             problem = str(error)
     opened = all(each[0] for each in exchange(bytes([not problem])))
     if problem or not opened:
         logger.info("small sums over ranks are left to NCCL: %s", problem or "another rank cannot")
-        for index, address in enumerate(addresses):
-            cuda_all_reduce.close_memory(address, index == 0)
+        _close(rank, addresses)
         return None
-    own, *rest = addresses
-    return SharedMemory(rank, [*rest[:rank], own, *rest[rank:]], device)
+    return SharedMemory(rank, [addresses[each] for each in range(size)], device)
 
 
-def _close(rank: int, addresses: list[int], device: torch.device, process: int) -> None:
+def _close_later(rank: int, addresses: list[int], device: torch.device, process: int) -> None:
     """Let go of the memory. Python's collector calls this in any thread, whose current device may be another one."""
     if os.getpid() != process:  # a fork, in which CUDA cannot be used
         return
     with torch.cuda.device(device):
-        for index, address in enumerate(addresses):
-            cuda_all_reduce.close_memory(address, index == rank)
+        _close(rank, dict(enumerate(addresses)))
+
+
+def _close(rank: int, addresses: dict[int, int]) -> None:
+    for other, address in addresses.items():
+        cuda_all_reduce.close_memory(address, other == rank)

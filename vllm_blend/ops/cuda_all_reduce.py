@@ -13,24 +13,12 @@ import torch
 
 from vllm_blend.ops import pointers as to
 from vllm_blend.ops.c_functions import Int, Int64, Stream
-from vllm_blend.ops.cuda_library import DTYPES, bound, check, is_available, stream_of
+from vllm_blend.ops.cuda_library import DTYPES, bound, check, stream_of
 
 HANDLE_BYTES = 64  # VB_HANDLE_BYTES
 MAX_RANKS = 8  # VB_MAX_RANKS
 MAX_BYTES = 4 << 20  # VB_ALL_REDUCE_BYTES
 SUM_DTYPES = DTYPES | {torch.float32: 2}  # VB_FP32
-
-__all__ = [
-    "HANDLE_BYTES",
-    "MAX_BYTES",
-    "MAX_RANKS",
-    "SUM_DTYPES",
-    "all_reduce",
-    "close_memory",
-    "is_available",
-    "open_memory",
-    "share_memory",
-]
 
 
 # fmt: off
