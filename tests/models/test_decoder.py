@@ -129,7 +129,7 @@ def test_keys_before_rope_alone_leave_a_layer_its_one_pass(
     assert len(both.seen) == 3
     for (expected, _), first, second in zip(both.seen, beside.seen, alone.seen, strict=True):
         assert torch.equal(first, expected)
-        torch.testing.assert_close(second, expected)
+        tolerances.check_kv(second, expected)
 
 
 def test_public_names_of_the_decoder_stack(tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import BLOCK_SIZE, engine, greedy, hf_model, run, tiny_model
 from tests.features.spec_decode.engines import speculating
 from tests.models.test_parity import assert_visible
-from tests.models.tiny import CONTEXT, PagedRunner, edit_config, hf_logits, load_tiny, prompt, save, tiny_hf_model
+from tests.models.tiny import (
+    CONTEXT,
+    PagedRunner,
+    check_logits,
+    edit_config,
+    hf_logits,
+    load_tiny,
+    prompt,
+    save,
+    tiny_hf_model,
+)
 from vllm_blend.models.loader import load_hf_config, load_model
 from vllm_blend.models.weight_formats.mxfp4 import MXFP4
 
@@ -58,10 +68,9 @@ def test_sinks_change_the_logits() -> None:
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    expected = hf_logits(quantized(tmp_path), prompt(LENGTH))
-    assert expected.std() > 0.5
-    logits = PagedRunner(load_tiny(str(tmp_path))).run(prompt(LENGTH), [LENGTH - 9, 9])
-    tolerances.check("logits", logits - expected)
+    model, ids = quantized(tmp_path), prompt(LENGTH)
+    assert hf_logits(model, ids).std() > 0.5
+    check_logits(PagedRunner(load_tiny(str(tmp_path))).run(ids, [LENGTH - 9, 9]), model, ids)
 
 
 @pytest.mark.cpu_only

@@ -19,9 +19,18 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tests import tolerances
 from tests.engine.engines import engine
-from tests.models.tiny import DTYPE, PagedRunner, edit_config, hf_logits, load_tiny, prompt, save, tiny_hf_model
+from tests.models.tiny import (
+    DTYPE,
+    PagedRunner,
+    check_logits,
+    edit_config,
+    hf_logits,
+    load_tiny,
+    prompt,
+    save,
+    tiny_hf_model,
+)
 from vllm_blend import SamplingParams
 from vllm_blend.config import ModelConfig
 from vllm_blend.engine.setup import fingerprint
@@ -63,12 +72,12 @@ def test_the_text_of_a_multimodal_model(
 ) -> None:
     hf_model = tiny_multimodal(text, tied, **({"final_logit_softcapping": None} if text == "gemma3" else {}))
     save(hf_model, tmp_path)
-    expected = hf_logits(hf_model, prompt(LENGTH))
-    assert expected.std() > 0.5
+    ids = prompt(LENGTH)
+    assert hf_logits(hf_model, ids).std() > 0.5
     with caplog.at_level(logging.INFO):
         model = load_tiny(str(tmp_path))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    tolerances.check("logits", PagedRunner(model).run(prompt(LENGTH), [LENGTH - 9, 9]) - expected)
+    check_logits(PagedRunner(model).run(ids, [LENGTH - 9, 9]), hf_model, ids)
     [line] = [record.getMessage() for record in caplog.records if "only the text" in record.getMessage()]
     images = [name for name in load_file(tmp_path / "model.safetensors") if "language_model" not in name]
     count = len([name for name in images if not name.startswith("lm_head")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tests import settings
+from tests import settings, tolerances
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata
 from vllm_blend.attention.registry import make_backend
@@ -136,6 +137,18 @@ def tiny_hf_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrai
 def save(model: PreTrainedModel, directory: Path, **options: Any) -> str:
     model.save_pretrained(directory, **options)
     return str(directory)
+
+
+def check_logits(ours: torch.Tensor, hf_model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Fail unless our logits [tokens, vocab] are those of transformers' model in float32; in another dtype, unless they
+    are as near to those as transformers' own are in that dtype."""
+    expected = hf_logits(hf_model, ids)
+    assert ours.shape == expected.shape
+    if settings.current().exact:
+        tolerances.check("logits", ours - expected)
+        return
+    rounded = copy.deepcopy(hf_model).to(DEVICE, DTYPE)  # type: ignore[arg-type]  # transformers' annotation lacks both
+    tolerances.check_rounding(ours, hf_logits(rounded, ids.to(DEVICE)).cpu(), expected)
 
 
 def edit_config(directory: str | Path, remove: Sequence[str] = (), **changes: Any) -> None:
