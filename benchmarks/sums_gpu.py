@@ -21,9 +21,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.first_token import compare
-from vllm_blend.distributed import shared_memory
 from vllm_blend.distributed.ranks import Ranks, connect, store_in_folder
-from vllm_blend.ops import cuda_all_reduce
 from vllm_blend.ops.graph_capture import CUDAGraphs, drop_graphs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
@@ -62,7 +60,6 @@ def measure(rank: int, folder: str, repeats: int) -> None:
     """Run one of the two ranks; rank 0 writes the samples."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    shared_memory.MAX_BYTES = cuda_all_reduce.MAX_BYTES  # to see where it should be
     sides = {NCCL: connect(rank, 2, store_in_folder(folder, 2), device, [])}
     Path(folder, "ours").mkdir(exist_ok=True)
     sides[OURS] = connect(rank, 2, store_in_folder(f"{folder}/ours", 2), device, [])

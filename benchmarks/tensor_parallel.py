@@ -7,8 +7,9 @@ measured --rounds times, in turns, so that both see the same machine; a figure i
 
 - a decode step of 64 requests at 2,048 tokens each (host time of the step, to the drawn tokens);
 - a full prefill of 32,000 tokens (wall time of `LLM.generate` for one token);
-- 32 blends of 8 x 512 tokens at once, of which `relevant_passages` recomputes 15%, with 32 tokens of answer each (wall
-  time of `LLM.generate`). Passages come from a pool whose KV is stored: synthetic text, each prompt in another order.
+- 32 and 128 blends of 8 x 512 tokens at once, of which `relevant_passages` recomputes 15%, with 32 tokens of answer
+  each (wall time of `LLM.generate`; at most 64 run). Passages come from a pool whose KV is stored: synthetic text, each
+  prompt in another order.
 
 --large also loads the shape of a 70B model on two GPUs, and says what memory it takes and how fast it answers.
 """
@@ -35,7 +36,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.quality.splits import DEVELOPMENT
 
 RANKS = (1, 2)
-PREFILL, RATIO, BLENDS, ANSWER = 32000, 0.15, 32, 32
+PREFILL, RATIO, BLENDS, ANSWER = 32000, 0.15, (32, 128), 32
 POOL, PASSAGES = 32, 8  # passages in all, and of each prompt
 BATCH, CONTEXT = 64, 2048
 WARM_UP = 2
@@ -81,19 +82,20 @@ def measure(size: int, repeats: int) -> Samples:
         whole: list[Any] = [{"prompt_token_ids": ids(rng, PREFILL, 32000)} for _ in range(WARM_UP + repeats)]
         samples[f"full prefill, {PREFILL}"] = [generate(llm, [prompt], 1) for prompt in whole][WARM_UP:]
     with load(MISTRAL_7B, enable_blending=True, blend_chunk_cache_gib=4, **options) as llm:
-        prompts = make_prompts(llm.get_tokenizer(), WARM_UP + repeats)
-        name = f"{BLENDS} blends of {PASSAGES} x {CHUNK} at {RATIO:.0%}, {ANSWER} tokens each"
-        samples[name] = [generate(llm, batch, ANSWER) for batch in prompts][WARM_UP:]
+        for count in BLENDS:
+            prompts = make_prompts(llm.get_tokenizer(), WARM_UP + repeats, count)
+            name = f"{count} blends of {PASSAGES} x {CHUNK} at {RATIO:.0%}, {ANSWER} tokens each"
+            samples[name] = [generate(llm, batch, ANSWER) for batch in prompts][WARM_UP:]
     return samples
 
 
-def make_prompts(tokenizer: Any, batches: int) -> list[list[Any]]:
-    """Return batches of prompts that share a pool of passages, in orders of their own."""
+def make_prompts(tokenizer: Any, batches: int, count: int) -> list[list[Any]]:
+    """Return batches of `count` prompts that share a pool of passages, in orders of their own."""
     rng = Random(1)
     passages, question = make_passages(tokenizer, DEVELOPMENT.random(0), POOL, CHUNK)
     prefix = rng.choices(range(10, len(tokenizer)), k=PREFIX_TOKENS)
     asked = {"prefix": prefix, "suffix": question, "blend_selector": WHOLE_BUDGET, "blend_recompute_ratio": RATIO}
-    return [[asked | {"chunks": rng.sample(passages, PASSAGES)} for _ in range(BLENDS)] for _ in range(batches)]
+    return [[asked | {"chunks": rng.sample(passages, PASSAGES)} for _ in range(count)] for _ in range(batches)]
 
 
 def generate(llm: LLM, prompts: list[Any], max_tokens: int) -> float:

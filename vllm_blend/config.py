@@ -301,9 +301,9 @@ class EngineConfig(OptionGroup):
         1, "how many ranks share the model; each is a process, and on GPUs has a device of its own", check=at_least(1)
     )
     disable_custom_all_reduce: bool = option(
-        True,
-        "leave all sums over ranks to NCCL. If False, a kernel of ours adds up small tensors of GPUs that reach one "
-        "another's memory; its present form has not run on GPUs yet",
+        False,
+        "leave all sums over ranks to NCCL; otherwise a kernel of ours adds up small tensors where the GPUs reach one "
+        "another's memory",
     )
     distributed_executor_backend: ExecutorBackend | None = option(
         None,

@@ -16,8 +16,9 @@ import torch
 from tests.distributed.ranks import CPU, on_ranks
 from vllm_blend.distributed import shared_memory
 from vllm_blend.distributed.ranks import Ranks
-from vllm_blend.distributed.shared_memory import MAX_BYTES, SharedMemory
+from vllm_blend.distributed.shared_memory import SharedMemory
 from vllm_blend.ops import cuda_all_reduce, cuda_library
+from vllm_blend.ops.cuda_all_reduce import MAX_BYTES
 
 SIZE = 3
 here = threading.local()  # `rank`, in the thread of a rank
@@ -121,6 +122,8 @@ def test_ranks_choose_by_what_is_alike_on_all_of_them(closed: list[tuple[int, bo
     assert accepts(whole[:8]) and accepts(whole[1:9]) and accepts(whole[:32].view(4, 8).t()) and accepts(whole[:0])
     assert accepts(whole[:-4]) and not accepts(whole) and not accepts(whole[:7])
     assert not accepts(whole[:8].double()) and not shared.accepts(whole[:8])
+    shared = SharedMemory(0, [100, 201, 202], CPU)  # of whose parts each rank reads two
+    assert accepts(whole[: MAX_BYTES // 8]) and not accepts(whole[: MAX_BYTES // 8 + 4])
 
 
 def test_memory_is_closed_with_its_ranks_and_not_in_a_fork(

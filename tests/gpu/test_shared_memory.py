@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 
 from vllm_blend.distributed.ranks import connect, store_in_folder
-from vllm_blend.distributed.shared_memory import MAX_BYTES
+from vllm_blend.ops.cuda_all_reduce import MAX_BYTES
 from vllm_blend.ops.graph_capture import CUDAGraphs
 
 _mp: Any = mp  # as Any: torch's annotations leave `spawn` out

@@ -18,7 +18,6 @@ from vllm_blend.ops import cuda_all_reduce, cuda_library
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20  # of a sum that is not left to NCCL
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")  # handles of another machine's memory mean nothing here
 
 
@@ -40,7 +39,8 @@ class SharedMemory:
         """Return whether `sum` takes this tensor. Only what is alike on all ranks decides: where the tensor lies may
         differ, and a rank that left a sum to NCCL alone would wait for the others for ever."""
         size = part.numel() * part.element_size()
-        fits = size <= MAX_BYTES and size % 16 == 0
+        # A rank reads all others' parts: with many ranks NCCL, which passes sums on, is sooner done at fewer bytes.
+        fits = size * max(1, len(self._addresses) - 1) <= cuda_all_reduce.MAX_BYTES and size % 16 == 0
         return fits and part.is_cuda and part.dtype in cuda_all_reduce.SUM_DTYPES
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
