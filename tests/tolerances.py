@@ -33,6 +33,7 @@ class Tolerance:
     mass: Limit  # likewise of what a question looks at; no mean over many evens out the rounding of a largest
     ties: float  # how far below the likeliest token a greedy one may be
     scores: float  # likewise for chosen positions, in what a rule ranks them by (see `Blended.strengths`)
+    rounding: float = 1.6  # of logits, in units of transformers' own in the same dtype (see `rounding`)
 
 
 TOLERANCES = {
@@ -45,7 +46,7 @@ TOLERANCES = {
         scores=0.001,
     ),
     "float32": Tolerance(
-        logits=Limit(2e-4, 2e-5),
+        logits=Limit(6e-4, 2e-5),  # of heads of 64 on an H200; 6e-5 of heads of 16 on a CPU
         logprobs=Limit(1e-4, 2e-5),
         kv=Limit(1e-4, 2e-5),
         mass=Limit(1e-3, 1e-4),
@@ -74,9 +75,6 @@ def tolerance() -> Tolerance:
     return TOLERANCES[settings.current().dtype]
 
 
-MOST_ROUNDING = 2.5  # ours in units of theirs: one token at another expert early on moves all that follow
-
-
 def check(kind: str, differences: torch.Tensor | Sequence[float], dtype: str | None = None) -> None:
     """Fail unless the differences of one comparison are within the limit of their kind, for the run's dtype."""
     values = torch.as_tensor(differences, dtype=torch.float64).abs()
@@ -86,12 +84,11 @@ def check(kind: str, differences: torch.Tensor | Sequence[float], dtype: str | N
         _check(f"{kind} rms", values.square().mean().sqrt().item(), limit.rms)
 
 
-def check_rounding(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
-    """Fail unless our logits [rows, vocab] lie about as near to the `exact` ones as those of another implementation in
-    the run's dtype. The row that is off by more than three quarters of them counts: where two experts are nearly tied,
-    rounding alone sends a token to the other one."""
-    off, allowed = ((each - exact).square().mean(1).sqrt().quantile(0.75).item() for each in (ours, theirs))
-    _check("rounding", off / allowed, MOST_ROUNDING)
+def rounding(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return how far our logits [rows, vocab] lie from the `exact` ones, in units of the distance of another
+    implementation's in the run's dtype; by the row that three quarters of them are nearer than."""
+    off, unit = ((each - exact).square().mean(1).sqrt().quantile(0.75).item() for each in (ours, theirs))
+    return off / unit
 
 
 def check_one(kind: str, difference: float) -> None:

@@ -68,9 +68,8 @@ def test_sinks_change_the_logits() -> None:
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    model, ids = quantized(tmp_path), prompt(LENGTH)
-    assert hf_logits(model, ids).std() > 0.5
-    check_logits(PagedRunner(load_tiny(str(tmp_path))).run(ids, [LENGTH - 9, 9]), model, ids)
+    model = quantized(tmp_path)
+    check_logits(lambda ids: PagedRunner(load_tiny(str(tmp_path))).run(ids, [LENGTH - 9, 9]), model, LENGTH)
 
 
 @pytest.mark.cpu_only

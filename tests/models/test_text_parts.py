@@ -72,12 +72,10 @@ def test_the_text_of_a_multimodal_model(
 ) -> None:
     hf_model = tiny_multimodal(text, tied, **({"final_logit_softcapping": None} if text == "gemma3" else {}))
     save(hf_model, tmp_path)
-    ids = prompt(LENGTH)
-    assert hf_logits(hf_model, ids).std() > 0.5
     with caplog.at_level(logging.INFO):
         model = load_tiny(str(tmp_path))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    check_logits(PagedRunner(model).run(ids, [LENGTH - 9, 9]), hf_model, ids)
+    check_logits(lambda ids: PagedRunner(model).run(ids, [LENGTH - 9, 9]), hf_model, LENGTH)
     [line] = [record.getMessage() for record in caplog.records if "only the text" in record.getMessage()]
     images = [name for name in load_file(tmp_path / "model.safetensors") if "language_model" not in name]
     count = len([name for name in images if not name.startswith("lm_head")])
