@@ -1,4 +1,4 @@
-"""Engines that tests share: the last two stay, since a test may compare them many times; others while there is room."""
+"""Engines that tests share: the last two stay, since a test may compare them many times. More take too much memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from tests import memory
 
-MOST = 6
-LARGE = 600 << 20  # resident bytes of the process above which all but one are dropped when another is added
+MOST = 2
 
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -23,7 +22,7 @@ def kept(key: Hashable, build: Callable[[], Any]) -> Any:
         _kept.move_to_end(key)
         return _kept[key]
     memory.free_dropped()
-    while len(_kept) >= MOST or (len(_kept) > 1 and memory.resident_bytes() > LARGE):
+    while len(_kept) >= MOST:
         _kept.popitem(last=False)
         memory.collect()
     _kept[key] = build()

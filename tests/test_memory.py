@@ -30,20 +30,13 @@ def test_what_is_dropped_is_freed_once_it_is_much() -> None:
     assert memory.peak_gib() * 2**30 > grown - (16 << 20)  # the kernel counts in batches
 
 
-def test_shared_engines_are_kept_while_the_process_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_engines_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "_kept", OrderedDict())
-    monkeypatch.setattr(kept, "LARGE", memory.resident_bytes() + (1 << 40))
-    first = weakref.ref(kept.kept("a", Dropped))
+    first, second = weakref.ref(kept.kept("a", Dropped)), weakref.ref(kept.kept("b", Dropped))
     assert kept.kept("a", Dropped) is first()
-    kept.kept("b", Dropped)
-    assert kept.kept("a", Dropped) is first() and list(kept._kept) == ["b", "a"]
-    monkeypatch.setattr(kept, "MOST", 2)
     kept.kept("c", Dropped)
-    assert list(kept._kept) == ["a", "c"], "the one that was used least recently went"
-    monkeypatch.setattr(kept, "LARGE", 0)
-    kept.kept("d", Dropped)
-    assert list(kept._kept) == ["c", "d"], "the last two stay, however large the process is"
-    assert first() is None, "the memory of the others is free"
+    assert list(kept._kept) == ["a", "c"]
+    assert second() is None, "the memory of the other is free"
 
 
 def test_a_run_that_took_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> None:
