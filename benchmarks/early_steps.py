@@ -15,18 +15,15 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.engine_gpu import CHUNK, load
-from benchmarks.first_token import PREFIX_TOKENS, WHOLE_BUDGET, about, compare
-from benchmarks.ranking import make_passages
+from benchmarks.engine_gpu import load
+from benchmarks.first_token import WHOLE_BUDGET, about, compare
 from benchmarks.samples import record
 from benchmarks.shapes import MISTRAL_7B
-from benchmarks.tensor_parallel import ANSWER, PASSAGES, POOL, generate
+from benchmarks.tensor_parallel import ANSWER, generate, make_prompts
 from vllm_blend import LLM, LLMEngine
-from vllm_blend.quality.splits import DEVELOPMENT
 
 WARM_UP = 2  # turns that are not counted: they store the chunks
 WORKS: tuple[tuple[int, str, float], ...] = (
@@ -41,12 +38,11 @@ WITH, WITHOUT = "with", "without"
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="JSON file for the samples")
     args = parser.parse_args(argv)
     options: dict[str, Any] = {"blend_chunk_cache_gib": 4, "max_num_seqs": 128, "gpu_memory_utilization": 0.85}
     llm = load(MISTRAL_7B, enable_blending=True, **options)
-    samples = take_turns(llm, args.seed, args.repeats)
+    samples = take_turns(llm, args.repeats)
     for work, times in samples.items():
         for name, own in times.items():
             record(f"{work}, {name}", own)
@@ -56,20 +52,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     llm.shutdown()
 
 
-def take_turns(llm: LLM, seed: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+def take_turns(llm: LLM, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each batch, by work and by whether steps began early."""
-    rng = Random(seed)
-    passages, question = make_passages(llm.get_tokenizer(), DEVELOPMENT.random(0), POOL, CHUNK)
-    prefix = rng.choices(range(10, 32000), k=PREFIX_TOKENS)
     samples = dict[str, dict[str, list[float]]]()
     for count, rule, ratio in WORKS:
-        asked: dict[str, Any] = {"prefix": prefix, "suffix": question, "blend_selector": rule}
-        if ratio:
-            asked["blend_recompute_ratio"] = ratio
+        batches = iter(make_prompts(llm.get_tokenizer(), 2 * (WARM_UP + repeats), count, rule, ratio))
         times = samples[f"{count} blends, {rule}{f', {ratio:.0%}' if ratio else ''}"] = {WITH: [], WITHOUT: []}
         for turn in range(WARM_UP + repeats):
             for name in (WITHOUT, WITH) if turn % 2 == 0 else (WITH, WITHOUT):
-                batch: list[Any] = [asked | {"chunks": rng.sample(passages, PASSAGES)} for _ in range(count)]
+                batch = next(batches)
                 if name == WITH:
                     seconds = generate(llm, batch, ANSWER)
                 else:

@@ -89,12 +89,14 @@ def measure(size: int, repeats: int) -> Samples:
     return samples
 
 
-def make_prompts(tokenizer: Any, batches: int, count: int) -> list[list[Any]]:
+def make_prompts(
+    tokenizer: Any, batches: int, count: int, rule: str = WHOLE_BUDGET, ratio: float = RATIO
+) -> list[list[Any]]:
     """Return batches of `count` prompts that share a pool of passages, in orders of their own."""
     rng = Random(1)
     passages, question = make_passages(tokenizer, DEVELOPMENT.random(0), POOL, CHUNK)
     prefix = rng.choices(range(10, len(tokenizer)), k=PREFIX_TOKENS)
-    asked = {"prefix": prefix, "suffix": question, "blend_selector": WHOLE_BUDGET, "blend_recompute_ratio": RATIO}
+    asked = {"prefix": prefix, "suffix": question, "blend_selector": rule, "blend_recompute_ratio": ratio}
     return [[asked | {"chunks": rng.sample(passages, PASSAGES)} for _ in range(count)] for _ in range(batches)]
 
 
