@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -27,13 +28,24 @@ here = threading.local()  # `rank`, in the thread of a rank
 class Driver:
     """Stands for the CUDA driver: a rank's memory is at 100 for itself, and at 200 + rank for the others."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, without_kernels: int = -1, unreachable: int = -1) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, without_kernels: int = -1, unreachable: int = -1, wrong: int = -1
+    ) -> None:
         self.closed: list[tuple[int, int, bool]] = []  # rank, address, whether it is the rank's own
         self._unreachable = unreachable
         monkeypatch.setattr(cuda_library, "is_available", lambda: here.rank != without_kernels)
         for name in ("share_memory", "open_memory", "close_memory"):
             monkeypatch.setattr(cuda_all_reduce, name, getattr(self, name))
-        monkeypatch.setattr(shared_memory, "SharedMemory", lambda rank, addresses, _: (rank, addresses))
+
+        class Memory(NamedTuple):  # which is not closed with its last reference
+            rank: int
+            addresses: list[int]
+            device: torch.device
+
+            def adds_up(self, device: torch.device) -> bool:
+                return self.rank != wrong
+
+        monkeypatch.setattr(shared_memory, "SharedMemory", Memory)
 
     def share_memory(self) -> tuple[int, bytes]:
         return 100, bytes([here.rank]) * cuda_all_reduce.HANDLE_BYTES
@@ -55,7 +67,8 @@ def shared(ranks: Ranks) -> Any:
 
 def test_each_rank_sees_all_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
-    assert on_ranks(SIZE, shared) == [(0, [100, 201, 202]), (1, [200, 100, 202]), (2, [200, 201, 100])]
+    found = [each[:2] for each in on_ranks(SIZE, shared)]
+    assert found == [(0, [100, 201, 202]), (1, [200, 100, 202]), (2, [200, 201, 100])]
     assert driver.closed == []
 
 
@@ -86,13 +99,118 @@ def test_ranks_of_several_machines_leave_all_to_nccl(monkeypatch: pytest.MonkeyP
     assert on_ranks(SIZE, shared) == [None] * SIZE
 
 
+def test_who_keeps_nccl_from_other_gpus_memory_keeps_us_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert on_ranks(SIZE, shared) == [None] * SIZE and driver.closed == []
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert None not in on_ranks(SIZE, shared)
+
+
+def test_wrong_sums_on_one_rank_leave_all_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Driver(monkeypatch, wrong=2)
+    assert on_ranks(SIZE, shared) == [None] * SIZE
+    assert "sums through it are wrong" in caplog.text
+
+
+class Trial:
+    """The first sums. `received` says of a rank and a call whether the others' parts arrive; if not, it waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, received: Callable[[int, int], bool]) -> None:
+        self.abandoned: list[int] = []
+        self._received, self._calls = received, [0] * SIZE
+        monkeypatch.setattr(cuda_all_reduce, "MAX_BYTES", 4096)
+        monkeypatch.setattr(cuda_all_reduce, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self)
+
+    def run(self, ranks: Ranks) -> bool:
+        here.ranks, here.waits = ranks, False
+        memory = SharedMemory(ranks.rank, [100] * SIZE, CPU)
+        try:
+            return memory.adds_up(CPU)
+        finally:
+            if memory._has_ended[0]:
+                self.abandoned.append(ranks.rank)
+
+    def record_event(self) -> Trial:
+        return self
+
+    def query(self) -> bool:
+        return not here.waits
+
+    def all_reduce(self, data: torch.Tensor, memories: torch.Tensor, rank: int, has_ended: torch.Tensor) -> None:
+        assert data.numel() * data.element_size() * (SIZE - 1) <= cuda_all_reduce.MAX_BYTES
+        self._calls[rank] += 1
+        total = torch.stack(here.ranks.gather_all(data)).sum(0)
+        if self._received(rank, self._calls[rank]):
+            data.copy_(total)
+        else:
+            here.waits = True
+
+
+def test_the_first_sums_are_right(monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]) -> None:
+    trial = Trial(monkeypatch, lambda rank, call: True)
+    assert on_ranks(SIZE, trial.run) == [True] * SIZE
+    assert trial.abandoned == []
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])  # the second goes through the other half of the memory
+def test_a_rank_that_receives_nothing_ends_its_first_sums(
+    lost: int, monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    monkeypatch.setattr(shared_memory, "TRIAL_SECONDS", 0.0)
+    trial = Trial(monkeypatch, lambda rank, call: rank != 1 or call != lost)
+    assert on_ranks(SIZE, trial.run) == [True, False, True]
+    assert trial.abandoned == [1]
+
+
+def test_first_sums_that_are_cut_off_are_abandoned(
+    monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    trial = Trial(monkeypatch, lambda rank, call: False)
+    monkeypatch.setattr(trial, "query", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        on_ranks(SIZE, trial.run)
+    assert sorted(trial.abandoned) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_first_sums_that_end_wrong_are_noticed(
+    lost: int, monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    trial = Trial(monkeypatch, lambda rank, call: rank != 1 or call != lost)
+    monkeypatch.setattr(trial, "query", lambda: True)
+    assert on_ranks(SIZE, trial.run) == [True, False, True]
+
+
+@pytest.mark.parametrize("of", range(SIZE))
+def test_first_sums_notice_what_lay_there_before(
+    of: int, monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    """Rank 1 has a rank's part of two calls ago in a cache."""
+    trial, seen = Trial(monkeypatch, lambda rank, call: True), []
+
+    def all_reduce(data: torch.Tensor, memories: torch.Tensor, rank: int, has_ended: torch.Tensor) -> None:
+        parts = here.ranks.gather_all(data)
+        if rank == 1:
+            seen.append(parts[of].clone())
+            parts[of] = seen[-3] if len(seen) > 2 else seen[-1]
+        data.copy_(torch.stack(parts).sum(0))
+
+    monkeypatch.setattr(cuda_all_reduce, "all_reduce", all_reduce)
+    assert on_ranks(SIZE, trial.run) == [True, False, True]
+
+
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Return a list that fills with the memory that is closed: its address, and whether it is the rank's own."""
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """Give a list that fills with the memory that is closed: its address, and whether it is the rank's own."""
     seen: list[tuple[int, bool]] = []
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(cuda_all_reduce, "close_memory", lambda address, is_own: seen.append((address, is_own)))
-    return seen
+    yield seen
+    gc.collect()  # an error holds memory until then
 
 
 def doubled(data: torch.Tensor, memories: torch.Tensor, rank: int, has_ended: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ import torch
 from vllm_blend.ops import cuda_all_reduce, cuda_library
 
 logger = logging.getLogger(__name__)
+
+TRIAL_SECONDS = 60.0  # in which the first sums end, whatever the ranks still have to load
+LOOK_SECONDS = 0.001  # between two looks at whether they have
 
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")  # handles of another machine's memory mean nothing here
 
@@ -34,6 +38,32 @@ class SharedMemory:
     def abandon(self) -> None:
         """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
         self._has_ended[0] = 1  # CUDA is not asked to: it might wait for the very kernel that waits
+
+    def adds_up(self, device: torch.device) -> bool:
+        """Try sums of known numbers, which all ranks do at once. Return whether this rank has found the right ones.
+
+        Some machines let a GPU open another's memory although what it writes there is lost or goes elsewhere, where an
+        IOMMU redirects PCIe traffic, for example.
+        """
+        ranks = len(self._addresses)
+        numbers = torch.arange(cuda_all_reduce.MAX_BYTES // 16 // max(1, ranks - 1) * 4, device=device) % 1000
+        shifts = [1, 2, 3]  # one sum for each half of the memory, and one for the first half again
+        parts = [(numbers + (self._rank + 1) * shift).float() for shift in shifts]
+        expected = [(ranks * numbers + sum(range(1, ranks + 1)) * shift).float() for shift in shifts]
+        # Nothing else is queued meanwhile: CUDA may wait for the sums before it loads a kernel.
+        found = [self.sum(part) for part in parts]
+        end = torch.cuda.current_stream(device).record_event()
+        deadline = time.monotonic() + TRIAL_SECONDS
+        try:
+            while not end.query():
+                if time.monotonic() > deadline:
+                    self.abandon()
+                    break
+                time.sleep(LOOK_SECONDS)
+        except BaseException:  # such as Ctrl-C: CUDA would not free the memory before the sums have ended
+            self.abandon()
+            raise
+        return all(map(torch.equal, found, expected))
 
     def accepts(self, part: torch.Tensor) -> bool:
         """Return whether `sum` takes this tensor. Only what is alike on all ranks decides: where the tensor lies may
@@ -64,6 +94,9 @@ def share_memory(
             bytes(each.cpu().tolist()) for each in gather(torch.tensor(list(own), dtype=torch.uint8, device=device))
         ]
 
+    def all_can(this_one_can: bool) -> bool:
+        return all(each[0] for each in exchange(bytes([this_one_can])))
+
     addresses: dict[int, int] = {}  # by rank
     machine = _MACHINE.read_text().strip().encode() if _MACHINE.exists() else b""
     problem, handle = "", bytes(cuda_all_reduce.HANDLE_BYTES)
@@ -71,6 +104,8 @@ def share_memory(
         problem = "the CUDA kernels are not available"
     elif size > cuda_all_reduce.MAX_RANKS:
         problem = f"there are more than {cuda_all_reduce.MAX_RANKS} ranks"
+    elif os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):  # people set it where such exchanges go wrong
+        problem = "NCCL_P2P_DISABLE is set"
     else:
         try:
             addresses[rank], handle = cuda_all_reduce.share_memory()
@@ -88,12 +123,18 @@ def share_memory(
                     addresses[other] = cuda_all_reduce.open_memory(each[37:])
         except RuntimeError as error:
             problem = str(error)
-    opened = all(each[0] for each in exchange(bytes([not problem])))
-    if problem or not opened:
+    if not all_can(not problem):
         logger.info("small sums over ranks are left to NCCL: %s", problem or "another rank cannot")
         _close(rank, addresses)
         return None
-    return SharedMemory(rank, [addresses[each] for each in range(size)], device)
+    shared = SharedMemory(rank, [addresses[each] for each in range(size)], device)
+    if not all_can(shared.adds_up(device)):
+        logger.warning(
+            "small sums over ranks are left to NCCL: the GPUs open one another's memory, but sums through it are wrong "
+            "or do not end. Is PCIe traffic between them redirected, by an IOMMU or by ACS?"
+        )
+        return None
+    return shared
 
 
 def _close_later(rank: int, addresses: list[int], device: torch.device, process: int) -> None:
