@@ -208,6 +208,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
     """Give a list that fills with the memory that is closed: its address, and whether it is the rank's own."""
     seen: list[tuple[int, bool]] = []
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda_all_reduce, "close_memory", lambda address, is_own: seen.append((address, is_own)))
     yield seen
     gc.collect()  # an error holds memory until then
@@ -256,6 +257,20 @@ def test_memory_is_closed_with_its_ranks_and_not_in_a_fork(
     del shared
     gc.collect()
     assert len(closed) == 3
+
+
+def test_memory_that_is_dropped_while_a_graph_is_captured_is_closed_later(
+    monkeypatch: pytest.MonkeyPatch, closed: list[tuple[int, bool]]
+) -> None:
+    """CUDA gives up a capture whose thread frees memory, and Python's collector may run at any time."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    SharedMemory(0, [100, 201], CPU)
+    gc.collect()
+    assert closed == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    SharedMemory(1, [202, 101], CPU)
+    gc.collect()
+    assert sorted(closed) == [(100, True), (101, True), (201, False), (202, False)]
 
 
 class Leaving:

@@ -23,6 +23,7 @@ TRIAL_SECONDS = 60.0  # in which the first sums end, whatever the ranks still ha
 LOOK_SECONDS = 0.001  # between two looks at whether they have
 
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")  # handles of another machine's memory mean nothing here
+_unclosed: list[tuple[int, list[int], torch.device]] = []  # memory that could not be closed at once
 
 
 class SharedMemory:
@@ -97,6 +98,7 @@ def share_memory(
     def all_can(this_one_can: bool) -> bool:
         return all(each[0] for each in exchange(bytes([this_one_can])))
 
+    _close_the_unclosed()
     addresses: dict[int, int] = {}  # by rank
     machine = _MACHINE.read_text().strip().encode() if _MACHINE.exists() else b""
     problem, handle = "", bytes(cuda_all_reduce.HANDLE_BYTES)
@@ -138,11 +140,23 @@ def share_memory(
 
 
 def _close_later(rank: int, addresses: list[int], device: torch.device, process: int) -> None:
-    """Let go of the memory. Python's collector calls this in any thread, whose current device may be another one."""
+    """Let go of the memory. Python's collector calls this in any thread, also in one that captures a graph of another
+    engine, which CUDA would give up if memory was freed then: the next call does it."""
     if os.getpid() != process:  # a fork, in which CUDA cannot be used
         return
-    with torch.cuda.device(device):
-        _close(rank, dict(enumerate(addresses)))
+    _unclosed.append((rank, addresses, device))
+    if not torch.cuda.is_current_stream_capturing():
+        _close_the_unclosed()
+
+
+def _close_the_unclosed() -> None:
+    while _unclosed:
+        try:
+            rank, addresses, device = _unclosed.pop()
+        except IndexError:  # another thread was faster
+            return
+        with torch.cuda.device(device):  # this thread's may be another one
+            _close(rank, dict(enumerate(addresses)))
 
 
 def _close(rank: int, addresses: dict[int, int]) -> None:
