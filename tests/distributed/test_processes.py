@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing import Pipe
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.distributed.ranks import threaded_llm
 from tests.engine.async_engines import async_llm, final, until
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import DEMO, ROOT, demo_prompt, engine, greedy, new_llm, run, threads, tiny_model
 from tests.waiting import wait_until
 from vllm_blend import LLM
+from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.engine.errors import EngineDeadError
+from vllm_blend.executor import worker_process
 from vllm_blend.executor.multiproc import MultiProcExecutor
 
 pytestmark = pytest.mark.cpu_only
@@ -80,6 +87,47 @@ def test_no_process_outlives_its_engine(tmp_path: Path) -> None:
         process.kill()
     wait_until(lambda: not runs(pid))
     assert not list(tmp_path.glob("vllm-blend-ranks-*"))
+
+
+def test_the_folder_is_there_until_rank_0_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's threads look into it until then, and warn if it is gone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[tuple[int, int]] = []
+
+    def folders() -> int:
+        return len(list(tmp_path.glob("vllm-blend-ranks-*")))
+
+    def leave(ranks: Ranks) -> None:
+        seen.append((ranks.rank, folders()))
+
+    monkeypatch.setattr(Ranks, "leave", leave)
+    with threads(1), threaded_llm(tiny_model("llama"), 2):
+        assert folders() == 1
+    assert seen == [(1, 1), (0, 1)] and folders() == 0
+
+
+@pytest.mark.parametrize("rank_0_lives", [True, False])
+def test_a_rank_that_fails_removes_the_folder_if_nobody_else_can(
+    rank_0_lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "follow", lambda *_: 1)
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    own, theirs = Pipe()
+    bootstrap = Mock(folder=str(folder), pipe=os.dup(theirs.fileno()))
+    theirs.close()
+    if not rank_0_lives:
+        own.close()
+    assert worker_process.run_rank(bootstrap) == 1
+    assert folder.exists() == rank_0_lives
+
+
+def test_an_engine_ends_after_its_folder_was_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files for a time may be removed after some days."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with threads(1), threaded_llm(tiny_model("llama"), 2):
+        [folder] = tmp_path.glob("vllm-blend-ranks-*")
+        shutil.rmtree(folder)
 
 
 def test_a_server_notices_a_dead_rank_while_it_is_idle(caplog: pytest.LogCaptureFixture) -> None:

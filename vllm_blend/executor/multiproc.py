@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 
 import torch
 
 from vllm_blend.child_process import describe_status, start_module
 from vllm_blend.distributed.ranks import Ranks, connect, store_in_folder
 from vllm_blend.executor.several_ranks import SeveralRanksExecutor, pickle_settings
-from vllm_blend.executor.worker_process import Bootstrap, WorkerSettings
+from vllm_blend.executor.worker_process import ENDING, Bootstrap, WorkerSettings
 from vllm_blend.log_lines import LogSettings
 
 MODULE = "vllm_blend.executor.worker_process"
@@ -54,6 +56,7 @@ class MultiProcExecutor(SeveralRanksExecutor):
 
     def _start(self, settings: WorkerSettings, size: int) -> Callable[[], Ranks]:
         team, folder = self._team, tempfile.mkdtemp(prefix="vllm-blend-ranks-")
+        team.first.callback(_say_that_it_ends, folder)
         team.undo.callback(shutil.rmtree, folder, ignore_errors=True)
         threads = max(1, torch.get_num_threads() // size)
         for rank in range(1, size):
@@ -68,3 +71,8 @@ class MultiProcExecutor(SeveralRanksExecutor):
             finally:
                 theirs.close()
         return lambda: connect(0, size, store_in_folder(folder, size), settings.device, team.links)
+
+
+def _say_that_it_ends(folder: str) -> None:
+    with suppress(OSError):  # the folder is gone: what cleans up temporary files may have removed it
+        Path(folder, ENDING).touch()

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, store_in_folder
+from vllm_blend.distributed.ranks import RankLostError, Ranks, connect, has_ended, store_in_folder
 from vllm_blend.executor.follower import Follower
 from vllm_blend.log_lines import LogSettings
 from vllm_blend.models.without_compiler import without_compiler
@@ -29,6 +30,7 @@ from vllm_blend.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+ENDING = "ending"  # the file in the ranks' folder that says that rank 0 ends the others, and removes the folder
 PARENT_SECONDS = 1.0  # between two looks at whether rank 0's process is there
 
 
@@ -77,10 +79,7 @@ def main() -> int:
     watched = (bootstrap.parent, bootstrap.folder)
     threading.Thread(target=_follow_parent, args=watched, daemon=True, name="follow-parent").start()
     torch.set_num_threads(bootstrap.num_threads)
-    try:
-        return run_rank(bootstrap)
-    finally:
-        shutil.rmtree(bootstrap.folder, ignore_errors=True)  # the engine ends, and rank 0 may not be there to do it
+    return run_rank(bootstrap)
 
 
 def run_rank(bootstrap: Bootstrap) -> int:
@@ -91,7 +90,13 @@ def run_rank(bootstrap: Bootstrap) -> int:
         store = store_in_folder(bootstrap.folder, bootstrap.size)
         return connect(bootstrap.rank, bootstrap.size, store, settings.device, [link])
 
-    return follow(bootstrap.rank, settings, link, meet)
+    try:
+        return follow(bootstrap.rank, settings, link, meet)
+    finally:
+        # Rank 0 removes the folder, when the others have ended: NCCL's threads look into it until their rank has left,
+        # and warn if it is gone. If rank 0 is gone, it has not said that it ends the others.
+        if has_ended(link) and not Path(bootstrap.folder, ENDING).exists():
+            shutil.rmtree(bootstrap.folder, ignore_errors=True)
 
 
 def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable[[], Ranks]) -> int:
