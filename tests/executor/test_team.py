@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -102,3 +103,18 @@ def test_tokens_of_a_step_in_which_a_rank_has_ended_are_not_read(monkeypatch: py
         with pytest.raises(EngineDeadError, match="rank 1"):
             llm.llm_engine.step()
         assert not llm.llm_engine.requests.by_id["one"].requests[0].output_token_ids
+
+
+def test_a_fork_that_ends_leaves_the_ranks_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, [own, theirs] = Team(), Pipe()
+    team.links.append(own)
+    called: list[str] = []
+    team.first.callback(called.append, "first")
+    team.undo.callback(called.append, "undo")
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        team.end()
+        assert called == [] and not own.closed
+    team.end()
+    assert called == ["first", "undo"] and own.closed
+    theirs.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ class Team:
         self.processes: list[RankProcess] = []
         self.links: list[Connection] = []
         self.first, self.undo = ExitStack(), ExitStack()
+        self._owner = os.getpid()
 
     def part_from(self, ranks: Ranks) -> None:
         """Have rank 0 leave the exchange in the end, and as soon as another rank has ended or is out of reach: on a GPU
@@ -83,6 +85,8 @@ class Team:
 
     def end(self) -> None:
         """Have the processes end, by closing the connections that they listen to; kill those that do not."""
+        if os.getpid() != self._owner:  # a fork, which ends: the engine is its parent's, and CUDA cannot be used here
+            return
         self.first.close()
         for link in self.links:
             link.close()
