@@ -38,7 +38,8 @@ class SharedMemory:
 
     def abandon(self) -> None:
         """Have all sums, also those that are queued, wait for no other rank any more: they are wrong from now on."""
-        self._has_ended[0] = 1  # CUDA is not asked to: it might wait for the very kernel that waits
+        with torch.inference_mode():  # a program may have made the engine within it
+            self._has_ended[0] = 1  # CUDA is not asked to: it might wait for the very kernel that waits
 
     def adds_up(self, device: torch.device) -> bool:
         """Try sums of known numbers, which all ranks do at once. Return whether this rank has found the right ones.
