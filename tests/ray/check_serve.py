@@ -124,8 +124,9 @@ def test_a_request_goes_where_its_passages_are(client: httpx.Client) -> None:
     assert tiers["device"] + tiers["host"] > 0 and tiers["disk"] == 0
 
 
-def test_a_client_that_leaves_frees_the_engine(client: httpx.Client) -> None:
-    """A request of another client is answered next, though the first would have run for hundreds of tokens."""
+def test_a_client_that_leaves_harms_no_other(client: httpx.Client) -> None:
+    """Other tests see each link of what ends its request: the ingress cancels the stream (check_ingress.py), a closed
+    stream is a disconnect (test_forwarding.py), and a server frees the pages (test_streams.py)."""
     with client.stream("POST", "/v1/completions", json=chunked(PASSAGES[0], stream=True, max_tokens=900)) as response:
         next(response.iter_lines())
     assert client.post("/v1/completions", json=chunked(PASSAGES[0])).status_code == 200
