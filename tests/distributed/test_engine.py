@@ -31,6 +31,7 @@ from tests.features.cascade.test_cascade import answers, cascades
 from tests.features.spec_decode.engines import counts
 from vllm_blend import LLM, SamplingParams, StructuredOutputsParams
 from vllm_blend.blend.selectors import SELECTORS, Evidence, LooksAt, Selector, register_selector
+from vllm_blend.executor.multiproc import MultiProcExecutor
 from vllm_blend.features.cascade import passes as cascade_passes
 
 pytestmark = pytest.mark.cpu_only
@@ -290,5 +291,9 @@ def test_an_engine_that_is_dropped_ends_its_ranks() -> None:
 def test_an_engine_that_cannot_start_leaves_no_rank() -> None:
     with rank_threads(), pytest.raises(ValueError, match=r"room for .* tokens.*raise num_gpu_blocks_override"):
         LLM(TINY, tensor_parallel_size=2, block_size=BLOCK_SIZE, num_gpu_blocks_override=2)
-    with rank_threads(), pytest.raises(ValueError, match="num_attention_heads is 4, which 3 ranks cannot share"):
+
+
+def test_ranks_that_cannot_share_a_model_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(MultiProcExecutor, "_start")
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3: .*num_attention_heads is 4, which 3 ranks cannot"):
         LLM(TINY, tensor_parallel_size=3)

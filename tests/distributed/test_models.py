@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.models.tiny import ARCHITECTURES, CONTEXT, FAMILIES, PagedRunner, loa
 from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.models import stored as stored_tensors
 from vllm_blend.models.loader import load_hf_config, load_model
+from vllm_blend.models.sharing import check_ranks_fit
 
 pytestmark = pytest.mark.cpu_only
 LENGTH = 40
@@ -89,17 +91,39 @@ def test_a_rank_reads_its_own_share(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (
             {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
             4,
-            "num_attention_heads is 6, which 4 ranks cannot",
+            "num_attention_heads is 6, which 4 ranks cannot share equally; give one that fits this model: 1, 2, 6$",
         ),
         (
             {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
             4,
-            "3 KV heads, which 4 ranks cannot share",
+            "3 KV heads, which 4 ranks cannot share; give one that fits this model: 1, 3, 6, 12$",
         ),
-        ({"intermediate_size": 81}, 2, "intermediate_size is 81, which 2 ranks cannot share equally"),
+        (
+            {"intermediate_size": 81},
+            2,
+            "intermediate_size is 81, which 2 ranks cannot share equally; give one that fits this model: 1$",
+        ),
     ],
 )
 def test_shapes_that_cannot_be_shared(fields: dict[str, int], size: int, message: str, tmp_path: Path) -> None:
-    directory = save(tiny_hf_model("llama", **fields), tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load(directory, Ranks(1, size))
+    config = load_hf_config(save(tiny_hf_model("llama", **({"intermediate_size": 96} | fields)), tmp_path))
+    with pytest.raises(ValueError, match=f"^tensor_parallel_size={size}: the model.*{message}"):
+        check_ranks_fit(config, size)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FAMILIES])
+def test_the_check_knows_what_each_family_shares(architecture: str, tmp_path: Path) -> None:
+    directory = save(tiny_hf_model(architecture, num_attention_heads=6, hidden_size=96), tmp_path)
+    config = load_hf_config(directory)
+    for size in range(1, 8):
+        is_refused = raises(partial(check_ranks_fit, config, size))
+        assert is_refused == raises(partial(load, directory, Ranks(0, size), load_format="dummy"))
+
+
+def raises(work: Callable[[], Any]) -> bool:
+    """Return whether `work` raises ValueError."""
+    try:
+        work()
+    except ValueError:
+        return True
+    return False

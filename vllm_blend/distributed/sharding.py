@@ -45,10 +45,7 @@ class Share:
 def equal_share(name: str, total: int, ranks: Ranks) -> Share:
     """Return a rank's share of a dimension that is divided equally. Raises ValueError if it cannot be."""
     if total % ranks.size:
-        raise ValueError(
-            f"the model's {name} is {total}, which {ranks.size} ranks cannot share equally: give a "
-            f"tensor_parallel_size that divides it"
-        )
+        raise ValueError(f"the model's {name} is {total}, which {ranks.size} ranks cannot share equally")
     count = total // ranks.size
     return Share(total, ranks.rank * count, count)
 
@@ -69,10 +66,7 @@ def kv_share(num_kv_heads: int, ranks: Ranks) -> Share:
     if ranks.size <= num_kv_heads:
         return equal_share("num_key_value_heads", num_kv_heads, ranks)
     if ranks.size % num_kv_heads:
-        raise ValueError(
-            f"the model has {num_kv_heads} KV heads, which {ranks.size} ranks cannot share: give a "
-            f"tensor_parallel_size that divides {num_kv_heads}, or that is a multiple of it"
-        )
+        raise ValueError(f"the model has {num_kv_heads} KV heads, which {ranks.size} ranks cannot share")
     return Share(num_kv_heads, ranks.rank // kv_head_copies(num_kv_heads, ranks), 1)
 
 

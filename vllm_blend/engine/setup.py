@@ -25,6 +25,7 @@ from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.gguf.header import gguf_path
 from vllm_blend.models.loader import load_hf_config
+from vllm_blend.models.sharing import check_ranks_fit
 from vllm_blend.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -99,11 +100,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
 def make_executor(config: EngineConfig, settings: WorkerSettings) -> Executor:
     """Return what runs the model: a worker here, and in further processes if `tensor_parallel_size` asks for them.
 
-    Raises the errors of `Worker` and of `choose_backend`, and ValueError if there are too few GPUs.
+    Raises the errors of `Worker` and of `choose_backend`, and ValueError if the model's sizes do not fit the number of
+    ranks, or if there are too few GPUs.
     """
     size, device, backend = config.tensor_parallel_size, settings.device, choose_backend(config)
     if backend == "uni":
         return UniProcExecutor(settings.build(ONE_RANK))
+    check_ranks_fit(settings.hf_config, size)
     require(
         device.type != "cuda" or config.blend.resolve_chunk_device(device) == device,
         f"blend_chunk_device={config.blend.chunk_device!r} needs tensor_parallel_size=1, but it is {size}: leave "

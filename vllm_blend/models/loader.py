@@ -201,12 +201,7 @@ def _build(
 ) -> nn.Module:
     if ranks.size == 1:
         return model_class(hf_config, max_position, quantization)  # a user's class need not know of ranks
-    if not issubclass(model_class, DecoderForCausalLM):
-        raise ValueError(
-            f"tensor_parallel_size={ranks.size}: {model_class.__name__} does not derive from DecoderForCausalLM, whose "
-            "layers ranks can share; give tensor_parallel_size=1"
-        )
-    return model_class(hf_config, max_position, quantization, ranks)
+    return model_class(hf_config, max_position, quantization, ranks)  # check_ranks_fit: it knows of them
 
 
 def is_local(model: str) -> bool:
