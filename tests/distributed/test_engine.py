@@ -23,15 +23,19 @@ from tests.engine.engines import (
     engine,
     greedy,
     ids_of,
+    new_llm,
     run,
     sampled,
     threads,
+    tiny_model,
 )
 from tests.features.cascade.test_cascade import answers, cascades
 from tests.features.spec_decode.engines import counts
 from vllm_blend import LLM, SamplingParams, StructuredOutputsParams
 from vllm_blend.blend.selectors import SELECTORS, Evidence, LooksAt, Selector, register_selector
+from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.executor.multiproc import MultiProcExecutor
+from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.features.cascade import passes as cascade_passes
 
 pytestmark = pytest.mark.cpu_only
@@ -291,6 +295,22 @@ def test_an_engine_that_is_dropped_ends_its_ranks() -> None:
 def test_an_engine_that_cannot_start_leaves_no_rank() -> None:
     with rank_threads(), pytest.raises(ValueError, match=r"room for .* tokens.*raise num_gpu_blocks_override"):
         LLM(TINY, tensor_parallel_size=2, block_size=BLOCK_SIZE, num_gpu_blocks_override=2)
+
+
+def test_what_is_wrong_with_a_model_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 raises it, so the other ranks log no trace of it. Of a bug they do."""
+    model, message = tiny_model("llama"), "the checkpoint has 3 layers"
+    with rank_threads(), pytest.raises(ValueError, match=message):
+        new_llm(model, tensor_parallel_size=2, hf_overrides={"num_hidden_layers": 9})
+    assert not caplog.records
+    with rank_threads(), pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="of a bug"):
+        patch.setattr(WorkerSettings, "build", fail)
+        new_llm(model, tensor_parallel_size=2)
+    assert "rank 1 has failed" in caplog.text and "RuntimeError: of a bug" in caplog.text
+
+
+def fail(settings: WorkerSettings, ranks: Ranks) -> None:
+    raise RuntimeError("of a bug")
 
 
 def test_ranks_that_cannot_share_a_model_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

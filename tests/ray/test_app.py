@@ -118,6 +118,11 @@ def test_engines_with_addresses_of_their_own_may_publish(events: dict[str, Any],
     config.feature(KVEventsConfig).check_engines("replicas", count)
 
 
+def test_ranks_that_cannot_share_the_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=3: .*; give one that fits this model: 1, 2, 6$"):
+        build_app({"model": MODEL, "tensor_parallel_size": 3})
+
+
 def test_the_example_is_read() -> None:
     example = yaml.safe_load((ROOT / "configs" / "ray_serve.yaml").read_text())
     [application] = example["applications"]

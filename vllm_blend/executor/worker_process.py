@@ -28,7 +28,7 @@ from vllm_blend.log_lines import LogSettings
 from vllm_blend.models.without_compiler import without_compiler
 from vllm_blend.worker.worker import Worker
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm_blend.executor.worker_process")  # __name__ is "__main__" in the process
 
 ENDING = "ending"  # the file in the ranks' folder that says that rank 0 ends the others, and removes the folder
 PARENT_SECONDS = 1.0  # between two looks at whether rank 0's process is there
@@ -102,7 +102,7 @@ def run_rank(bootstrap: Bootstrap) -> int:
 def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable[[], Ranks]) -> int:
     """Tell rank 0 through `link` how far this rank is, build its worker when `meet` has found the other ranks, and run
     what comes through `link` to its end. Return the exit status for the process."""
-    leave = ExitStack()
+    leave, is_ready = ExitStack(), False
     try:
         link.send("started")
         ranks = meet()
@@ -110,12 +110,15 @@ def follow(rank: int, settings: WorkerSettings, link: Connection, meet: Callable
         worker = settings.build(ranks)
         leave.callback(worker.drop_graphs)
         link.send("ready")
+        is_ready = True
         Follower(worker.model_runner).serve(link)
     except (RankLostError, BrokenPipeError, ConnectionResetError, TimeoutError):
         logger.debug("rank %d ends because another rank has", rank, exc_info=True)
         return 1
     except Exception as error:
-        logger.exception("rank %d has failed", rank)
+        # A fault of the model or of an option is the same on all ranks, and rank 0 says so. Only a bug needs a trace.
+        is_bad_input = not is_ready and isinstance(error, (ValueError, FileNotFoundError))
+        logger.log(logging.DEBUG if is_bad_input else logging.ERROR, "rank %d has failed", rank, exc_info=True)
         try:
             link.send(f"{type(error).__name__}: {error}")
         except OSError:

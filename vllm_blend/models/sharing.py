@@ -13,8 +13,10 @@ from vllm_blend.models.registry import resolve_model_class
 
 def check_ranks_fit(hf_config: Any, size: int) -> None:
     """Raise ValueError if `size` ranks cannot share the model that `hf_config` describes, and name the numbers of ranks
-    that can. The same error is raised for what cannot be loaded at all: an unknown architecture, or a config that
+    that can. Several ranks are also refused what cannot be loaded at all: an unknown architecture, or a config that
     contradicts itself."""
+    if size == 1:
+        return
     model_class = resolve_model_class(hf_config)
     if not issubclass(model_class, DecoderForCausalLM):
         raise ValueError(

@@ -30,6 +30,7 @@ from vllm_blend.entrypoints.serve import DEFAULTS, SERVER_OPTIONS, explain_unkno
 from vllm_blend.executor.backends import choose_backend
 from vllm_blend.features.kv_events.config import KVEventsConfig
 from vllm_blend.models.loader import load_hf_config
+from vllm_blend.models.sharing import check_ranks_fit
 from vllm_blend.options import Option
 from vllm_blend.ray.options import RayOptions
 
@@ -108,6 +109,7 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
     if Path(model.model).is_dir():
         hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         resolve_max_model_len(model, hf_config)
+        check_ranks_fit(hf_config, engine_config.tensor_parallel_size)
     try:
         from vllm_blend.ray.deployments import make_application
     except ModuleNotFoundError as error:

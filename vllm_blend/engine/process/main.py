@@ -48,7 +48,7 @@ from vllm_blend.engine.process.messages import (
 from vllm_blend.engine.request_builder import NewRequest
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm_blend.engine.process.main")  # __name__ is "__main__" in the process
 
 IDLE_SECONDS = 0.5  # between two looks at whether to end, while there is nothing to do
 ANSWER_SECONDS = 0.02  # the same while a call waits for something
