@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.distributed.ranks import CPU, on_ranks
 from tests.models.quantized import QUANTIZED, save_quantized
 from tests.models.tiny import CONTEXT, PagedRunner, edit_config, load_tiny, prompt
+from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.layers.quantization import QuantizedDestination
 from vllm_blend.models.loader import construct_as, load_hf_config, load_model
 from vllm_blend.models.registry import resolve_model_class
@@ -140,6 +141,11 @@ def test_fp8_checkpoints_hint_at_what_keeps_them(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         load_tiny(str(tmp_path))
     assert "quantization='fp8' keeps them in FP8 on a GPU" in caplog.text
+    caplog.clear()
+    directory = str(tmp_path)  # several ranks refuse the option, so they do not hint at it
+    with caplog.at_level(logging.WARNING):
+        load_model(load_hf_config(directory), directory, torch.float32, CPU, max_position=64, ranks=Ranks(0, 2))
+    assert "dequantized to float32 at load" in caplog.text and "quantization='fp8'" not in caplog.text
 
 
 PACK = QUANTIZED["pack-quantized"][0]

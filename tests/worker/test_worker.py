@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.distributed.ranks import rank_threads
 from tests.engine.engines import tiny_model
 from vllm_blend import LLM
 from vllm_blend.worker import worker
@@ -21,6 +22,14 @@ def test_one_line_says_what_the_cache_holds(caplog: pytest.LogCaptureFixture) ->
     assert cache.num_blocks == 3 * 12 + 1
     assert f"37 blocks, 288 tokens of {2 * layers * kv_heads * head_dim * 4} bytes" in line
     assert "3.0 requests of max_model_len=96 at once" in line
+
+
+def test_each_rank_says_whose_cache_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm_blend.worker")
+    with rank_threads():
+        LLM(tiny_model("llama"), device="cpu", tensor_parallel_size=2).shutdown()
+    lines = sorted(record.message for record in caplog.records if record.name == "vllm_blend.worker.worker")
+    assert [line[: line.index("KV cache")] for line in lines] == ["rank 0 of 2: ", "rank 1 of 2: "]
 
 
 def test_an_override_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

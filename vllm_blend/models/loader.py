@@ -141,7 +141,7 @@ def load_model(
             reason = "4-bit weights are not to be kept (dequantize_weights)"
         keeps = asks and reason is None
         if ranks.rank == 0 and not keeps:
-            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason)
+            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason, ranks.size)
         with _naming(gguf):
             layers = fill_from_files(built, files, stored_as, keeps)
         layers.log(model, str(dtype).removeprefix("torch."))
@@ -173,6 +173,7 @@ def _warn_of_dequantization(
     dtype: torch.dtype,
     quantization: str | None,
     reason: str | None,
+    num_ranks: int,
 ) -> None:
     keeps_fp8 = stored_as is not None and stored_as.keeps_fp8
     if quantization is not None and keeps_fp8:
@@ -183,7 +184,9 @@ def _warn_of_dequantization(
         name, stores = "gguf", ", ".join(quantized_types(read_header(gguf))) if gguf is not None else ""
     if not stores:
         return
-    hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it" if keeps_fp8 else ""
+    hint = ""
+    if keeps_fp8 and num_ranks == 1:  # several ranks refuse the option
+        hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it"
     logger.warning(
         "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as %s: they take the memory, and "
         "give the speed, of an unquantized model%s",

@@ -67,7 +67,8 @@ class Worker:
             _warn_of_others(Usage.settled(device), config.cache.gpu_memory_utilization)
             if not config.disable_custom_all_reduce:
                 ranks.share_memory(device)
-        with must_fit("the model's weights", "use a smaller model, or quantization='fp8'", device):
+        smaller = "quantization='fp8'" if ranks.size == 1 else f"a tensor_parallel_size above {ranks.size}"
+        with must_fit("the model's weights", f"use a smaller model, or {smaller}", device):
             model = load_model(
                 hf_config,
                 config.model.model,
@@ -108,7 +109,8 @@ class Worker:
         block_pass = BlockPass(parts, graphs, staging, self.extensions)
         others = [one for extension in self.extensions for one in extension.passes()]
         self.model_runner = ModelRunner(block_pass, config.model.seed, others)
-        logger.info("%s", self.pool if self.memory is None else f"{self.memory}; {self.pool}")
+        of_rank = "" if ranks.size == 1 else f"rank {ranks.rank} of {ranks.size}: "
+        logger.info("%s%s", of_rank, self.pool if self.memory is None else f"{self.memory}; {self.pool}")
 
     def drop_graphs(self) -> None:
         """Destroy the CUDA graphs, after which no step can be run. A rank does so before it leaves the others, as NCCL

@@ -155,7 +155,7 @@ class EngineClient:
             lived_long = time.monotonic() - began > LONG_LIFE_SECONDS
             delay = 0.0 if lived_long else min(max(FIRST_DELAY_SECONDS, 2 * delay), LONGEST_DELAY_SECONDS)
             self._problem = f"{problem}; it is being started again"
-            logger.error("%s in %.0f seconds", self._problem, delay)
+            logger.error("%s in %.0f s", self._problem, delay)
 
     def _serve(self) -> str:
         """Start a process and hear it until it has ended; return how it ended."""
