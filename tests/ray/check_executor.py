@@ -100,11 +100,11 @@ def test_a_life() -> None:
 
 def test_too_few_resources_are_told_in_time() -> None:
     message = (
-        r"tensor_parallel_size=4 .* needs 4 CPUs, of which one on this node, but after 1 seconds the Ray cluster has 2 "
+        r"tensor_parallel_size=6 .* needs 6 CPUs, of which one on this node, but after 1 seconds the Ray cluster has 2 "
         "CPUs in 2 nodes, of which 2 are free"
     )
     with pytest.raises(ValueError, match=message):
-        new_llm(DEMO, tensor_parallel_size=4, distributed_executor_backend="ray", ray_placement_timeout=1.0)
+        new_llm(DEMO, tensor_parallel_size=6, distributed_executor_backend="ray", ray_placement_timeout=1.0)
 
 
 class DyingActor(RankActor):
