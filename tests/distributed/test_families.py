@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"enable_blending": True, "block_size": BLOCK_SIZE}
 
 @pytest.mark.parametrize("family", [*ARCHITECTURES, *FAMILIES])
 def test_two_ranks_answer_as_transformers_and_as_one_rank(family: str) -> None:
-    """As transformers in full and where a blend computes everything; as one rank where it reuses most of it."""
+    """They match transformers in full and where a blend computes everything, and one rank where it reuses most."""
     model = tiny_model(family)
     whole = [tiny_prompt(blend_selector=rule, blend_recompute_ratio=1.0) for rule in [*RULES, "full"]]
     parts = [tiny_prompt(blend_selector=rule, blend_recompute_ratio=0.3) for rule in RULES]

@@ -107,7 +107,7 @@ def test_the_folder_is_there_until_rank_0_has_left(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("rank_0_lives", [True, False])
-def test_a_rank_that_fails_removes_the_folder_if_nobody_else_can(
+def test_a_rank_that_fails_removes_the_folder_only_if_rank_0_is_gone(
     rank_0_lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "follow", lambda *_: 1)
@@ -123,7 +123,7 @@ def test_a_rank_that_fails_removes_the_folder_if_nobody_else_can(
 
 
 def test_an_engine_ends_after_its_folder_was_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files for a time may be removed after some days."""
+    """Programs that clean up temporary files remove what is some days old."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with threads(1), threaded_llm(tiny_model("llama"), 2):
         [folder] = tmp_path.glob("vllm-blend-ranks-*")

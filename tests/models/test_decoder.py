@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests import tolerances
+from tests import settings, tolerances
 from tests.models.tiny import (
     ARCHITECTURES,
     DEVICE,
@@ -129,7 +129,10 @@ def test_keys_before_rope_alone_leave_a_layer_its_one_pass(
     assert len(both.seen) == 3
     for (expected, _), first, second in zip(both.seen, beside.seen, alone.seen, strict=True):
         assert torch.equal(first, expected)
-        tolerances.check_kv(second, expected)
+        if settings.current().exact:
+            torch.testing.assert_close(second, expected)
+        else:  # one rounding of K in place of two changes what later layers get
+            tolerances.check_kv(second, expected)
 
 
 def test_public_names_of_the_decoder_stack(tmp_path: Path) -> None:

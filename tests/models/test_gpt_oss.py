@@ -68,8 +68,8 @@ def test_sinks_change_the_logits() -> None:
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    model = quantized(tmp_path)
-    check_logits(lambda ids: PagedRunner(load_tiny(str(tmp_path))).run(ids, [LENGTH - 9, 9]), model, LENGTH)
+    hf_model = quantized(tmp_path)
+    check_logits(load_tiny(str(tmp_path)), hf_model, LENGTH, [LENGTH - 9, 9])
 
 
 @pytest.mark.cpu_only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,8 @@ ROPE["longrope-attention-factor"] = ROPE["longrope"] | {"attention_factor": 1.3}
 def check_parity(hf_model: Any, directory: Path, max_position: int = CONTEXT, length: int = LENGTH) -> torch.Tensor:
     """Compare all schedules with Hugging Face's logits and return those."""
     model = load_tiny(str(directory), max_position)
-    for chunks in SCHEDULES.values():
-        run = partial(PagedRunner(model).run, chunks=[*chunks[:-1], length - sum(chunks[:-1])])
-        expected = check_logits(run, hf_model, length)
-    return expected
+    schedules = ([*chunks[:-1], length - sum(chunks[:-1])] for chunks in SCHEDULES.values())
+    return check_logits(model, hf_model, length, *schedules)
 
 
 def assert_visible(one: torch.Tensor, other: torch.Tensor) -> None:

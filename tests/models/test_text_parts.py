@@ -22,7 +22,6 @@ from transformers import (
 from tests.engine.engines import engine
 from tests.models.tiny import (
     DTYPE,
-    PagedRunner,
     check_logits,
     edit_config,
     hf_logits,
@@ -75,7 +74,7 @@ def test_the_text_of_a_multimodal_model(
     with caplog.at_level(logging.INFO):
         model = load_tiny(str(tmp_path))
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    check_logits(lambda ids: PagedRunner(model).run(ids, [LENGTH - 9, 9]), hf_model, LENGTH)
+    check_logits(model, hf_model, LENGTH, [LENGTH - 9, 9])
     [line] = [record.getMessage() for record in caplog.records if "only the text" in record.getMessage()]
     images = [name for name in load_file(tmp_path / "model.safetensors") if "language_model" not in name]
     count = len([name for name in images if not name.startswith("lm_head")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,24 +143,29 @@ def save(model: PreTrainedModel, directory: Path, **options: Any) -> str:
     return str(directory)
 
 
-def check_logits(run: Callable[[torch.Tensor], torch.Tensor], hf_model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Fail unless `run` gives the logits [tokens, vocab] that transformers' model gives in float32 for a prompt of
-    `length` tokens; in another dtype, unless for one of a few prompts they are about as near to those as transformers'
-    own in that dtype. (Where a router's choice is nearly a tie, rounding alone changes all tokens from there on.)
-    Return transformers' logits."""
-    ids = prompt(length)
-    expected = hf_logits(hf_model, ids)
-    assert expected.std() > 0.5, "logits near zero would hide errors"
-    if settings.current().exact:
-        tolerances.check("logits", run(ids) - expected)
-        return expected
-    rounded = copy.deepcopy(hf_model).to(DEVICE, DTYPE)  # type: ignore[arg-type]  # transformers' annotation lacks both
-    found = []
-    for each in (ids, prompt(length, 2), prompt(length, 3)):
-        theirs, exact = hf_logits(rounded, each.to(DEVICE)).cpu(), hf_logits(hf_model, each)
-        found.append(tolerances.rounding(run(each), theirs, exact))
-    tolerances.check_one("rounding", min(found))
-    return expected
+def check_logits(model: Any, hf_model: PreTrainedModel, length: int, *schedules: Sequence[int]) -> torch.Tensor:
+    """Fail unless our model gives the logits [tokens, vocab] that transformers' model gives in float32 for a prompt of
+    `length` tokens, which is computed in chunks of each of the `schedules`. Return transformers' logits.
+
+    In another dtype than float32 ours have to be about as near to those as transformers' own in that dtype, for one of
+    three prompts: where a router's choice is nearly a tie, rounding alone changes all tokens from there on.
+    """
+    exact = settings.current().exact
+    prompts = [prompt(length, seed) for seed in ([1] if exact else [1, 2, 3])]
+    expected = [hf_logits(hf_model, ids) for ids in prompts]
+    assert expected[0].std() > 0.5, "logits near zero would hide errors"
+    rounded: list[torch.Tensor] = []
+    if not exact:
+        low: Any = copy.deepcopy(hf_model).to(DEVICE, DTYPE)  # type: ignore[arg-type]  # the annotation lacks both
+        rounded = [hf_logits(low, ids.to(DEVICE)).cpu() for ids in prompts]
+    for chunks in schedules:
+        ours = [PagedRunner(model).run(ids, chunks) for ids in prompts]
+        assert [each.shape for each in ours] == [each.shape for each in expected], chunks
+        if exact:
+            tolerances.check("logits", ours[0] - expected[0])
+        else:
+            tolerances.check_one("rounding", min(map(tolerances.rounding, ours, rounded, expected)))
+    return expected[0]
 
 
 def edit_config(directory: str | Path, remove: Sequence[str] = (), **changes: Any) -> None:

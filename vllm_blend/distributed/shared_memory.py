@@ -31,6 +31,8 @@ class SharedMemory:
 
     def __init__(self, rank: int, addresses: list[int], device: torch.device) -> None:
         self._rank = rank
+        # A rank reads all others' parts, but NCCL passes sums on: the more ranks, the sooner NCCL is faster.
+        self._most_bytes = cuda_all_reduce.MAX_BYTES // max(1, len(addresses) - 1) // 16 * 16
         self._has_ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._addresses = torch.tensor(addresses, device="cpu")  # whatever the program's default device is
         # Not at the exit of the program: the driver does it then, and the device may be gone.
@@ -48,7 +50,7 @@ class SharedMemory:
         IOMMU redirects PCIe traffic, for example.
         """
         ranks = len(self._addresses)
-        numbers = torch.arange(cuda_all_reduce.MAX_BYTES // 16 // max(1, ranks - 1) * 4, device=device) % 1000
+        numbers = torch.arange(self._most_bytes // 4, device=device) % 1000  # as many float32
         shifts = [1, 2, 3]  # one sum for each half of the memory, and one for the first half again
         parts = [(numbers + (self._rank + 1) * shift).float() for shift in shifts]
         expected = [(ranks * numbers + sum(range(1, ranks + 1)) * shift).float() for shift in shifts]
@@ -57,7 +59,7 @@ class SharedMemory:
         end = torch.cuda.current_stream(device).record_event()
         deadline = time.monotonic() + TRIAL_SECONDS
         try:
-            while not end.query():
+            while not end.query():  # CUDA waits for an event without a time limit
                 if time.monotonic() > deadline:
                     self.abandon()
                     break
@@ -71,8 +73,7 @@ class SharedMemory:
         """Return whether `sum` takes this tensor. Only what is alike on all ranks decides: where the tensor lies may
         differ, and a rank that left a sum to NCCL alone would wait for the others for ever."""
         size = part.numel() * part.element_size()
-        # A rank reads all others' parts: with many ranks NCCL, which passes sums on, is sooner done at fewer bytes.
-        fits = size * max(1, len(self._addresses) - 1) <= cuda_all_reduce.MAX_BYTES and size % 16 == 0
+        fits = size <= self._most_bytes and size % 16 == 0
         return fits and part.is_cuda and part.dtype in cuda_all_reduce.SUM_DTYPES
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
