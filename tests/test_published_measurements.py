@@ -55,13 +55,17 @@ def replicas() -> list[str]:
     topics, single = ([by[kind, how] for how in ("affinity", "round_robin")] for kind in ("topics", "independent"))
     host, store = ([f"{100 * each['tiers']['host']:.1f}%" for each in pair] for pair in (topics, single))
     first, other = ([f"{each['first_token_ms']['p50']:.0f}" for each in pair] for pair in (topics, single))
+    kill = found["kill"]
+    assert kill["outcome"]["clean error"] == 2 and found["store"]["found"] == found["store"]["passages"]
     return [
         f"{host[0]} of their tokens were in the memory of the engine that affinity chose, and {host[1]} with round "
         f"robin; with passages drawn one by one, {store[0]} and {store[1]}.",
         f"{first[0]} ms at the median in place of {first[1]} with topics, as the busier engine had "
         f"{100 * topics[0]['busiest']:.0f}% of the requests, and after {other[0]} in place of {other[1]}",
-        f"was sent {found['kill']['seconds_to_new_replica']} s later. The store had all {found['store']['found']} "
-        "passages",
+        f"Two streams of {sum(kill['outcome'].values())} ended with an error",
+        f"was sent {kill['seconds_to_new_replica']} s later, and the engine answered {kill['answered_by_new_replica']} "
+        f"of the requests of the {kill['seconds_after_kill']} s after the kill. The store had all "
+        f"{found['store']['found']} passages",
     ]
 
 
