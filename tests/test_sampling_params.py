@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.structured_outputs import StructuredOutputsParams
 from vllm_blend.unsupported.sampling_params import UNSUPPORTED_SAMPLING_PARAMS
 
 
@@ -123,11 +125,31 @@ def test_greedy_below_a_hundred_thousandth() -> None:
     assert not SamplingParams(temperature=1e-5).greedy
 
 
-def test_clone_shares_nothing() -> None:
-    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=3)
-    copy = params.clone()
+@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completion(0)])
+def test_copies_share_nothing_that_can_change(copied: Callable[[SamplingParams], SamplingParams]) -> None:
+    given: dict[str, Any] = {
+        "stop": ["a"],
+        "stop_token_ids": [1],
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["b"],
+        "logit_bias": {1: 2.0},
+        "logits_processors": [lambda ids, logits: logits],
+        "structured_outputs": StructuredOutputsParams(json={"type": "object"}),
+    }
+    params = SamplingParams(**given, seed=3)
+    copy = copied(params)
     assert copy == params
-    assert copy.stop is not params.stop and copy.logit_bias is not params.logit_bias
+    mutable = [name for name, value in vars(params).items() if isinstance(value, (list, dict, StructuredOutputsParams))]
+    assert set(mutable) == set(given)  # a new field of this kind belongs in the test
+    assert all(getattr(copy, name) is not getattr(params, name) for name in mutable)
+    assert copy.structured_outputs.json is not params.structured_outputs.json  # type: ignore[union-attr]
+
+
+def test_what_was_changed_after_it_was_checked_is_checked_again() -> None:
+    params = SamplingParams()
+    params.temperature = -1.0
+    with pytest.raises(ValueError, match=r"temperature=-1\.0 is out of range"):
+        params.for_completion(0)
 
 
 def test_completions_get_different_seeds() -> None:

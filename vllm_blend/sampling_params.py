@@ -6,7 +6,7 @@ import copy
 import enum
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -205,16 +205,15 @@ class SamplingParams:
 
         Raises ValueError if one of these methods fails.
         """
-        try:
-            known = {id(own): own.clone() if hasattr(own, "clone") else own for own in self.logits_processors or ()}
-        except Exception as error:
-            raise ValueError(f"logits_processors: clone() raised {type(error).__name__}: {error}") from error
-        return copy.deepcopy(self, known)
+        given = self.logits_processors or ()
+        return copy.deepcopy(self, dict(zip(map(id, given), _clones(given), strict=True)))
 
     def for_completion(self, index: int) -> SamplingParams:
-        """Return the settings of completion `index` of `n`: n=1, and a seed of its own if there is one."""
+        """Return the settings of completion `index` of `n`: n=1, and a seed of its own if there is one. They are
+        checked again, as callers may have changed a field, and share nothing that callers can change."""
         seed = self.seed if self.seed is None or index == 0 else (self.seed + index) % 2**63
-        return replace(self.clone(), n=1, seed=seed)
+        form = copy.deepcopy(self.structured_outputs)  # of the other fields, checking makes new lists and dicts
+        return replace(self, n=1, seed=seed, logits_processors=_clones(self.logits_processors), structured_outputs=form)
 
     def bind(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[tuple[int, ...]]:
         """Check what depends on the vocabulary, before any work starts; return the token sequences of `bad_words`.
@@ -249,6 +248,15 @@ class SamplingParams:
                     raise ValueError(f"bad_words: {word!r} has no tokens in the vocabulary of {vocab_size}: remove it")
                 sequences[sequence] = None
         return list(sequences)
+
+
+def _clones(processors: Sequence[Any] | None) -> list[Any]:
+    """Return logits processors for one request: those that have a `clone()` method as clones. Raises ValueError if one
+    of these methods fails."""
+    try:
+        return [own.clone() if hasattr(own, "clone") else own for own in processors or ()]
+    except Exception as error:
+        raise ValueError(f"logits_processors: clone() raised {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)

@@ -77,11 +77,13 @@ class RequestBuilder:
         parsed, params = self.planner.arrange(new.parsed), new.params  # reads no prompt that is refused anyway
         blends = self.planner.blends(parsed)
         retention = self._retention_key(parsed, blends)
-        check_one_thread(self.hooks, threads)
-        check_hooks_are_off(self.hooks, self.config.tensor_parallel_size)
-        plan = self._plan_from_hooks(parsed) if not blends and self.hooks.get("check") else None
+        hooks = self.hooks
+        collects = bool(hooks.get("collect"))
+        check_one_thread(hooks, threads)
+        check_hooks_are_off(hooks, self.config.tensor_parallel_size)
+        plan = self._plan_from_hooks(parsed) if not blends and hooks.get("check") else None
         if blends or plan is not None:
-            check_nothing_needs_every_token(params, collects=bool(self.hooks.get("collect")))
+            check_nothing_needs_every_token(params, collects)
         metrics = RequestMetrics(arrival_time=time.time() if new.arrival_time is None else new.arrival_time)
         requests, token_ids = [], list(parsed.token_ids)  # which all completions share
         for index in range(params.n):
@@ -93,7 +95,7 @@ class RequestBuilder:
                 own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
             )
             request.detokenizer = Detokenizer(self.tokenizer, own, token_ids)
-            if self.hooks.get("collect") and index == 0:
+            if collects and index == 0:
                 request.collect_from = 0
             requests.append(request)
         ends, advances = new.on_end, new.on_advance
