@@ -257,8 +257,9 @@ class Batch(Work):
 class Rag(Work):
     """Prompts of one prefix, some passages of a pool in any order, and a question; the unit is a request.
 
-    The first sample is preceded by prompts that hold every passage of the pool, so that what an engine can store is
-    stored, unless `cold` asks for a new pool in each sample. Many prompts draw the pool's first passages most often.
+    The first sample is preceded by prompts that hold every passage of the pool, so that what an engine can keep of them
+    is kept (their KV, and the words by which a rule ranks them), unless `cold` asks for a new pool in each sample. Many
+    prompts draw the pool's first passages most often.
     """
 
     def sample(self, engine: Any) -> float:
@@ -277,7 +278,7 @@ class Rag(Work):
             for at in range(0, len(pool), size):
                 passages = pool[at : at + size]
                 asked = [prefix, *passages, self.ids(rng, work["question"])]
-                self.run(engine, [asked], [1], [[1.0] * len(passages)])
+                self.run(engine, [asked], [1], [list(map(float, range(len(passages))))])
         prompts, scores = [], []
         for _ in range(work["requests"]):
             passages = zipf(rng, pool, size) if work["requests"] > 1 else rng.sample(pool, size)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_blend.blend.controller import LoadingController
 from vllm_blend.blend.plan import BlendPlan, Segment, make_plan
 from vllm_blend.blend.relevance.passages import PromptPassages
 from vllm_blend.blend.relevance.words import PassageWords, WordIndex
-from vllm_blend.blend.selectors import make_selector
+from vllm_blend.blend.selectors import Selector, make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.config import BlendConfig
 from vllm_blend.inputs import ParsedPrompt, reorder_chunks
 from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.keys import context_id
+from vllm_blend.kv_store.keys import ChunkId, context_id
 from vllm_blend.kv_store.tiers import DISK, MEMORY
 
 
@@ -86,8 +86,7 @@ class BlendPlanner:
     def plan(self, parsed: ParsedPrompt, segments: Sequence[Segment] = ()) -> BlendPlan:
         """Return the plan that a prompt asks for, which reuses `segments`. Raises ValueError if that cannot be."""
         check_ratio("blend_recompute_ratio", parsed.blend_recompute_ratio)
-        name = self.config.selector if parsed.blend_selector is None else parsed.blend_selector
-        selector = make_selector(name)
+        selector = self._selector(parsed)
         ratio, ratios = parsed.blend_recompute_ratio, None
         if ratio is None and parsed.blend_selector is None:  # the engine's ratios are meant for its own selector
             ratio, ratios = self.config.recompute_ratio, self.config.recompute_ratios
@@ -101,6 +100,21 @@ class BlendPlanner:
             ratios,
             self.num_layers,
         )
+
+    def read_ahead(self, chunks: Iterable[ChunkId], parsed: ParsedPrompt | None = None) -> None:
+        """Read the words of chunks, so that prompts need not wait for that, if the rule of `parsed` (None: the
+        engine's own) ranks passages by them. A prompt in a free order has been ranked already."""
+        if (parsed is not None and parsed.order == "free") or not self._selector(parsed).chooses_passages:
+            return
+        try:
+            for chunk in chunks:
+                self.words.learn(chunk.key, chunk.token_ids)
+        except Exception:  # of a user's own tokenizer: it raises again when a prompt is ranked, and fails only that
+            return
+
+    def _selector(self, parsed: ParsedPrompt | None) -> Selector:
+        given = None if parsed is None else parsed.blend_selector
+        return make_selector(self.config.selector if given is None else given)
 
     def _passages(self, parsed: ParsedPrompt, keys: Mapping[int, str]) -> PromptPassages:
         """Return the passages of a prompt. Their words are kept under the `keys` of its pieces by where they begin, and

@@ -109,12 +109,12 @@ class LLMEngine:
         self.controller = make_controller(config.blend, worker)
         self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)
         self.pages = PageManager(self.blocks)
-        self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
+        words = WordIndex(self.tokenizer)
+        self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages, words.forget)
         blend = config.blend
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
         # Keys of an FP8 chunk are rounded once more in their pages.
         rounds = config.chunk_store.format != "auto" or worker.shape.dtype is E4M3
-        words = WordIndex(self.tokenizer)
         self.planner = BlendPlanner(
             blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words
         )
@@ -427,6 +427,7 @@ class LLMEngine:
         self.check_one_rank("load_chunk")
         check_chunk(self.fingerprint, chunk, kv)
         self.chunk_store.put(chunk.key, kv.copy().with_content(chunk))  # the caller may go on to change the tensors
+        self.planner.read_ahead([chunk])
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has anything to do, or to hand over."""

@@ -166,6 +166,16 @@ class WordIndex:
             words.append(own)
         return words, self.question(token_ids[slice(*question)])
 
+    def learn(self, key: str, token_ids: Sequence[int]) -> None:
+        """Read the words of a passage that prompts will have, unless they are known."""
+        if key not in self._known:
+            self._remember(key, token_ids)
+
+    def forget(self, key: str) -> None:
+        """Drop which words a passage has, if that is known. The words keep their numbers: others may have them too."""
+        words = self._known.pop(key, None)
+        self._num_bytes -= words.num_bytes if words else 0
+
     def _remember(self, key: str, token_ids: Sequence[int]) -> PassageWords:
         words = self._known[key] = self.read(token_ids)
         self._num_bytes += words.num_bytes
