@@ -1,0 +1,59 @@
+"""What became of the time of a call on a GPU, counted from its kernels."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.gpu_timeline import KINDS, Kernel, account, kind_of, row
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_an_account_by_hand() -> None:
+    kernels = [
+        Kernel("nvjet_tst_128x64", 2.0, 5.0),
+        Kernel("void prefill_wgmma_kernel<128>", 4.0, 6.0),  # at the same time as the product, in part
+        Kernel("Memcpy HtoD (Pinned -> Device)", 8.0, 8.5),
+    ]
+    found = account(kernels, 10.0)
+    assert (found.first, found.busy, found.idle, found.last, found.num_kernels) == (2.0, 4.5, 2.0, 1.5, 3)
+    assert found.kinds == dict.fromkeys([kind for kind, _ in KINDS], 0.0) | {
+        "products": 3.0,
+        "attention": 2.0,
+        "placing": 0.5,
+    }
+    assert row("it", [9.0], [found]).startswith("| it | 9.00 | 10.00 | 2.00 | 4.50 | 2.00 | 1.50 | 3 | 2.00 | 3.00 |")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=20),
+    st.integers(0, 20),
+)
+def test_all_of_the_time_is_accounted_for(lengths: list[tuple[int, int]], more: int) -> None:
+    kernels = [Kernel("kernel", float(start), float(start + length)) for start, length in lengths]
+    wall = max(kernel.stop for kernel in kernels) + more
+    found = account(kernels, wall)
+    assert found.first + found.busy + found.idle + found.last == wall
+    covered = {at for start, length in lengths for at in range(start, start + length)}
+    assert found.busy == len(covered)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
+        ("void vllm_blend::rms_norm_kernel<__nv_bfloat16>", "norms, RoPE and SwiGLU"),
+        ("decode_plan_kernel", "attention"),
+        ("place_chunk_kernel", "placing"),
+        ("at::native::index_elementwise_kernel", "others"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_a_call_without_kernels_is_an_error() -> None:
+    with pytest.raises(ValueError, match="ran no kernel"):
+        account([], 1.0)
