@@ -131,7 +131,7 @@ def works(llm: LLM, calls: int) -> Iterator[tuple[str, list[list[Any]], int]]:
         if rule == WHOLE_BUDGET:
             asked["relevance"] = scores
         yield f"one prompt of 8 passages, {rule}, {ratio:.0%}", [[asked]] * calls, 1
-    for rule, ratio in (("none", 0.0), (WHOLE_BUDGET, 0.08), (WHOLE_BUDGET, 0.15)):
+    for rule, ratio in (("none", 0.0), (WHOLE_BUDGET, 0.08), (WHOLE_BUDGET, 0.15), ("question_attention", 0.15)):
         batches = make_prompts(llm.get_tokenizer(), calls, 64, rule, ratio)
         yield f"64 such prompts at once, {rule}, {ratio:.0%}, 32 tokens out", batches, 32
     for batch, context in ((1, 4096), (32, 4096)):
