@@ -123,14 +123,16 @@ def gpu() -> Profile:
     rag = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
     small = {"max_model_len": 4096, "max_num_seqs": 256}
     uncached = {"enable_prefix_caching": False}
+    blending = {"enable_blending": True, "blend_chunk_cache_gib": 12}
     kvc = {"enable_kvc": True, "target_compression_rate": 1 / 8}
     groups = (
         Group("7b", "mistral-7b", COMMON_GPU | dense),
         Group("7b-fp8-kv", "mistral-7b", COMMON_GPU | fp8),
         Group("0.6b", "qwen3-0.6b", COMMON_GPU | small | uncached),
         Group("rag-uncached", "mistral-7b", COMMON_GPU | rag | uncached),
-        Group("rag", "mistral-7b", COMMON_GPU | rag, {"enable_blending": True, "blend_chunk_cache_gib": 12}),
-        Group("gap", "mistral-7b", COMMON_GPU | GAP_OPTIONS, {"enable_blending": True, "blend_chunk_cache_gib": 12}),
+        Group("rag", "mistral-7b", COMMON_GPU | rag, blending),
+        Group("gap", "mistral-7b", COMMON_GPU | GAP_OPTIONS, blending),
+        Group("gap-512", "mistral-7b", COMMON_GPU | GAP_OPTIONS | {"max_num_batched_tokens": 512}, blending),
         Group("long", "mistral-7b", COMMON_GPU | uncached | LONG_OPTIONS | {"num_gpu_blocks_override": POOL_BLOCKS}),
         Group("long-kvc", "mistral-7b", COMMON_GPU | uncached | LONG_OPTIONS, kvc | compressed_pool()),
     )
@@ -138,6 +140,7 @@ def gpu() -> Profile:
     many = Row("rag_many", "128 RAG prompts at once, 32 tokens out", "rag", "rag", "req/s", MANY_RAG)
     between = "99th percentile between two tokens of 32 requests while prompts of 31,808 arrive"
     gap = Row("gap", between, "gap", "gap", "ms", GAP)
+    gap_512 = Row("gap_512", f"{between}, steps of 512 tokens", "gap-512", "gap", "ms", GAP)
     long = Row("long", "128 requests of 6000 in, 256 out, on 24 GiB of KV", "long", "batch", "tok/s", LONG)
     mix = {"requests": 256, "tokens_in": [100, 1024], "tokens_out": [100, 1024], "temperature": 0.6}
     cold = MANY_RAG | {"cold": True}
@@ -161,6 +164,8 @@ def gpu() -> Profile:
         ),
         gap,
         *blends(gap, {name: RULES[name] for name in ("question_15", "relevant_15")}, "gap"),
+        gap_512,
+        *blends(gap_512, {"relevant_15": RULES["relevant_15"]}, "gap_512"),
         long,
         Row(
             "long_kvc_8x",
