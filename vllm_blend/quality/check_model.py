@@ -155,7 +155,13 @@ def check_model(args: argparse.Namespace, say: Any) -> int:
     check_counts(data, args.min_questions)
     if args.output is not None:
         check_place(args.output, "--output")
-    engine_args = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "max_model_len": args.max_model_len}
+    engine_args = {
+        "dtype": args.dtype,
+        "device": args.device,
+        "seed": args.seed,
+        "max_model_len": args.max_model_len,
+        "tensor_parallel_size": args.tensor_parallel_size,
+    }
     found: list[Difference] = []
 
     def check(session: Session, fitting: list[Questions]) -> None:
@@ -304,6 +310,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="tokens of the longest prompt with its answer (default: the model's)",
+    )
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the model, each on a device of its own (default: %(default)s)",
     )
     return parser
 

@@ -74,6 +74,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._probe.close()
+        self.engine.shutdown()  # ends other ranks, too, before the next engine needs their memory
         del self.engine, self._probe
         gc.collect()
         if torch.cuda.is_available():

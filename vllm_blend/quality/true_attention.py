@@ -18,8 +18,10 @@ def true_attention(session: Session, token_ids: list[int], num_suffix: int) -> t
     `QuestionAttention` sums it: [tokens] float32. The prompt is computed once for that, in one step; the session keeps
     what was found.
 
-    Raises RuntimeError if the engine cuts the prompt into several steps.
+    Raises RuntimeError if the engine cuts the prompt into several steps, and ValueError if ranks share the model, for
+    the attention of this rank's heads is not that of all.
     """
+    session.engine.check_one_rank("full prefill's attention")
     key = (num_suffix, *token_ids)
     if key in session.true_attention:
         return session.true_attention[key]
