@@ -60,6 +60,7 @@ class Answer:
     replica: str = ""
     tokens: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
+    stored: int = 0  # tokens of passages that were computed and stored
     error: str | None = None
     code: str | None = None
 
@@ -140,8 +141,9 @@ async def ask(
     tokens = usage.get("completion_tokens", 0)
     if error is None and tokens != args.max_tokens:
         error = f"the stream ended after {tokens} of {args.max_tokens} tokens"
-    tiers = (usage.get("prompt_tokens_details") or {}).get("tiers", {})
-    return Answer(passages, sent, first, replica, tokens, tiers, error, code)
+    details = usage.get("prompt_tokens_details") or {}
+    stored = details.get("stored_tokens", 0)
+    return Answer(passages, sent, first, replica, tokens, details.get("tiers", {}), stored, error, code)
 
 
 async def run_requests(
@@ -348,12 +350,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+def check_drawn(args: argparse.Namespace) -> None:
+    """Raise SystemExit for numbers of passages by which no request can be drawn."""
     if not 1 <= args.per_prompt <= args.topic <= args.passages:
         raise SystemExit(
             f"--per-prompt {args.per_prompt}, --topic {args.topic} and --passages {args.passages} must not fall"
         )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    check_drawn(args)
     try:
         import ray
         from ray import serve
