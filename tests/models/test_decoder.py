@@ -242,7 +242,7 @@ def test_rope_by_layer_type() -> None:
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, "must be a multiple of num_key_value_heads"),
-        ({"num_layers": 0, "layer_types": ()}, "num_layers = 0: it must be positive"),
+        ({"num_layers": 0, "layer_types": ()}, "num_hidden_layers = 0: it must be positive"),
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ("full_attention", "chunked")}, r"unknown layer_types \['chunked'\]"),
         ({"layer_types": ("full_attention", "sliding_attention")}, "no sliding_window"),

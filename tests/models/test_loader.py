@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -225,7 +226,7 @@ def test_damaged_config_json(tmp_path: Path, content: bytes, message: str) -> No
         ({"rope_parameters": {"rope_type": "nonesuch", "rope_theta": 1e4}}, "unknown RoPE type 'nonesuch'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "is quantized in a way that cannot be read"),
-        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: the first must be a multiple of the second"),
     ],
 )
 def test_configs_that_cannot_be_served(checkpoint: Path, changes: dict[str, Any], message: str) -> None:
@@ -291,6 +292,7 @@ def test_a_mistyped_path_fails_before_the_hub_is_tried_again(tmp_path: Path, mon
 
     def from_pretrained(model: str, **_: Any) -> Any:
         loaded.append(model)
+        return SimpleNamespace()
 
     monkeypatch.setattr("vllm_blend.models.loader.AutoConfig.from_pretrained", from_pretrained)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)

@@ -68,17 +68,17 @@ class DecoderSpec:
     ranks: Ranks = ONE_RANK  # which share the layers
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
+        for name, config_name in (
+            ("vocab_size", "vocab_size"),
+            ("hidden_size", "hidden_size"),
+            ("intermediate_size", "intermediate_size"),
+            ("num_layers", "num_hidden_layers"),
+            ("num_heads", "num_attention_heads"),
+            ("num_kv_heads", "num_key_value_heads"),
+            ("head_dim", "head_dim"),
         ):
             if getattr(self, name) <= 0:
-                raise ValueError(f"the model's config gives {name} = {getattr(self, name)}: it must be positive")
+                raise ValueError(f"the model's config gives {config_name} = {getattr(self, name)}: it must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "

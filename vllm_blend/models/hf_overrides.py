@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from vllm_blend.checks import closest
+from vllm_blend.models.config_sizes import check_config_sizes
 
 HfOverrides = dict[str, Any] | Callable[[PretrainedConfig], PretrainedConfig]
 _ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")  # names of transformers 4, part of rope_parameters now
@@ -20,7 +21,7 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
     """Return `config` changed by `overrides`: merged dict by dict, or what a function makes of it.
 
     Raises ValueError for a name that the config does not have, for values that transformers refuses, and for a function
-    that fails or returns something else.
+    that fails or returns something else. Sizes are checked afterwards (`check_config_sizes`).
     """
     if not isinstance(overrides, Mapping):
         return _called(config, overrides)
@@ -30,9 +31,12 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
             meant = closest(name, [*fields, *_OPTIONAL])
             hint = f": did you mean {meant!r}?" if meant else ""
             raise ValueError(f"hf_overrides: the model's config has no {name!r}{hint}")
+    merged: dict[str, Any] = {}
     try:
-        return type(config).from_dict(_merge(fields, _with_rope_parameters(fields, overrides)))
+        merged = _merge(fields, _with_rope_parameters(fields, overrides))
+        return type(config).from_dict(merged)
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
+        check_config_sizes(merged, f"the config with hf_overrides={overrides!r}")
         raise ValueError(f"hf_overrides={overrides!r} make no usable config: {error}") from error
 
 

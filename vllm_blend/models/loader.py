@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from vllm_blend.checks import closest
 from vllm_blend.distributed.ranks import ONE_RANK, Ranks
@@ -20,6 +20,7 @@ from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
 from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
+from vllm_blend.models.config_sizes import check_config_sizes
 from vllm_blend.models.decoder import DecoderForCausalLM
 from vllm_blend.models.gguf.config import gguf_config
 from vllm_blend.models.gguf.header import gguf_path, read_header
@@ -59,7 +60,8 @@ def load_hf_config(
     multimodal model, it is that of the text part.
 
     Raises FileNotFoundError if the directory or its config.json is missing or the Hub does not have it, ValueError if
-    config.json is damaged, or if it or the overrides describe something that transformers does not know.
+    config.json is damaged, if it or the overrides describe something that transformers does not know, and for the sizes
+    that `check_config_sizes` refuses.
     """
     gguf = gguf_path(model)
     with without_compiler():
@@ -67,7 +69,10 @@ def load_hf_config(
             config = gguf_config(read_header(gguf))
         else:
             config = text_config(_load_hf_config(model, revision, trust_remote_code))
-    return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+    if hf_overrides:
+        config = apply_hf_overrides(config, hf_overrides)
+    check_config_sizes(vars(config), f"the config of {model!r}")
+    return config
 
 
 def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -82,6 +87,8 @@ def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -
             f"no config for {model!r}: it is not a local directory and could not be fetched from the Hub ({error})"
         ) from error
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
+        fields, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+        check_config_sizes(fields, f"config.json of {model!r}")  # by some of which transformers has divided
         known = ", ".join(MODEL_REGISTRY.names())
         raise ValueError(
             f"config.json of {model!r} is not usable: {error}; supported architectures: {known}"
