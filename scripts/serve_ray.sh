@@ -26,7 +26,7 @@ if ! "$PYTHON" -c 'import ray.serve' 2>/dev/null; then
   exit 2
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"  # Ray's workers import the package, too
-if (($#)); then
-  exec "$PYTHON" -m ray.serve.scripts run vllm_blend.ray.app:build "$@"
+if ((!$#)); then
+  set -- "${CONFIG:-configs/ray_serve.yaml}"
 fi
-exec "$PYTHON" -m ray.serve.scripts run "${CONFIG:-configs/ray_serve.yaml}"
+exec "$PYTHON" -m vllm_blend.ray.command "$@"

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from tests.checkout import ROOT
+from vllm_blend.command_line import BAD_INPUT
 from vllm_blend.features.kv_events.config import KVEventsConfig
-from vllm_blend.ray import build_app, generate
+from vllm_blend.ray import build_app, command, generate
 from vllm_blend.ray.app import build, read_options
 from vllm_blend.ray.options import RayOptions
 
@@ -141,3 +142,44 @@ def test_the_page_has_every_option() -> None:
         for name in re.findall(r"`(\w+)`", line.split("|")[1])
     }
     assert {option.name for option in RayOptions.options()} == table
+
+
+def as_file(folder: Path, text: str) -> str:
+    path = folder / f"serve{len(text)}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+EXAMPLE = (ROOT / "configs" / "ray_serve.yaml").read_text().replace("inputs/demo-model-reuse", MODEL)
+UNKNOWN = "error: unknown option replica: did you mean replicas?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([f"model={MODEL}", "replica=2"], UNKNOWN),
+        ([EXAMPLE.replace("replicas:", "replica:")], UNKNOWN),
+        ([f"model={MODEL}", "max_model_len=4096"], "error: max_model_len=4096 is above the 1024 positions"),
+        (["applications: ["], "cannot be read as YAML: while parsing"),
+        (["app: 1"], "has no list of applications: see configs/ray_serve.yaml"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """Ray is not asked: for a file it would start a cluster first."""
+    given = arguments if "=" in arguments[0] else [as_file(tmp_path, arguments[0])]
+    assert command.main(given) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([str(tmp_path / "none.yaml")]) == BAD_INPUT
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_applications_are_those_of_this_package(tmp_path: Path) -> None:
+    assert command.applications([as_file(tmp_path, EXAMPLE)])[0]["replicas"] == 2
+    text = "applications: [{import_path: 'a:b', args: {replica: 2}}, {import_path: 'vllm_blend.ray.app:build'}]"
+    assert command.applications([as_file(tmp_path, text)]) == [{}]

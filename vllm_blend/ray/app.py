@@ -91,11 +91,10 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
     return AppConfig(engine, server, ray)
 
 
-def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
-    """Return the application, for `serve.run`; `build` is for YAML files and `serve run`. `options` are those of
-    `read_options`; `replicas` may be among them.
+def check_app(options: Mapping[str, Any], replicas: int | None = None) -> AppConfig:
+    """Return the options of `build_app` as it uses them, with the number of GPUs. It needs no Ray.
 
-    Raises ValueError or TypeError that names the option, and ImportError that says what to install.
+    Raises ValueError or TypeError that names the option.
     """
     given_options = dict(options)
     if replicas is not None:
@@ -110,15 +109,6 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
         hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         resolve_max_model_len(model, hf_config)
         check_ranks_fit(hf_config, engine_config.tensor_parallel_size)
-    try:
-        from vllm_blend.ray.deployments import make_application
-    except ModuleNotFoundError as error:
-        raise ImportError(f"Ray Serve needs {error.name}: run pip install 'vllm-blend[ray]'") from error
-    if config.ray.most_replicas > 1 and not (config.engine.chunk_store_path or config.engine.chunk_store_url):
-        logger.warning(
-            "%d replicas share no store: each encodes passages for itself; give chunk_store_path or chunk_store_url",
-            config.ray.most_replicas,
-        )
     gpus, size = config.ray.num_gpus, engine_config.tensor_parallel_size
     if gpus is None:
         gpus = float(size if resolve_device(config.engine.device).type == "cuda" else 0)
@@ -132,7 +122,26 @@ def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
         "num_cpus=0 with distributed_executor_backend='ray': Ray has no group in which nothing is reserved for the "
         "replica: give num_cpus=1",
     )
-    return make_application(config.engine, config.server, replace(config.ray, num_gpus=gpus))
+    return replace(config, ray=replace(config.ray, num_gpus=gpus))
+
+
+def build_app(options: Mapping[str, Any], replicas: int | None = None) -> Any:
+    """Return the application, for `serve.run`; `build` is for YAML files and `serve run`. `options` are those of
+    `read_options`; `replicas` may be among them.
+
+    Raises ValueError or TypeError that names the option, and ImportError that says what to install.
+    """
+    config = check_app(options, replicas)
+    try:
+        from vllm_blend.ray.deployments import make_application
+    except ModuleNotFoundError as error:
+        raise ImportError(f"Ray Serve needs {error.name}: run pip install 'vllm-blend[ray]'") from error
+    if config.ray.most_replicas > 1 and not (config.engine.chunk_store_path or config.engine.chunk_store_url):
+        logger.warning(
+            "%d replicas share no store: each encodes passages for itself; give chunk_store_path or chunk_store_url",
+            config.ray.most_replicas,
+        )
+    return make_application(config.engine, config.server, config.ray)
 
 
 def build(options: dict[str, Any]) -> Any:
