@@ -69,6 +69,24 @@ def replicas() -> list[str]:
     ]
 
 
+def autoscaling() -> list[str]:
+    found = json.loads((RESULTS / "ray_autoscaling.json").read_text(encoding="utf-8"))
+    loads, quiet, settings = found["loads"], found["quiet"], found["settings"]
+    assert not any(each["errors"] for each in (quiet, *loads))
+    assert not any(each["tokens_stored_by_new_engine"] for each in loads)
+    assert quiet["running_on_it"] == quiet["finished_on_it"] == 1
+    assert settings["upscale_delay"] == settings["downscale_delay"] == 2
+    (start, first), (again, later) = ((each["seconds_to_decision"], each["seconds_to_new_engine"]) for each in loads)
+    total = sum(each["streams"] for each in (quiet, *loads))
+    return [
+        f"{settings['rate']:g} streams began every second",
+        f"a second engine {start} s after the load began, and it got its first stream after {first} s. When the load "
+        f"had gone and come again, these were {again} and {later} s.",
+        f"began to end an engine after {quiet['seconds_to_decision']} s, in the middle of a long stream, and the "
+        f"engine was gone after {quiet['seconds_to_end']} s. All {total} streams were answered to their end",
+    ]
+
+
 def eviction() -> list[str]:
     rows = table("kvc_quality.md", "data set", "metric", "allocation")
     quarter = {r[0]: r[5].lstrip("-") for r in rows if r[1] == "kv_compress" and r[3] == "0.25"}
@@ -145,7 +163,7 @@ CLAIMS = {
     "docs/quickstart.md": quickstart,
     "docs/speculative_decoding.md": speculation,
     "docs/selection.md": ranking,
-    "docs/ray.md": replicas,
+    "docs/ray.md": lambda: replicas() + autoscaling(),
     "docs/kv_compress.md": eviction,
     "docs/cascade.md": cascade,
     "docs/chunk_api.md": compositions,

@@ -11,6 +11,7 @@ from benchmarks import (
     bad_bodies,
     cpu_kernels,
     early_steps,
+    ray_autoscaling,
     ray_routing,
     routing_sim,
     step_graphs_gpu,
@@ -72,6 +73,14 @@ def test_simulations_and_replicas_give_their_pages() -> None:
     assert text_of("ray_routing.md").strip() == ray_routing.render(replicas).strip()
     args = ray_routing.make_parser().parse_args(replicas["command"].split()[3:])
     assert {name: getattr(args, name) for name in replicas["settings"]} == replicas["settings"]
+
+
+def test_a_run_of_autoscaling_gives_its_page() -> None:
+    found = load("ray_autoscaling.json")
+    assert ray_autoscaling.is_good(found)
+    assert text_of("ray_autoscaling.md").strip() == ray_autoscaling.render(found).strip()
+    args = ray_autoscaling.make_parser().parse_args(found["command"].split()[3:])
+    assert {name: getattr(args, name) for name in found["settings"]} == found["settings"]
 
 
 def test_samples_give_the_tables_of_servers() -> None:
