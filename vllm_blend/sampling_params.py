@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.checks import is_number, is_whole
 from vllm_blend.logits_process import check_processors
+from vllm_blend.sampling_checks import (
+    check_integer,
+    check_number,
+    flat_logprobs_by_default,
+    max_n,
+    parse_logit_bias,
+    parse_num_logprobs,
+    parse_strings,
+    parse_token_ids,
+)
 from vllm_blend.structured_outputs import StructuredOutputsParams, parse_structured_outputs
 from vllm_blend.unsupported import accept_defaults
 from vllm_blend.unsupported.sampling_params import UNSUPPORTED_SAMPLING_PARAMS
@@ -35,7 +42,6 @@ _SWITCHES = (
     "flat_logprobs",
 )
 MAX_PENALTY = 1e30  # a logit times or divided by more may leave the range of 32 bits
-MAX_BIAS = 1e38
 GREEDY_TEMPERATURE = 1e-5  # below this, the most likely token is taken instead of drawing one
 
 
@@ -138,39 +144,39 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
-        _integer("n", self.n, 1)
+        check_integer("n", self.n, 1)
         if self.n > max_n():
             raise ValueError(
                 f"n={self.n} is more completions than one request may have: use at most {max_n()}, or raise "
                 "VLLM_MAX_N_SEQUENCES"
             )
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
-        _number("temperature", self.temperature, 0.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)
+        check_number("temperature", self.temperature, 0.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_integer("top_k", self.top_k, -1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed == -1:
             self.seed = None
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63))
+            check_integer("seed", self.seed, -(2**63))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower one or raise the other"
             )
-        self.logprobs = _num_logprobs("logprobs", self.logprobs)
-        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
-        self.stop = [self.stop] if isinstance(self.stop, str) else _strings("stop", self.stop)
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
-        self.bad_words = _strings("bad_words", self.bad_words)
-        self.logit_bias = _logit_bias(self.logit_bias)
+        self.logprobs = parse_num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = parse_num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.stop = [self.stop] if isinstance(self.stop, str) else parse_strings("stop", self.stop)
+        self.stop_token_ids = parse_token_ids("stop_token_ids", self.stop_token_ids)
+        self.bad_words = parse_strings("bad_words", self.bad_words)
+        self.logit_bias = parse_logit_bias(self.logit_bias)
         self.logits_processors = check_processors(self.logits_processors)
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = parse_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ValueError(
                     "allowed_token_ids is empty, so no token could be generated: list some, or leave it None"
@@ -265,93 +271,3 @@ def _encode_word(tokenizer: PreTrainedTokenizerBase, _: int, word: str) -> tuple
     makes a tokenizer that has learnt some another one: requests of one call name the same words again and again."""
     bare = word.lstrip()
     return tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare))
-
-
-def max_n() -> int:
-    """Return how many completions a request may ask for, as the environment variable of vLLM says."""
-    given = os.environ.get("VLLM_MAX_N_SEQUENCES", "16384")
-    if not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise ValueError(f"VLLM_MAX_N_SEQUENCES={given!r} must be a positive integer")
-    return int(given)
-
-
-def flat_logprobs_by_default() -> bool:
-    """Return what the environment variable of vLLM says."""
-    given = os.environ.get("VLLM_FLAT_LOGPROBS", "0")
-    if given not in ("0", "1"):
-        raise ValueError(f"VLLM_FLAT_LOGPROBS={given!r} must be 0 or 1")
-    return given == "1"
-
-
-def _number(field: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    if not is_number(value):
-        raise TypeError(f"{field}={value!r} must be a number, not {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        number = math.inf
-    below = number <= low if open_low else number < low
-    if below or number > high or not math.isfinite(number):
-        span = f"above {low:g}" if open_low else f"of at least {low:g}"
-        raise ValueError(f"{field}={value!r} is out of range: use a finite number {span}{_at_most(high)}")
-
-
-def _integer(field: str, value: Any, low: int, high: int = 2**63 - 1) -> None:
-    if not is_whole(value):
-        raise TypeError(f"{field}={value!r} must be an integer, not {type(value).__name__}")
-    if not low <= int(value) <= high:
-        limit = f"of at least {low}" if int(value) < low else f"of at most {high}"
-        raise ValueError(f"{field}={value!r} is out of range: use an integer {limit}")
-
-
-def _at_most(high: float) -> str:
-    return "" if high == math.inf else f" and at most {high:g}"
-
-
-def _num_logprobs(field: str, value: Any) -> int | None:
-    if value is None or value is False:
-        return None
-    if value is True:  # the OpenAI API says logprobs=True
-        return 1
-    _integer(field, value, -1)
-    return int(value)
-
-
-def _strings(field: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{field}={value!r} must be a list of strings, not {type(value).__name__}")
-    items = list(value)
-    if not all(isinstance(item, str) for item in items):
-        raise TypeError(f"{field}={items!r} must hold strings only")
-    return items
-
-
-def _token_ids(field: str, value: Any) -> list[int]:
-    if value is None:
-        return []
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{field}={value!r} must be a list of token ids, not {type(value).__name__}")
-    ids = list(value)
-    if set(map(type, ids)) == {int} and min(ids) >= 0:
-        return ids  # what nearly every caller gives, in a twentieth of the time
-    for token in ids:
-        _integer(f"an entry of {field}", token, 0)
-    return [int(token) for token in ids]
-
-
-def _logit_bias(value: Any) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise TypeError(f"logit_bias={value!r} must be a dict of token id -> number, not {type(value).__name__}")
-    bias: dict[int, float] = {}
-    for key, amount in value.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # JSON keys are strings
-        if type(token) is not int or token < 0:
-            _integer("a key of logit_bias", token, 0)
-        if type(amount) not in (int, float) or not -MAX_BIAS <= amount <= MAX_BIAS:
-            _number(f"logit_bias[{token}]", amount, -MAX_BIAS, MAX_BIAS)
-        bias[int(token)] = float(amount)
-    return bias
