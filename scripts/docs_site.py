@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parents[1]
-ADDED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "notebooks/*.ipynb")
+ADDED = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "LICENSE",
+    "inputs/README.md",
+    "notebooks/*.ipynb",
+)
 RESULTS = ("benchmarks/results/*.md", "benchmarks/results/*.png", "benchmarks/results/*.json")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)([^)]*)\)")
 
@@ -25,16 +33,20 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the files outside docs/."""
     from mkdocs.structure.files import File  # the rest of this file is of use, and tested, without MkDocs
 
-    for pattern in (*ADDED, *RESULTS):
-        for path in sorted(ROOT.glob(pattern)):
-            source = path.relative_to(ROOT).as_posix()
-            if path.suffix in (".md", ".ipynb"):
-                text = path.read_text(encoding="utf-8")
-                text = notebook_page(text) if path.suffix == ".ipynb" else text
-                files.append(File.generated(config, site_path(source), content=fit_links(text, source)))
-            else:
-                files.append(File.generated(config, source, abs_src_path=str(path)))
+    for path in added_files():
+        source = path.relative_to(ROOT).as_posix()
+        if path.suffix in (".md", ".ipynb"):
+            text = path.read_text(encoding="utf-8")
+            text = notebook_page(text) if path.suffix == ".ipynb" else text
+            files.append(File.generated(config, site_path(source), content=fit_links(text, source)))
+        else:
+            files.append(File.generated(config, source, abs_src_path=str(path)))
     return files
+
+
+def added_files() -> list[Path]:
+    """Return the files outside docs/ that are part of the site."""
+    return [path for pattern in (*ADDED, *RESULTS) for path in sorted(ROOT.glob(pattern))]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import runpy
 from pathlib import Path
@@ -46,6 +47,24 @@ def test_links_fit_the_site() -> None:
     assert fit_links("[a](../README.md) [b](#x)", "docs/gpu.md") == "[a](index.md) [b](#x)"
     assert fit_links("[a](../docs/hooks.md) [b](02.ipynb)", "notebooks/01.ipynb") == "[a](../hooks.md) [b](02.md)"
     assert fit_links("[a](../../docs/selection.md)", "benchmarks/results/x.md") == "[a](../../selection.md)"
+
+
+def test_no_page_of_the_site_links_a_file_that_it_lacks() -> None:
+    shown = [*HOOK["added_files"](), *(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
+    sources = {path.relative_to(ROOT).as_posix() for path in shown}
+    assert {"README.md", "docs/gpu.md", "notebooks/01_quickstart.ipynb", "benchmarks/results/h200.md"} <= sources
+    dead = []
+    for source in sorted(name for name in sources if name.endswith((".md", ".ipynb"))):
+        for link, _ in HOOK["LINK"].findall((ROOT / source).read_text(encoding="utf-8")):
+            if posixpath.normpath(posixpath.join(posixpath.dirname(source), link)) not in sources:
+                dead.append((source, link))
+    assert dead == []
+
+
+def test_the_build_of_the_site_in_ci_may_fail() -> None:
+    """MkDocs counts warnings where they are logged: with --quiet there are none, and --strict finds nothing."""
+    [command] = re.findall(r"mkdocs build [^\n]*", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert "--strict" in command and not re.search(r"(?<!\S)(?:-q|--quiet)(?!\S)", command)
 
 
 def test_notebooks_are_shown_with_their_outputs() -> None:
