@@ -1,4 +1,4 @@
-"""Times and ratios in paragraphs of README and docs that link results: each figure stands in a file that they link."""
+"""Figures in paragraphs of README and docs that link results: each stands in a file that the paragraph links."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINK = re.compile(r"\]\((?:\.\./)?(benchmarks/results/[\w.]+\.(?:md|json))\)")
-FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(?: ms\b| times\b|x(?!\w))")
+LINK = re.compile(r"\]\((?:\.\./)?(benchmarks/results/[\w.]+\.(?:md|json))(?:#[\w-]+)?\)")
+# Times, ratios, shares in percent, and every number with digits after the point.
+FIGURE = re.compile(r"(?<![\w.,])(\d[\d,]*\.\d+(?![\w.]*\d)|\d[\d,]*(?=%| ms\b| times\b|x(?!\w)))")
+BLOCK, CODE = re.compile(r"```.*?```", re.DOTALL), re.compile(r"`[^`]*`")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
@@ -19,7 +21,7 @@ def unsupported(paragraph: str) -> list[str]:
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in LINK.findall(paragraph))
     numbers = [number.replace(",", "") for number in NUMBER.findall(text)]
     missing = []
-    for figure in (found.replace(",", "") for found in FIGURE.findall(paragraph)):
+    for figure in (found.replace(",", "") for found in FIGURE.findall(CODE.sub("", paragraph))):
         digits = len(figure.partition(".")[2])
         if not any(len(n.partition(".")[2]) >= digits and f"{float(n):.{digits}f}" == figure for n in numbers):
             missing.append(figure)
@@ -29,8 +31,8 @@ def unsupported(paragraph: str) -> list[str]:
 def linking_paragraphs() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        found += [(page.name, part) for part in text.split("\n\n") if LINK.search(part) and FIGURE.search(part)]
+        parts = BLOCK.sub("", page.read_text(encoding="utf-8")).split("\n\n")
+        found += [(page.name, part) for part in parts if LINK.search(part) and FIGURE.search(CODE.sub("", part))]
     return found
 
 
@@ -44,4 +46,5 @@ def test_figures_stand_in_the_linked_results(page: str, paragraph: str) -> None:
 
 
 def test_a_wrong_figure_is_found() -> None:
-    assert unsupported("22.9 times ([run](benchmarks/results/chunks_h200.md))") == ["22.9"]
+    for figure, found in (("22.9 times", "22.9"), ("0.57 of the time", "0.57"), ("99.7%", "99.7"), ("97%", "97")):
+        assert unsupported(f"{figure} ([run](benchmarks/results/chunks_h200.md))") == [found]
