@@ -209,6 +209,13 @@ def f1(name: str, dataset: str, setting: str, ratio: float | None) -> str:
     return percent(sweep(name)[dataset, setting, ratio]["f1"])
 
 
+def right_in_full(name: str) -> list[int]:
+    """Return how many questions of musique and wikimqa full prefill answers in a sweep over all of them."""
+    found = [sweep(name)[each, FULL, None] for each in ("musique_s", "wikimqa_s")]
+    assert [each["samples"] for each in found] == [150, 200]
+    return [round(each["samples"] * each["exact_match"]) for each in found]
+
+
 def quickstart() -> list[str]:
     methods = [
         (FULL, None, "full prefill"),
@@ -254,11 +261,38 @@ def finetune() -> list[str]:
         pairs = [[f1(name, each, setting, ratio) for name in ("quality", "quality_reuse_model")] for each in data]
         lines.append(f"| {' | '.join([label, *map(' / '.join, pairs)])} |")
     musique, wikimqa = (sweep("quality_reuse_model_all")[each, REUSE, 0.0] for each in data)
+    right, plain = (right_in_full(name) for name in ("quality_reuse_model_all", "quality_all"))
+    after_page = [f1("quality_reuse_model", each, f"{LOOK}, after page", 0.0) for each in data]
+    assert after_page == [f1("quality_reuse_model", each, REUSE, 0.0) for each in data]
     return [
         *lines,
+        f"{right[0]} of 150 answers right on musique and {right[1]} of 200 on wikimqa, where the plain model has "
+        f"{plain[0]} and {plain[1]}",
+        f"plain reuse has {after_page[0]} on musique and {after_page[1]} on wikimqa in both cases",
         f"{kept(musique)}% on musique (F1 {percent(musique['f1'])}, from {between(musique, 'f1')}, of "
         f"{f1('quality_reuse_model_all', 'musique_s', FULL, None)}) for {cost(musique)}%, all of it on wikimqa for "
-        f"{cost(wikimqa)}%.",
+        f"{cost(wikimqa)}% ",
+    ]
+
+
+def own_model() -> list[str]:
+    before, after = (f1(name, "musique_s", REUSE, 0.0) for name in ("quality_all", "quality_reuse_model_all"))
+    return [
+        f"F1 by plain reuse on musique from [{before}](../benchmarks/results/quality_all.md) to "
+        f"[{after}](../benchmarks/results/quality_reuse_model_all.md), "
+        f"{100 * sweep('quality_reuse_model_all')['musique_s', REUSE, 0.0]['kept']:.0f}% of full prefill's",
+    ]
+
+
+def reuse_model() -> list[str]:
+    ways, data = ((FULL, None), (REUSE, 0.0)), ("musique_s", "wikimqa_s")
+    pairs = [
+        [" / ".join(f1(name, each, setting, ratio) for setting, ratio in ways) for each in data]
+        for name in ("quality_reuse_model_all", "quality_all")
+    ]
+    return [
+        f"{pairs[0][0]} on the 150 questions of `musique_s.json`, {pairs[0][1]} on the 200 of `wikimqa_s.json`",
+        f"{pairs[1][0]} on the first and {pairs[1][1]} on the second",
     ]
 
 
@@ -267,6 +301,8 @@ CLAIMS = {
     "docs/selection.md": selection,
     "docs/quickstart.md": quickstart,
     "docs/finetune.md": finetune,
+    "docs/pipeline.md": own_model,
+    "inputs/demo-model-reuse/README.md": reuse_model,
 }
 
 
