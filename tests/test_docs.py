@@ -69,3 +69,17 @@ def test_alerts_name_metrics_and_labels_that_exist() -> None:
     assert len(names) >= 8 and [name for name in names if f"| `{name}` |" not in metrics] == []
     for label, values in re.findall(r'{(\w+)=~"([^"]+)"', expressions):
         assert [value for value in values.split("|") if f"`{value}`" not in labels[label]] == []
+
+
+def test_the_counts_of_vllms_own_tests_add_up() -> None:
+    text = (ROOT / "docs" / "vllm_tests.md").read_text(encoding="utf-8")
+    rows = [
+        (name, int(passed), int(count))
+        for name, passed, count in re.findall(r"(?m)^\| `(.*?)\| (\d+) of (\d+) \|", text)
+    ]
+    assert len(rows) > 10 and all(passed <= count for _, passed, count in rows)
+    folders = [row for row in rows if row[0].startswith(("entrypoints/llm/", "samplers/"))]
+    (passed, count), (first, of_first) = (
+        (sum(row[1] for row in part), sum(row[2] for row in part)) for part in (rows, folders)
+    )
+    assert f"{passed} of {count} pass ({first} of the {of_first} in the first two folders)" in text
