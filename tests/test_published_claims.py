@@ -151,6 +151,24 @@ def selection_rows() -> list[str]:
     return lines
 
 
+def unnamed_pages() -> list[str]:
+    """Return the rows about prompts that do not name pages, and the ones beside them that do."""
+    rules = [
+        (FULL, None, "full prefill"),
+        (REUSE, 0.0, "plain reuse"),
+        (LOOK, 0.15, f"`{LOOK}`"),
+        (RULE, 0.15, f"`{RULE}`"),
+        (f"{LOOK}, after page", 0.15, f"`{LOOK}`, pages named"),
+        (f"{RULE}, after page", 0.15, f"`{RULE}`, pages named"),
+    ]
+    lines = []
+    for setting, ratio, label in rules:
+        found = [sweep("quality_all")[each, setting, ratio] for each in ("musique_s", "wikimqa_s")]
+        cells = (f"{percent(each['f1'])} ({between(each, 'f1')})" for each in found)
+        lines.append(f"| {' | '.join([label, *cells])} |")
+    return lines
+
+
 def selection() -> list[str]:
     large = {where: row(where, RULE, 0.155) for where in (LONG, LONG_40, CONTINUED, CONTINUED_40, THIRD, THIRD_40)}
     small = [row(where, RULE, 0.07) for where in large]
@@ -178,6 +196,7 @@ def selection() -> list[str]:
     first, second, third = (f"{kept(each)}% ({between(each, 'kept')})" for each in wide)
     return [
         *selection_rows(),
+        *unnamed_pages(),
         f"{first} of *long* with 20 passages and {second} with 40, {third} and {kept(large[CONTINUED_40])}% of "
         f"*continued*, {kept(large[THIRD])} and {kept(large[THIRD_40])}% of *third*; at 7%: "
         f"{', '.join(map(kept, small[:-1]))} and {kept(small[-1])}%.",

@@ -112,6 +112,7 @@ LEVERS = [
     ),
     _encoded("bos", "Prompt Cache (Gim et al., MLSys 2024), section 3.4: no instruction before a chunk"),
     _encoded("page", "after the passages that it continues on its page", with_pages),
+    _encoded("page", "the same, and the rule sees which passages are a page", with_pages, RELEVANT_PASSAGES),
     _encoded("neighbour", "after the passage before it in the prompt"),
     _encoded("given", "FusionRAG's enrichment: after the passage that BM25 finds nearest", nearest_passage),
     _encoded("ordinal", "after as many filler passages as will stand before it"),
