@@ -152,20 +152,19 @@ def selection_rows() -> list[str]:
 
 
 def unnamed_pages() -> list[str]:
-    """Return the rows about prompts that do not name pages, and the ones beside them that do."""
-    rules = [
-        (FULL, None, "full prefill"),
-        (REUSE, 0.0, "plain reuse"),
-        (LOOK, 0.15, f"`{LOOK}`"),
-        (RULE, 0.15, f"`{RULE}`"),
-        (f"{LOOK}, after page", 0.15, f"`{LOOK}`, pages named"),
-        (f"{RULE}, after page", 0.15, f"`{RULE}`, pages named"),
-    ]
+    """Return the rows about prompts that do not name pages, and those of prompts that do."""
+    rules = [(FULL, "full prefill"), (REUSE, "plain reuse"), (LOOK, f"`{LOOK}`"), (RULE, f"`{RULE}`")]
     lines = []
-    for setting, ratio, label in rules:
-        found = [sweep("quality_all")[each, setting, ratio] for each in ("musique_s", "wikimqa_s")]
-        cells = (f"{percent(each['f1'])} ({between(each, 'f1')})" for each in found)
-        lines.append(f"| {' | '.join([label, *cells])} |")
+    for named in (False, True):
+        for setting, label in rules[2 * named :]:
+            ratio = {FULL: None, REUSE: 0.0}.get(setting, 0.155)
+            where = "held_out_development_named" if named else "held_out_development_unnamed"
+            cells = [f"{families} families, plain{'' if named else ', without pages'}" for families in (2, 4)]
+            found = [exact(row((where, cell), setting, ratio)) for cell in cells]
+            name = f"{setting}, after page" if named else setting
+            asked = [sweep("quality_all")[each, name, ratio and 0.15] for each in ("musique_s", "wikimqa_s")]
+            found += [percent(each["f1"]) for each in asked]
+            lines.append(f"| {' | '.join([label + ', pages named' * named, *found])} |")
     return lines
 
 

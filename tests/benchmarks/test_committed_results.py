@@ -35,6 +35,7 @@ HELD_OUT = {
         ["development_long_4", "development_long_8", "development_long_wild", "development_third"],
         None,
     ),
+    "held_out_development_unnamed": (["development_unnamed", "development_named"], "question_attention@0.155"),
     "held_out_test": (["test_long", "test_long_wild", "test_third", "test_continued"], "question_attention@0.13"),
     "held_out_test_long_reuse": (["test_long_reuse"], None),
 }
