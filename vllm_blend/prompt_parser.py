@@ -208,7 +208,9 @@ def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
     return tuple(checked)
 
 
-def _check_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
+def parse_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
+    """Return, for each chunk, the number of an earlier one that it continues on its page, or None; () for None. Raises
+    TypeError or ValueError for anything but that."""
     if given is None:
         return ()
     if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
@@ -258,7 +260,7 @@ def parse_context(
             raise ValueError(f"encode_after must be a list with text or token ids for each of the {len(bounds)} chunks")
         for index, given in enumerate(encode_after):
             before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
-    checked = _check_continues(continues, len(bounds))
+    checked = parse_continues(continues, len(bounds))
     salt = parse_salt(cache_salt)
     return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before), salt=salt)
 

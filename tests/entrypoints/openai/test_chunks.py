@@ -62,6 +62,22 @@ def test_a_stored_passage_is_reused_however_a_prompt_has_it(server: TestServer) 
     assert answer.json()["usage"]["prompt_tokens_details"]["stored_tokens"] == 0
 
 
+def test_a_document_that_continues_another_is_stored_behind_it(server: TestServer) -> None:
+    """So its KV is another one than that of the same text alone, and is found again wherever the page stands."""
+    texts, salt = [PASSAGE.format(year) for year in (1861, 1862, 1863)], "pages"
+    pages: list[Any] = [texts[0], {"text": texts[1], "continues": 0}, texts[2]]
+    assert ask(server, QUESTION, salt, documents=texts)["stored_tokens"] > 0
+    first = ask(server, QUESTION, salt, documents=pages)
+    assert 0 < first["stored_tokens"] < first["reused_tokens"]
+    moved: list[Any] = [texts[2], texts[0], {"text": texts[1], "continues": 1}]
+    assert ask(server, QUESTION, salt, documents=moved)["stored_tokens"] == 0
+    answer = server.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "a"}], "documents": ["b", {"text": "c", "continues": 1}]},
+    )
+    assert answer.status_code == 400 and "documents[1].continues is 1" in answer.json()["error"]["message"]
+
+
 def test_the_second_time_and_what_each_mode_does(server: TestServer) -> None:
     """A plain string in another order than before; documents off, reused and blended."""
     texts, salt = [PASSAGE.format(year) for year in (1801, 1802, 1803)], "modes"

@@ -16,10 +16,13 @@ PASSAGES = ["First passage.", "Second passage."]
 
 
 def test_the_four_ways() -> None:
-    """Each has both passages as chunks; the plain string once they have been seen."""
+    """Each has both passages as chunks; the plain string once they have been seen. Documents may continue a page."""
     blocks = re.findall(r"(?m)(?:^ {7}.*\n)+", (ROOT / "docs/passages.md").read_text(encoding="utf-8"))
     requests: list[dict[str, Any]] = [json.loads(block) for block in blocks]
-    assert len(requests) == 4
+    assert len(requests) == 5
+    [page] = [request for request in requests if "continues" in str(request)]
+    requests.remove(page)
+    assert chat(PassageFinder(), page["messages"], CHATML_LIKE, page["documents"]).continues == (None, 0)
     finder = PassageFinder(min_characters=8)
     for request in requests:
         prompt: ParsedPrompt

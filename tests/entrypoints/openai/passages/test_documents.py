@@ -9,7 +9,7 @@ import pytest
 
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.chunks.test_chat_prompt import LISTS, parts
-from tests.entrypoints.openai.passages.prompts import PASSAGES, chat, chunk_texts
+from tests.entrypoints.openai.passages.prompts import FINDER, PASSAGES, chat, chunk_texts
 from vllm_blend.entrypoints.openai.passages import PassageFinder, parse_documents
 from vllm_blend.entrypoints.openai.passages.stored import StoredPassage
 
@@ -98,6 +98,33 @@ def test_documents_beside_text_parts_and_scores_for_those() -> None:
         chat(PassageFinder(), messages, LISTS, relevance=[1, 2, 3])
 
 
+@pytest.mark.parametrize("template", [CHATML_LIKE, LLAMA3_LIKE, LISTS])
+def test_documents_that_continue_a_page(template: str) -> None:
+    """Also if other chunks stand before them. `blend.continues` says the same, of text parts too."""
+    pages: list[Any] = [{"text": PASSAGES[0]}, PASSAGES[1], {"text": PASSAGES[2], "continues": 0}]
+    earlier = [{"role": "user", "content": f"{PASSAGES[3]}\n\nWho?"}, {"role": "assistant", "content": "The dog."}]
+    finder, messages = PassageFinder(**FINDER), [SYSTEM, *earlier, QUESTION]
+    for _ in range(3):
+        prompt = chat(finder, messages, template, pages)
+    assert len(chunk_texts(prompt)) == 4 and prompt.continues == (None, None, None, 1)
+    plain: list[Any] = [{"text": PASSAGES[0]}, *PASSAGES[1:3]]
+    assert chat(finder, messages, template, plain, continues=[None, None, 0]) == prompt
+    assert chat(finder, messages, template, plain).continues == ()
+    unsaid = chat(finder, messages, template, pages, continues=[None] * 3)
+    assert unsaid.continues == (None,) * len(unsaid.chunk_bounds)
+    assert chat(PassageFinder(), [QUESTION], READS.replace("KEY", "text"), pages).continues == (None, None, 0)
+
+
+def test_text_parts_that_continue_a_page() -> None:
+    turns = [parts(PASSAGES[0], PASSAGES[1], "Read."), QUESTION]
+    prompt = chat(PassageFinder(), turns, LISTS, [PASSAGES[2]], continues=[None, None, 1, None])
+    assert [text.strip() for text in chunk_texts(prompt)] == [PASSAGES[0], PASSAGES[1], "Read.", PASSAGES[2]]
+    assert prompt.continues == (None, 0, None, None)
+    message = r"blend.continues\[1\] is 0, but that passage stands behind it in the prompt"
+    with pytest.raises(ValueError, match=message):
+        chat(PassageFinder(), turns, LISTS, [PASSAGES[2]], continues=[None, 0, None, None])
+
+
 def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
     """Documents are in it all the same."""
     upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}:"
@@ -117,6 +144,10 @@ def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
         ([{"text": "a", "title": 7}], r"documents\[0\].title is a int"),
         ([{"text": "a", "score": "high"}], r"documents\[0\].score is 'high': give a number"),
         ([{"text": "a", "score": float("nan")}], r"documents\[0\].score is nan: scores must be finite"),
+        ([{"text": "a", "continues": 0}], r"documents\[0\].continues is 0: .* none stands before this one"),
+        (["a", {"text": "a", "continues": 1}], r"documents\[1\].continues is 1: give the number .* from 0 to 0"),
+        (["a", {"data": {"text": "a", "continues": "0"}}], r"documents\[1\].continues is '0': give the number"),
+        (["a", {"text": "a", "continues": True}], r"documents\[1\].continues is True: give the number"),
         ([{"text": "a\ud800"}], r"documents\[0\].text holds half of a surrogate pair"),
         (
             [{"text": "a", "titel": "T"}],

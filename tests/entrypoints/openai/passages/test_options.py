@@ -39,13 +39,17 @@ def test_fields_from_either_place() -> None:
         ({"relevance": [1]}, "blend.relevance has 1 scores for 2 chunks"),
         ({"relevance": [1, "a"]}, r"blend.relevance\[1\] is 'a'"),
         ({"relevance": 7}, "blend.relevance must be a list"),
+        ({"continues": [None]}, "blend.continues has 1 entries for 2 chunks"),
+        ({"continues": [None, 1]}, r"blend.continues\[1\] is 1: name a chunk that stands before chunk 1"),
+        ({"continues": [None, "a"]}, r"blend.continues\[1\] is 'a'"),
+        ({"continues": 7}, "blend.continues must be a list"),
     ],
 )
 def test_errors_name_the_field(fields: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        completion_with = parse_blend(fields)
-        completion(PassageFinder(), CHUNKED, relevance=completion_with.relevance)
-    if isinstance(fields, dict) and "relevance" not in fields:
+        given = parse_blend(fields)
+        completion(PassageFinder(), CHUNKED, relevance=given.relevance, continues=given.continues)
+    if isinstance(fields, dict) and not fields.keys() & {"relevance", "continues"}:
         with pytest.raises((ValueError, TypeError), match=message.replace("blend.", "vllm_xargs.blend.")):
             parse_blend(None, {"blend": fields})
 
@@ -60,8 +64,17 @@ def test_what_the_modes_set() -> None:
     assert completion(finder, CHUNKED, mode="off").chunk_bounds == ()
     reuse = completion(finder, CHUNKED, mode="reuse")
     assert (reuse.blend_selector, len(reuse.chunk_bounds)) == ("none", 2)
-    blend = completion(finder, CHUNKED, ratio=0.3, selector="auto", relevance=[0.5, None], order="free")
+    given: dict[str, Any] = {
+        "selector": "auto",
+        "relevance": [0.5, None],
+        "continues": [None, 0],
+        "order": "free",
+    }
+    blend = completion(finder, CHUNKED, ratio=0.3, **given)
     assert (blend.blend_selector, blend.blend_recompute_ratio, blend.order) == ("auto", 0.3, "free")
+    assert blend.continues == (None, 0)
+    with pytest.raises(ValueError, match=r"blend\.continues and prompt\.continues are both given"):
+        completion(finder, CHUNKED | {"continues": [None, 0]}, continues=[None, 0])
     assert blend.relevance == ((0.5, -float("inf")),)
     assert completion(finder, CHUNKED, mode="off").token_ids == blend.token_ids
 
@@ -75,7 +88,8 @@ def test_what_a_server_without_blending_refuses() -> None:
 
 def test_what_a_prompt_without_named_passages_cannot_have() -> None:
     for fields, message in (
-        ({"relevance": [1]}, "blend.relevance has scores, but the request names no passages"),
+        ({"relevance": [1]}, "blend.relevance is given, but the request names no passages"),
+        ({"continues": [None]}, "blend.continues is given, but the request names no passages"),
         ({"order": "free"}, "blend.order='free' is for"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -25,9 +25,9 @@ from vllm_blend.chunks.messages import Message
 from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
 from vllm_blend.chunks.text_tokens import Span, tokenize
 from vllm_blend.entrypoints.openai.passages.document_places import are_rendered, render, show_documents
-from vllm_blend.entrypoints.openai.passages.documents import Document, scores_of
+from vllm_blend.entrypoints.openai.passages.documents import Document, continues_of, scores_of
 from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
-from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_scores
+from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_pages, parse_scores
 from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
@@ -70,13 +70,17 @@ def chat_prompt(
     if given is None and (given := scores_of(documents)):
         given = given + [None] * (len(prompt.named) - len(given))  # text parts have no scores
     scores = parse_scores(given, len(prompt.named), _NAMED)
+    earlier = blend.continues
+    if earlier is None and (earlier := continues_of(documents)):
+        earlier = earlier + [None] * (len(prompt.named) - len(earlier))  # text parts continue nothing
+    pages = parse_pages(earlier, len(prompt.named), _NAMED)
     tokenizer = template.tokenizer
     if is_far_too_long([text], tokenizer, max_model_len):
         return parse_prompt(text, tokenizer, vocab_size, max_model_len)  # which refuses it for its length
     digest = b"" if salt is None else salt_digest(salt)
     if not blends or blend.is_off:
         return ParsedPrompt(list(tokenizer.encode(text, add_special_tokens=False)), text, salt=digest)
-    parsed = prompt.with_chunks(finder, text, salt, scores)
+    parsed = prompt.with_chunks(finder, text, salt, scores, pages)
     texts = prompt.texts
     finder.see((texts[number][start:stop] for number, (start, stop) in prompt.named), salt)
     return replace(parsed, salt=digest, **blend.settings(parsed))
@@ -131,10 +135,16 @@ class _Conversation:
         return render(self.own, self.documents, texts)
 
     def with_chunks(
-        self, finder: PassageFinder, whole: str, salt: str | None, scores: tuple[tuple[float, ...], ...]
+        self,
+        finder: PassageFinder,
+        whole: str,
+        salt: str | None,
+        scores: tuple[tuple[float, ...], ...],
+        pages: tuple[int | None, ...],
     ) -> ParsedPrompt:
         """Return the prompt with its chunks, `whole` being its text. If the template changes the texts of passages, or
-        tokens do not say where they stand, it is a plain prompt."""
+        tokens do not say where they stand, it is a plain prompt. `scores` and `pages` (which passage each continues)
+        are of the named passages. Raises ValueError if one continues another that stands behind it."""
         tokens = tokenize(self.own.template.tokenizer, whole)
         slots = self._find_slots(whole, finder.detects) if tokens.have_offsets else None
         plain = ParsedPrompt(tokens.ids, whole, num_unfound_parts=len(self.named) if slots is None else 0)
@@ -161,6 +171,7 @@ class _Conversation:
             whole,
             tuple(bounds),
             relevance=tuple(tuple(-math.inf if n is None else signal[n] for n in numbers) for signal in scores),
+            continues=_chunks_continued(numbers, pages) if pages else (),
             question=None if asked is None else tokens.around(asked),
             prefix_length=tokens.count_before(begin, bounds[0][0]),
             retention=tuple(retention) if any(retention) else (),
@@ -183,6 +194,22 @@ class _Conversation:
             if slots is not None:
                 return slots
         return None if named else {}
+
+
+def _chunks_continued(passages: Sequence[int | None], pages: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Return the chunk that each chunk continues, or None: `passages` has the named passage that each is, if it is one,
+    and `pages` the one that each of those continues. Raises ValueError for one that stands behind it."""
+    place = {passage: chunk for chunk, passage in enumerate(passages)}
+    found: list[int | None] = []
+    for chunk, passage in enumerate(passages):
+        earlier = None if passage is None else pages[passage]
+        found.append(None if earlier is None else place.get(earlier))
+        if (found[-1] or 0) > chunk:
+            raise ValueError(
+                f"blend.continues[{passage}] is {earlier}, but that passage stands behind it in the prompt: a passage "
+                "continues an earlier one, or None"
+            )
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.chunks.text_tokens import tokenize
 from vllm_blend.entrypoints.openai.passages.finder import PassageFinder, TextSection
-from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_scores
+from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_pages, parse_scores
 from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
@@ -60,13 +60,20 @@ def _with_options(prompt: dict[str, Any], blend: BlendOptions) -> dict[str, Any]
             raise ValueError("blend.relevance and prompt.relevance are both given: give one of them")
         parse_scores(blend.relevance, num_chunks, _CHUNKS)
         prompt["relevance"] = blend.relevance
+    if blend.continues is not None:
+        if prompt.get("continues") is not None:
+            raise ValueError("blend.continues and prompt.continues are both given: give one of them")
+        parse_pages(blend.continues, num_chunks, _CHUNKS)
+        prompt["continues"] = blend.continues
     if blend.order == "free":
         prompt["order"] = blend.order
     return prompt
 
 
 def _check_nothing_needs_chunks(blend: BlendOptions) -> None:
-    parse_scores(blend.relevance, 0, 'the prompt as {"prefix", "chunks", "suffix"}')
+    needed = 'the prompt as {"prefix", "chunks", "suffix"}'
+    parse_scores(blend.relevance, 0, needed)
+    parse_pages(blend.continues, 0, needed)
     if blend.order == "free":
         raise ValueError(
             "blend.order='free' is for chunks that follow one another: give the prompt as "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.checks import closest, is_number
+from vllm_blend.checks import closest, is_number, is_whole
 from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
 
 _TEXT_KEYS = (
@@ -25,13 +25,15 @@ _READS_EVERY_KEY = ("items", "tojson")  # what a template has that shows all of 
 @dataclass(frozen=True)
 class Document:
     """A passage that a request brings along. `fields` are those that templates may show, the text among them as `key`;
-    `score` is what a retriever gave it (larger is more relevant)."""
+    `score` is what a retriever gave it (larger is more relevant), and `continues` the number of an earlier document,
+    which it continues on its page."""
 
     text: str
     title: str | None = None
     score: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     key: str = "text"
+    continues: int | None = None
 
     @property
     def shown(self) -> str:
@@ -48,8 +50,9 @@ def parse_documents(
     documents: Any, find_chunk: Callable[[str], StoredPassage] | None = None, template: str = ""
 ) -> list[Document]:
     """Return the documents of a request: objects with a `text` and perhaps a `title`, strings, or Cohere's
-    {"id", "data": {...}}; with a `score` if a retriever gave one. {"id": "chunk-..."} stands for the passage that
-    /v1/chunks gave this id; `find_chunk` returns it.
+    {"id", "data": {...}}; with a `score` if a retriever gave one, and with the number of an earlier document as
+    `continues` if it goes on with that one's page. {"id": "chunk-..."} stands for the passage that /v1/chunks gave this
+    id; `find_chunk` returns it.
 
     Other keys are the affair of the `template` (the text of the chat template), which may show any of them. One that it
     does not name, and that is nearly "title" or "score" in a document without that, is an error.
@@ -60,7 +63,7 @@ def parse_documents(
         return []
     if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Sequence):
         raise TypeError(f"documents is a {type(documents).__name__}: give a list of documents")
-    parsed = [_parse(each, f"documents[{index}]", find_chunk) for index, each in enumerate(documents)]
+    parsed = [_parse(each, index, find_chunk) for index, each in enumerate(documents)]
     if not any(mark in template for mark in _READS_EVERY_KEY):
         for index, document in enumerate(parsed):
             _check_keys(document, f"documents[{index}]", template)
@@ -73,7 +76,14 @@ def scores_of(documents: Sequence[Document]) -> list[float | None] | None:
     return None if all(score is None for score in scores) else scores
 
 
-def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | None) -> Document:
+def continues_of(documents: Sequence[Document]) -> list[int | None] | None:
+    """Return the document that each continues; None if none does."""
+    numbers = [document.continues for document in documents]
+    return None if all(number is None for number in numbers) else numbers
+
+
+def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | None) -> Document:
+    name = f"documents[{index}]"
     if isinstance(given, str):
         return Document(text := _check_text(given, name), fields={"text": text})
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
@@ -87,13 +97,14 @@ def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | N
     elif data is not None:
         fields["text"] = data
     score = _check_score(fields.pop("score", None), f"{name}.score")
+    continues = _check_continues(fields.pop("continues", None), index, f"{name}.continues")
     title = fields.get("title")
     if not isinstance(title, str | None):
         raise TypeError(f"{name}.title is a {type(title).__name__}: give a string")
     title = None if title is None else _check_surrogates(title.strip(), f"{name}.title") or None
     key = next((key for key in _TEXT_KEYS if fields.get(key) is not None), None)
     if key is not None:
-        return Document(_check_text(fields[key], f"{name}.{key}"), title, score, fields, key)
+        return Document(_check_text(fields[key], f"{name}.{key}"), title, score, fields, key, continues)
     chunk = fields.get("id")
     if isinstance(chunk, str) and chunk.startswith(ID_PREFIX):
         if find_chunk is None:
@@ -104,13 +115,13 @@ def _parse(given: Any, name: str, find_chunk: Callable[[str], StoredPassage] | N
             raise ValueError(f"{name}.id: {error}") from error
         title = title or found.title
         shown = {} if title is None else {"title": title}
-        return Document((found.text or "").strip(), title, score, {**fields, **shown})
+        return Document((found.text or "").strip(), title, score, {**fields, **shown}, continues=continues)
     shown = {each: value for each, value in fields.items() if each not in ("id", "doc_id", "title")}
     text = "\n".join(f"{each}: {value}" for each, value in shown.items() if isinstance(value, str | int | float))
     if not text:
         raise ValueError(f"{name} has no text: give {{'text': '...'}}, or the id of a passage of /v1/chunks")
     rest = {each: value for each, value in fields.items() if each not in shown}
-    return Document(_check_text(text, name), title, score, rest)
+    return Document(_check_text(text, name), title, score, rest, continues=continues)
 
 
 def _check_keys(document: Document, name: str, template: str) -> None:
@@ -143,6 +154,17 @@ def _check_surrogates(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} holds half of a surrogate pair, which is not a character: remove it") from error
     return text
+
+
+def _check_continues(number: Any, index: int, name: str) -> int | None:
+    if number is None:
+        return None
+    if not is_whole(number):
+        raise TypeError(f"{name} is {number!r}: give the number of an earlier document")
+    if not 0 <= number < index:
+        hint = f"from 0 to {index - 1}" if index else "and none stands before this one: leave it out"
+        raise ValueError(f"{name} is {number}: give the number of an earlier document, {hint}")
+    return int(number)
 
 
 def _check_score(score: Any, name: str) -> float | None:

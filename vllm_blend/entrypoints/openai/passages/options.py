@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio, closest, is_number
 from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.prompt_parser import parse_relevance
+from vllm_blend.prompt_parser import parse_continues, parse_relevance
 
 Mode = Literal["off", "reuse", "blend"]
 Order = Literal["given", "free"]
 
 _XARGS_PREFIX = "blend_"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class BlendOptions:
 
     With the mode "off" the prompt is computed as if it had none. "reuse" takes their stored KV as it is. "blend", the
     default, computes some of their tokens again: a share `ratio` that `selector` chooses, or what the engine is set to.
-    `relevance` has a score for each passage that the request names (larger is more relevant), or several lists of them.
+    `relevance` has a score for each passage that the request names (larger is more relevant), or several lists of them,
+    and `continues` the number of an earlier one that it continues on its page, or None.
     With the `order` "free", chunks of a completion may be put into another order.
     """
 
@@ -31,6 +33,7 @@ class BlendOptions:
     ratio: float | None = None
     selector: str | None = None
     relevance: Any = None
+    continues: Any = None
     order: Order = "given"
 
     @property
@@ -75,14 +78,25 @@ def parse_blend(blend: Any, vllm_xargs: Any = None) -> BlendOptions:
 def parse_scores(relevance: Any, num_passages: int, what: str) -> tuple[tuple[float, ...], ...]:
     """Return the scores of `blend.relevance` by signal, each with one for every passage. Raises TypeError or ValueError
     that names the field; `what` says which passages are meant."""
-    if relevance is None:
+    return _of_passages(parse_relevance, "relevance", relevance, num_passages, what)
+
+
+def parse_pages(continues: Any, num_passages: int, what: str) -> tuple[int | None, ...]:
+    """Return the passage that each continues by `blend.continues`, or None. Raises as `parse_scores` does."""
+    return _of_passages(parse_continues, "continues", continues, num_passages, what)
+
+
+def _of_passages(
+    parse: Callable[[Any, int], tuple[T, ...]], field: str, given: Any, num_passages: int, what: str
+) -> tuple[T, ...]:
+    if given is None:
         return ()
     if num_passages == 0:
         raise ValueError(
-            f"blend.relevance has scores, but the request names no passages: give {what}, or leave blend.relevance out"
+            f"blend.{field} is given, but the request names no passages: give {what}, or leave blend.{field} out"
         )
     try:
-        return parse_relevance(relevance, num_passages)
+        return parse(given, num_passages)
     except (TypeError, ValueError) as error:
         raise type(error)(f"blend.{error} (the passages are {what})") from error
 
@@ -114,7 +128,7 @@ def _checked(given: dict[str, Any], name: str) -> BlendOptions:
     if mode in ("off", "reuse") and (ratio is not None or selector is not None):
         asked = "ratio" if ratio is not None else "selector"
         raise ValueError(f"{name}.{asked} is for the mode 'blend', but {name}.mode={mode!r}: leave one of them out")
-    return BlendOptions(mode, ratio, selector, given.get("relevance"), order)
+    return BlendOptions(mode, ratio, selector, given.get("relevance"), given.get("continues"), order)
 
 
 def _as_object(value: Any, name: str) -> Mapping[str, Any]:

@@ -210,7 +210,7 @@ class SamplingFields(RequestModel):
     request_id: str | None = Field(None, max_length=128, pattern="^[A-Za-z0-9_.:/+=@-]+$")  # it is logged
     cache_salt: str | None = None
     vllm_xargs: Settings | None = Field(None, description='settings of this engine, e.g. {"blend": {...}}')
-    blend: Settings | None = Field(None, description="mode, ratio, selector, relevance, order")
+    blend: Settings | None = Field(None, description="mode, ratio, selector, relevance, continues, order")
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
