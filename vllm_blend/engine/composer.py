@@ -205,7 +205,9 @@ class ChunkComposer:
         for request in pending.requests:
             request.blocked = True
         absent = self._load_all(pending, missing)
-        self.planner.read_ahead([piece.id for piece in missing if piece is not pending.prefix], pending.parsed)
+        # One that is computed in place has no key, and its words are kept by its content.
+        stored = [piece.id for piece in missing if piece is not pending.prefix and not piece.in_place]
+        self.planner.read_ahead(stored, pending.parsed)
         pending.leave_out({piece.id.key for piece in absent})
         missing = pending.missing
         is_idle = not any(piece.id.key in self._loading or piece.id.key in self._encoding for piece in missing)
