@@ -1,4 +1,7 @@
-"""A second engine comes with the load on Ray Serve, and goes again without it; no stream notices."""
+"""A second engine comes with the load on Ray Serve, and goes again without it; no stream notices.
+
+`benchmarks.ray_autoscaling` has the load come again, too.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,7 @@ def test_engines_come_and_go_with_the_load(clients: Clients) -> None:
         clients.ask(passage, 1)
     [first] = {each.engine for each in clients.answers}
 
-    second = load_until_another_answers(clients, {first})
+    second = load_until_another_answers(clients, first)
     few = [passage for name in (first, second) for passage in clients.at_home(name)[: FEW // 2]]
     with clients.asking(few, max_tokens=300):
         wait_until(lambda: states() == {"RUNNING": 1, "STOPPING": 1}, every=0.1)
@@ -157,16 +160,15 @@ def test_engines_come_and_go_with_the_load(clients: Clients) -> None:
     running = {each.engine for each in clients.answers if each.began < ending < each.ended}
     assert running == {first, second}  # so also the one that Ray Serve was ending had a stream to finish
 
-    load_until_another_answers(clients, {first, second})
     assert {each.reason for each in clients.answers} == {"length"}
 
 
-def load_until_another_answers(clients: Clients, old: set[str]) -> str:
+def load_until_another_answers(clients: Clients, old: str) -> str:
     """Keep several streams running until an engine that is new is the home of some passages, as others are of others;
     return its name. It has computed no passage, as the store has all."""
 
     def new() -> list[Answer]:
-        return [each for each in clients.answers if each.engine not in old]
+        return [each for each in clients.answers if each.engine != old]
 
     def has_its_share() -> bool:
         share = len(clients.at_home(new()[0].engine)) if new() else 0
