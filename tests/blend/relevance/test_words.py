@@ -238,6 +238,18 @@ def test_long_words_begin_a_new_numbering() -> None:
     assert len(index._numbering) == 10 and len(index._known) == 10  # the last of four numberings
 
 
+def test_passages_that_are_read_ahead_begin_a_new_numbering() -> None:
+    """No prompt need come for that."""
+    tokenizer: Any = Pieces(*(f"{number}" + "_" * 10_000 for number in range(40)))
+    index = WordIndex(tokenizer, max_word_bytes=100_000)
+    for number in range(40):
+        index.learn(str(number), [number])
+        assert index._numbering.num_bytes < 100_000 + 11_000
+    read = list(index._known.values())
+    assert len(read) == 10 and {each.numbering is index._numbering for each in read} == {True}
+    assert index._num_bytes == sum(each.num_bytes for each in read)
+
+
 def test_another_tokenizer_reads_all_anew() -> None:
     first: Any = Pieces("no ", "yes. ", "so")
     second: Any = Pieces("tea. ", "milk", "sugar")

@@ -153,8 +153,7 @@ class WordIndex:
     ) -> tuple[list[PassageWords], list[str]]:
         """Return the words of a prompt's passages, and the different words of its question, each given by where it
         starts and stops. `keys` are those of the passages' chunks, so what a salt keeps apart is apart here too."""
-        if self._numbering.num_bytes > self._max_word_bytes:  # now, as all passages of a prompt need the same numbers
-            self.set_tokenizer(self._tokenizer)
+        self._bound_numbering()  # now, as all passages of a prompt need the same numbers
         find, move_to_end = self._known.get, self._known.move_to_end
         words = []
         for index, key in enumerate(keys):
@@ -169,7 +168,13 @@ class WordIndex:
     def learn(self, key: str, token_ids: Sequence[int]) -> None:
         """Read the words of a passage that prompts will have, unless they are known."""
         if key not in self._known:
+            self._bound_numbering()  # a server may store passages for days before a prompt comes
             self._remember(key, token_ids)
+
+    def _bound_numbering(self) -> None:
+        """Forget all words once they take too much memory."""
+        if self._numbering.num_bytes > self._max_word_bytes:
+            self.set_tokenizer(self._tokenizer)
 
     def forget(self, key: str) -> None:
         """Drop which words a passage has, if that is known. The words keep their numbers: others may have them too."""
