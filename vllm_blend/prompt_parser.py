@@ -213,7 +213,7 @@ def parse_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
     TypeError or ValueError for anything but that."""
     if given is None:
         return ()
-    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__iter__"):
         raise TypeError(f"continues must be a list with one chunk number or None per chunk, not {type(given).__name__}")
     checked = [None if e is None else _index(e, f"continues[{index}]") for index, e in enumerate(given)]
     if len(checked) != num_chunks:
@@ -229,9 +229,12 @@ def parse_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
 
 def _index(entry: Any, name: str) -> int:
     try:
-        return operator.index(entry)
+        number = operator.index(entry)
     except TypeError:
-        raise TypeError(f"{name} is {entry!r}: give the number of a chunk, an integer") from None
+        number = None
+    if number is None or isinstance(entry, bool):
+        raise TypeError(f"{name} is {entry!r}: give the number of a chunk, an integer")
+    return number
 
 
 def parse_context(

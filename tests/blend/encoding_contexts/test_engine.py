@@ -154,6 +154,8 @@ def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
         ([None, 1, None, None], ValueError, r"continues\[1\] is 1: name a chunk that stands before chunk 1"),
         ([None, -1, None, None], ValueError, r"continues\[1\] is -1"),
         ([None, "a", None, None], TypeError, r"continues\[1\] is 'a': give the number of a chunk"),
+        ([None, False, None, None], TypeError, r"continues\[1\] is False: give the number of a chunk"),
+        ({1: 0}, TypeError, "continues must be a list with one chunk number or None per chunk, not dict"),
     ],
 )
 def test_pages_that_cannot_be(continues: Any, error: type[Exception], message: str) -> None:

@@ -42,7 +42,9 @@ def test_fields_from_either_place() -> None:
         ({"continues": [None]}, "blend.continues has 1 entries for 2 chunks"),
         ({"continues": [None, 1]}, r"blend.continues\[1\] is 1: name a chunk that stands before chunk 1"),
         ({"continues": [None, "a"]}, r"blend.continues\[1\] is 'a'"),
+        ({"continues": [None, False]}, r"blend.continues\[1\] is False: give the number of a chunk"),
         ({"continues": 7}, "blend.continues must be a list"),
+        ({"continues": {"1": 0}}, "blend.continues must be a list .*, not dict"),
     ],
 )
 def test_errors_name_the_field(fields: Any, message: str) -> None:
