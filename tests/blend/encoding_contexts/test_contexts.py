@@ -12,6 +12,7 @@ from vllm_blend.blend.encoding_contexts import (
     check_encoding_context,
     make_encoding_context,
 )
+from vllm_blend.blend.encoding_contexts.base import MAX_PAGE_BEFORE, EncodingContext
 from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
 from vllm_blend.blend.encoding_contexts.filler import COUNT, Filler
 from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller, AfterFillerAndNeighbour, AfterFillerAndPage
@@ -42,6 +43,18 @@ def test_after_the_passages_of_the_same_page() -> None:
     expected = [PREFIX, (*PREFIX, 1, 1), PREFIX, (*PREFIX, 1, 1, 2, 2, 2)]
     assert [AfterPage().before(PIECES, i, ROOM) for i in range(4)] == expected
     assert AfterPage().before(ContextPieces(PREFIX, CHUNKS), 3, ROOM) == PREFIX
+
+
+@pytest.mark.parametrize("context", [AfterPage(), AfterFillerAndPage(FILLER)])
+def test_of_a_long_page_the_nearest_passages_stand_before_a_chunk(context: EncodingContext) -> None:
+    """So the work grows with the prompt's length, not with its square."""
+    count = 3 * MAX_PAGE_BEFORE
+    pieces = ContextPieces((), tuple((index,) for index in range(count)), (None, *range(count - 1)))
+    page = tuple(range(count))
+    for index in (0, 1, MAX_PAGE_BEFORE, MAX_PAGE_BEFORE + 1, count - 1):
+        expected = page[max(0, index - MAX_PAGE_BEFORE) : index]
+        assert context.before(pieces, index, ROOM)[-len(expected) or ROOM :] == expected
+    assert AfterPage().before(pieces, count - 1, ROOM) == page[-MAX_PAGE_BEFORE - 1 : -1]
 
 
 def test_after_what_is_given() -> None:

@@ -9,6 +9,8 @@ from itertools import chain
 from typing import ClassVar
 
 Tokens = tuple[int, ...]
+# A prompt of n passages on one page would otherwise have n * n / 2 of them encoded: others would wait for one client.
+MAX_PAGE_BEFORE = 128
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,10 @@ class ContextPieces:
     encode_after: tuple[Tokens, ...] = ()  # for each chunk, the text that the prompt has it encoded after
 
     def page_before(self, index: int) -> list[int]:
-        """Return the chunks that chunk `index` continues, in the order of their page."""
+        """Return the chunks that chunk `index` continues, in the order of their page: the nearest `MAX_PAGE_BEFORE`."""
         before: list[int] = []
         previous = self.continues[index] if self.continues else None
-        while previous is not None:
+        while previous is not None and len(before) < MAX_PAGE_BEFORE:
             before.append(previous)
             previous = self.continues[previous]
         return before[::-1]
