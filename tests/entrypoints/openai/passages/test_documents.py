@@ -125,6 +125,16 @@ def test_text_parts_that_continue_a_page() -> None:
         chat(PassageFinder(), turns, LISTS, [PASSAGES[2]], continues=[None, 0, None, None])
 
 
+def test_a_template_that_turns_documents_round_has_no_earlier_ones() -> None:
+    """The error names the field that says so."""
+    template = READS.replace("KEY", "text").replace("in documents or []", "in (documents or []) | reverse")
+    pages: list[Any] = [PASSAGES[0], {"text": PASSAGES[1], "continues": 0}]
+    with pytest.raises(ValueError, match=r"^documents\[1\].continues is 0, but that passage stands behind it"):
+        chat(PassageFinder(), [QUESTION], template, pages)
+    with pytest.raises(ValueError, match=r"^blend.continues\[1\] is 0, but that passage stands behind it"):
+        chat(PassageFinder(), [QUESTION], template, PASSAGES[:2], continues=[None, 0])
+
+
 def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
     """Documents are in it all the same."""
     upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}:"

@@ -70,9 +70,10 @@ def chat_prompt(
     if given is None and (given := scores_of(documents)):
         given = given + [None] * (len(prompt.named) - len(given))  # text parts have no scores
     scores = parse_scores(given, len(prompt.named), _NAMED)
-    earlier = blend.continues
+    earlier, source = blend.continues, "blend.continues[{}]"
     if earlier is None and (earlier := continues_of(documents)):
         earlier = earlier + [None] * (len(prompt.named) - len(earlier))  # text parts continue nothing
+        source = "documents[{}].continues"
     pages = parse_pages(earlier, len(prompt.named), _NAMED)
     tokenizer = template.tokenizer
     if is_far_too_long([text], tokenizer, max_model_len):
@@ -80,7 +81,7 @@ def chat_prompt(
     digest = b"" if salt is None else salt_digest(salt)
     if not blends or blend.is_off:
         return ParsedPrompt(list(tokenizer.encode(text, add_special_tokens=False)), text, salt=digest)
-    parsed = prompt.with_chunks(finder, text, salt, scores, pages)
+    parsed = prompt.with_chunks(finder, text, salt, scores, pages, source)
     texts = prompt.texts
     finder.see((texts[number][start:stop] for number, (start, stop) in prompt.named), salt)
     return replace(parsed, salt=digest, **blend.settings(parsed))
@@ -141,10 +142,12 @@ class _Conversation:
         salt: str | None,
         scores: tuple[tuple[float, ...], ...],
         pages: tuple[int | None, ...],
+        source: str,
     ) -> ParsedPrompt:
         """Return the prompt with its chunks, `whole` being its text. If the template changes the texts of passages, or
         tokens do not say where they stand, it is a plain prompt. `scores` and `pages` (which passage each continues)
-        are of the named passages. Raises ValueError if one continues another that stands behind it."""
+        are of the named passages; `source` is the field that `pages` come from, with {} for a number. Raises ValueError
+        if one continues another that stands behind it."""
         tokens = tokenize(self.own.template.tokenizer, whole)
         slots = self._find_slots(whole, finder.detects) if tokens.have_offsets else None
         plain = ParsedPrompt(tokens.ids, whole, num_unfound_parts=len(self.named) if slots is None else 0)
@@ -171,7 +174,7 @@ class _Conversation:
             whole,
             tuple(bounds),
             relevance=tuple(tuple(-math.inf if n is None else signal[n] for n in numbers) for signal in scores),
-            continues=_chunks_continued(numbers, pages) if pages else (),
+            continues=_chunks_continued(numbers, pages, source) if pages else (),
             question=None if asked is None else tokens.around(asked),
             prefix_length=tokens.count_before(begin, bounds[0][0]),
             retention=tuple(retention) if any(retention) else (),
@@ -196,9 +199,12 @@ class _Conversation:
         return None if named else {}
 
 
-def _chunks_continued(passages: Sequence[int | None], pages: Sequence[int | None]) -> tuple[int | None, ...]:
+def _chunks_continued(
+    passages: Sequence[int | None], pages: Sequence[int | None], source: str
+) -> tuple[int | None, ...]:
     """Return the chunk that each chunk continues, or None: `passages` has the named passage that each is, if it is one,
-    and `pages` the one that each of those continues. Raises ValueError for one that stands behind it."""
+    and `pages` the one that each of those continues, from the field `source`. Raises ValueError for one that stands
+    behind it."""
     place = {passage: chunk for chunk, passage in enumerate(passages)}
     found: list[int | None] = []
     for chunk, passage in enumerate(passages):
@@ -206,7 +212,7 @@ def _chunks_continued(passages: Sequence[int | None], pages: Sequence[int | None
         found.append(None if earlier is None else place.get(earlier))
         if (found[-1] or 0) > chunk:
             raise ValueError(
-                f"blend.continues[{passage}] is {earlier}, but that passage stands behind it in the prompt: a passage "
+                f"{source.format(passage)} is {earlier}, but that passage stands behind it in the prompt: a passage "
                 "continues an earlier one, or None"
             )
     return tuple(found)
