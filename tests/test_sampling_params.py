@@ -152,6 +152,37 @@ def test_what_was_changed_after_it_was_checked_is_checked_again() -> None:
         params.for_completion(0)
 
 
+class Counting:
+    """A logits processor with a state: how often it ran."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, ids: list[int], logits: Any) -> Any:
+        self.runs += 1
+        return logits
+
+    def clone(self) -> Counting:
+        return Counting()
+
+
+@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completion(0)])
+def test_a_processor_that_is_listed_twice_has_one_state_in_a_copy(
+    copied: Callable[[SamplingParams], SamplingParams],
+) -> None:
+    twice = Counting()
+    first, second = copied(SamplingParams(logits_processors=[twice, twice])).logits_processors or (None, None)
+    assert first is second is not twice and isinstance(first, Counting)
+
+
+@pytest.mark.parametrize("given", [Counting(), 5])
+def test_processors_that_became_no_list_are_named(given: Any) -> None:
+    params = SamplingParams()
+    params.logits_processors = given
+    with pytest.raises(TypeError, match=r"logits_processors=.* must be a list of functions"):
+        params.for_completion(0)
+
+
 def test_completions_get_different_seeds() -> None:
     params = SamplingParams(n=3, seed=2**63 - 2, temperature=0.7)
     several = [params.for_completion(index) for index in range(3)]

@@ -257,12 +257,14 @@ class SamplingParams:
 
 
 def _clones(processors: Sequence[Any] | None) -> list[Any]:
-    """Return logits processors for one request: those that have a `clone()` method as clones. Raises ValueError if one
-    of these methods fails."""
+    """Return logits processors for one request: those that have a `clone()` method as clones, one for each, as often as
+    it is listed. Raises ValueError if one of these methods fails, and TypeError as `check_processors` does."""
+    given = check_processors(processors)
     try:
-        return [own.clone() if hasattr(own, "clone") else own for own in processors or ()]
+        clones = {id(own): own.clone() if hasattr(own, "clone") else own for own in given}
     except Exception as error:
         raise ValueError(f"logits_processors: clone() raised {type(error).__name__}: {error}") from error
+    return [clones[id(own)] for own in given]
 
 
 @lru_cache(maxsize=4096)
