@@ -21,6 +21,15 @@ def max_n() -> int:
     return int(given)
 
 
+def check_n(n: Any) -> None:
+    """Raise for a number of completions that one request cannot have."""
+    check_integer("n", n, 1)
+    if n > max_n():
+        raise ValueError(
+            f"n={n} is more completions than one request may have: use at most {max_n()}, or raise VLLM_MAX_N_SEQUENCES"
+        )
+
+
 def flat_logprobs_by_default() -> bool:
     """Return what the environment variable of vLLM says."""
     given = os.environ.get("VLLM_FLAT_LOGPROBS", "0")

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from vllm_blend.logits_process import check_processors
 from vllm_blend.sampling_checks import (
     check_integer,
+    check_n,
     check_number,
     flat_logprobs_by_default,
-    max_n,
     parse_logit_bias,
     parse_num_logprobs,
     parse_strings,
@@ -144,12 +144,7 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
-        check_integer("n", self.n, 1)
-        if self.n > max_n():
-            raise ValueError(
-                f"n={self.n} is more completions than one request may have: use at most {max_n()}, or raise "
-                "VLLM_MAX_N_SEQUENCES"
-            )
+        check_n(self.n)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_number("repetition_penalty", self.repetition_penalty, 1 / MAX_PENALTY, MAX_PENALTY)

@@ -118,6 +118,22 @@ def test_n_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         SamplingParams(n=1)
 
 
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [
+        (0, ValueError, "n=0 is out of range"),
+        (2.0, TypeError, "n=2.0 must be an integer"),
+        (20_000, ValueError, "n=20000 is more completions than one request may have"),
+    ],
+)
+def test_n_is_looked_at_again_when_a_request_comes(n: Any, error: type[Exception], message: str) -> None:
+    """Parameters can be changed after they were checked."""
+    params = greedy(1)
+    params.n = n
+    with engine(TINY) as llm, pytest.raises(error, match=message):
+        llm.llm_engine.add_request("a", [5, 6], params)
+
+
 def test_a_request_that_joins_an_encoding_was_not_scheduled_before_it_came() -> None:
     prompt: Any = {"prefix": [3] * 40, "chunks": [[5] * 20], "suffix": [7]}
     with engine(TINY, enable_blending=True, blend_min_tokens=1, max_num_batched_tokens=16, max_num_seqs=4) as llm:

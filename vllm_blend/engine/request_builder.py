@@ -25,6 +25,7 @@ from vllm_blend.layers.sampling_state import SamplingState
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
+from vllm_blend.sampling_checks import check_n
 from vllm_blend.sampling_params import SamplingParams
 from vllm_blend.worker.worker import Worker
 
@@ -107,6 +108,7 @@ class RequestBuilder:
         vocab_size = self.worker.hf_config.vocab_size
         check_priority(new.priority, self.config.scheduler.policy)
         check_logprobs(params, self.config.model.max_logprobs, vocab_size)
+        check_n(params.n)  # its completions have n=1, so that their own checks do not see it
         bad_words = params.bind(self.tokenizer, vocab_size)
         check_length(parsed, self.max_model_len)
         check_chunk_settings(parsed, blends)
