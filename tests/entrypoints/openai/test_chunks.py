@@ -78,6 +78,30 @@ def test_a_document_that_continues_another_is_stored_behind_it(server: TestServe
     assert answer.status_code == 400 and "documents[1].continues is 1" in answer.json()["error"]["message"]
 
 
+def test_chunks_of_a_completion_continue_a_page_by_either_field(server: TestServer) -> None:
+    texts = [PASSAGE.format(year) for year in (1871, 1872)]
+    pieces: dict[str, Any] = {"prefix": "Read this.\n\n", "chunks": texts, "suffix": QUESTION}
+
+    def complete(prompt: dict[str, Any], **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "completion-pages", **fields}
+        return server.post("/v1/completions", json=body)
+
+    def stored(prompt: dict[str, Any], **fields: Any) -> int:
+        count: int = complete(prompt, **fields).json()["usage"]["prompt_tokens_details"]["stored_tokens"]
+        return count
+
+    alone = stored(pieces)
+    assert 0 < stored(pieces, blend={"continues": [None, 0]}) < alone
+    assert stored(pieces | {"continues": [None, 0]}) == 0
+    for prompt, fields, message in (
+        (pieces | {"continues": [None, 0]}, {"blend": {"continues": [None, 0]}}, "are both given"),
+        (pieces | {"continues": [None, 1]}, {}, "continues[1] is 1"),
+        (pieces | {"continues": [None, False]}, {}, "continues"),
+    ):
+        answer = complete(prompt, **fields)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
 def test_the_second_time_and_what_each_mode_does(server: TestServer) -> None:
     """A plain string in another order than before; documents off, reused and blended."""
     texts, salt = [PASSAGE.format(year) for year in (1801, 1802, 1803)], "modes"

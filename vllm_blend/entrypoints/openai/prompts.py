@@ -52,7 +52,8 @@ def check_num_tokens(num_tokens: int, engine: AsyncLLM) -> None:
 def _plain(prompt: CompletionPrompt) -> Any:
     """Return a prompt as the parser takes it."""
     if isinstance(prompt, ChunkedPromptBody):
-        return {"prefix": prompt.prefix, "chunks": prompt.chunks, "suffix": prompt.suffix}
+        pages = {} if prompt.continues is None else {"continues": prompt.continues}
+        return {"prefix": prompt.prefix, "chunks": prompt.chunks, "suffix": prompt.suffix, **pages}
     return prompt
 
 

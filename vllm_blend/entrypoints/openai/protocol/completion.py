@@ -26,6 +26,9 @@ class ChunkedPromptBody(RequestModel):
     prefix: str | WholeList = ""
     chunks: ListOf[str | WholeList]
     suffix: str | WholeList
+    continues: ListOf[Whole | None] | None = Field(
+        None, description="for each chunk the number of an earlier one that it continues on its page, or null"
+    )
 
 
 CompletionPrompt = str | WholeList | ChunkedPromptBody
