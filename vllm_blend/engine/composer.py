@@ -193,7 +193,12 @@ class ChunkComposer:
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))
-        return self._advance(pending)
+        started = self._advance(pending)
+        # One that is computed in place has no key, and its words are kept by its content.
+        stored = [piece.id for piece in pending.missing if piece is not pending.prefix and not piece.in_place]
+        if stored:
+            self.planner.read_ahead(stored, pending.parsed)
+        return started
 
     def _advance(self, pending: PendingBlend) -> list[Request]:
         """Finish a blend that has all its pieces. Otherwise load what may be below the memory, and return encodings to
@@ -205,9 +210,6 @@ class ChunkComposer:
         for request in pending.requests:
             request.blocked = True
         absent = self._load_all(pending, missing)
-        # One that is computed in place has no key, and its words are kept by its content.
-        stored = [piece.id for piece in missing if piece is not pending.prefix and not piece.in_place]
-        self.planner.read_ahead(stored, pending.parsed)
         pending.leave_out({piece.id.key for piece in absent})
         missing = pending.missing
         is_idle = not any(piece.id.key in self._loading or piece.id.key in self._encoding for piece in missing)
