@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -35,7 +33,21 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.ray_routing import READ_SECONDS, Answer, Workload, ask, check_drawn, make_workload
+from benchmarks.ray_requests import (
+    OPTIONS,
+    READ_SECONDS,
+    Answer,
+    Workload,
+    ask,
+    check_drawn,
+    check_ray,
+    command_of,
+    make_workload,
+    opening,
+    serving,
+    settings_of,
+    write_report,
+)
 from benchmarks.run import describe, installed
 
 ENGINE = "vllm-blend-engine"
@@ -115,18 +127,10 @@ def start(args: argparse.Namespace, store: str) -> None:
 
     from vllm_blend.ray import build_app
 
-    options = {
+    options = OPTIONS | {
         "model": args.model,
-        "num_cpus": 0.5,
-        "ingress_cpus": 0.5,
-        "max_num_seqs": 8,
-        "num_gpu_blocks_override": 512,
-        "enable_prefix_caching": False,
         "chunk_store_path": store,
-        "chunk_store_gib": 4.0,
         "shutdown_timeout": args.shutdown_timeout,
-        "disable_access_log": True,
-        "uvicorn_log_level": "warning",
         "max_replicas": 2,
         "target_requests": args.target_requests,
         "upscale_delay": args.upscale_delay,
@@ -260,11 +264,10 @@ def median(seconds: Iterable[float | None]) -> float:
 
 def make_report(run: Run, command: str, about: dict[str, Any]) -> dict[str, Any]:
     begin = run.begun["store"]
-    settings = {name: value for name, value in vars(run.args).items() if name not in ("output", "port")}
     return {
         "command": command,
         "about": about,
-        "settings": settings,
+        "settings": settings_of(run.args),
         "loads": [loaded(run, phase) for phase in ("load", "load again")],
         "quiet": unloaded(run),
         "phases": {phase: round(time - begin, 1) for phase, time in run.begun.items()},
@@ -286,7 +289,7 @@ def is_good(report: dict[str, Any]) -> bool:
 
 def render(report: dict[str, Any]) -> str:
     about, quiet = report["about"], report["quiet"]
-    settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
+    load = f"{about['load']} before and {about['load_after']} after"
     head = (
         "| phase | streams | failed | seconds until Ray Serve started an engine | until a stream was sent to it | "
         "streams that it answered | tokens that it read from the store's disk | passages' tokens that it computed | "
@@ -302,13 +305,7 @@ def render(report: dict[str, Any]) -> str:
     failed = sorted({error for each in (quiet, *report["loads"]) for error in each["errors"]})
     return "\n".join(
         [
-            "# A second engine comes and goes on Ray Serve",
-            "",
-            f"`{report['command']}`, {about['date']}, commit {about['commit'][:12]}, {about['processor']}, "
-            f"{about['cores']} cores, ray {about['ray']}, load {about['load']} before and {about['load_after']} after.",
-            "",
-            f"Settings: {settings}.",
-            "",
+            *opening("A second engine comes and goes on Ray Serve", report, load),
             head,
             "|" + "---|" * (head.count("|") - 1),
             *rows,
@@ -353,29 +350,16 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     check_drawn(args)
-    try:
-        import ray
-        from ray import serve
-    except ModuleNotFoundError as error:
-        raise SystemExit("this needs Ray: pip install 'vllm-blend[ray]'") from error
+    check_ray()
     workload = make_workload(args)
     about = describe("cpu") | {"ray": installed("ray")}
-    ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"port": args.port})
-        with tempfile.TemporaryDirectory() as folder:
-            start(args, folder)
-            run = asyncio.run(play(args, workload))
-            serve.shutdown()
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with serving(args.port) as serve, tempfile.TemporaryDirectory() as folder:
+        start(args, folder)
+        run = asyncio.run(play(args, workload))
+        serve.shutdown()  # before the folder is removed
     about["load_after"] = [round(each, 1) for each in os.getloadavg()]
-    command = shlex.join(["python", "-m", "benchmarks.ray_autoscaling", *(sys.argv[1:] if argv is None else argv)])
-    report = make_report(run, command, about)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    args.output.with_suffix(".md").write_text(render(report), encoding="utf-8")
+    report = make_report(run, command_of("benchmarks.ray_autoscaling", argv), about)
+    write_report(args.output, report, render(report))
     print(render(report))
     return int(not is_good(report))
 

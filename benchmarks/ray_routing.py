@@ -17,133 +17,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import aiohttp
 import numpy as np
-from transformers import AutoTokenizer
 
-from benchmarks.ranking import make_passages
+from benchmarks.ray_requests import (
+    OPTIONS,
+    READ_SECONDS,
+    Answer,
+    Workload,
+    ask,
+    check_drawn,
+    check_ray,
+    command_of,
+    make_workload,
+    opening,
+    serving,
+    settings_of,
+    write_report,
+)
 from benchmarks.run import describe, installed
-from benchmarks.serving_requests import PREFIX, error_code, events
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.quality.splits import DEVELOPMENT
 
-REPLICA = "x-vllm-blend-replica"
 PROCESS = "ray::ServeReplica:default:vllm-blend-engine"
 KV_BYTES_PER_TOKEN = 12288  # of the demo model in float32
-READ_SECONDS = 600.0  # without a byte of an answer, until a request counts as failed
 NEW_ANSWERS = 20  # by the new replica, when a run with a kill may end
 KILL_TIMES = 6  # times --requests, when it ends in any case
 CLEAN = ("engine_unavailable", "shutting_down")  # codes of errors that say what happened
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of one request. `passages` are its passages' numbers, times are seconds."""
-
-    passages: tuple[int, ...]
-    sent: float
-    first: float | None = None
-    replica: str = ""
-    tokens: int = 0
-    tiers: dict[str, int] = field(default_factory=dict)
-    stored: int = 0  # tokens of passages that were computed and stored
-    error: str | None = None
-    code: str | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The requests of a run: the same for every routing."""
-
-    args: argparse.Namespace
-    prefix: list[int]
-    passages: list[list[int]]
-    questions: list[list[int]]
-
-    def drawn(self, kind: str, number: int) -> list[tuple[int, ...]]:
-        """Return the passages of so many requests."""
-        rng = np.random.default_rng([self.args.seed, number])
-        size = self.args.topic if kind == "topics" else 1
-        count = len(self.passages) // size
-        weights = np.arange(1, count + 1, dtype=float) ** -self.args.zipf
-        weights /= weights.sum()
-        found = []
-        for _ in range(number):
-            if kind == "topics":
-                topic = int(rng.choice(count, p=weights))
-                chosen = topic * size + rng.choice(size, self.args.per_prompt, replace=False)
-            else:
-                chosen = rng.choice(count, self.args.per_prompt, replace=False, p=weights)
-            found.append(tuple(map(int, chosen)))
-        return found
-
-    def prompt(self, passages: Sequence[int], rng: Random) -> dict[str, Any]:
-        chunks = [self.passages[number] for number in passages]
-        return {"prefix": self.prefix, "chunks": chunks, "suffix": rng.choice(self.questions)}
-
-
-def make_workload(args: argparse.Namespace) -> Workload:
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    passages, _ = make_passages(tokenizer, DEVELOPMENT.random(args.seed), args.passages, args.passage_tokens)
-    questions = [
-        tokenizer.encode(f"Question: what is known of number {number}?\nAnswer:", add_special_tokens=False)
-        for number in range(1000)
-    ]
-    return Workload(args, tokenizer.encode(PREFIX), passages, questions)
-
-
-async def ask(
-    client: aiohttp.ClientSession, args: argparse.Namespace, prompt: Any, passages: tuple[int, ...]
-) -> Answer:
-    """Send one request and read its stream to the end."""
-    body = {
-        "model": args.model,
-        "prompt": prompt,
-        "max_tokens": args.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    begun, sent = time.perf_counter(), time.monotonic()
-    first: float | None = None
-    usage: dict[str, Any] = {}
-    replica = ""
-    error = code = None
-    try:
-        async with client.post("/v1/completions", json=body) as response:
-            replica = response.headers.get(REPLICA, "")
-            if response.status != 200:
-                text = await response.text()
-                error, code = f"{response.status}: {text[:200]}", error_code(text)
-            async for event in events(response):
-                if "error" in event:
-                    error, code = json.dumps(event["error"])[:200], event["error"]["code"]
-                if event.get("choices"):
-                    first = time.perf_counter() - begun if first is None else first
-                usage = event.get("usage") or usage
-    except (aiohttp.ClientError, TimeoutError) as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    tokens = usage.get("completion_tokens", 0)
-    if error is None and tokens != args.max_tokens:
-        error = f"the stream ended after {tokens} of {args.max_tokens} tokens"
-    details = usage.get("prompt_tokens_details") or {}
-    stored = details.get("stored_tokens", 0)
-    return Answer(passages, sent, first, replica, tokens, details.get("tiers", {}), stored, error, code)
 
 
 async def run_requests(
@@ -179,19 +90,11 @@ def start(args: argparse.Namespace, routing: str, store: str, corpus_bytes: int)
 
     from vllm_blend.ray import build_app
 
-    options = {
+    options = OPTIONS | {
         "model": args.model,
         "routing": routing,
-        "num_cpus": 0.5,
-        "ingress_cpus": 0.5,
-        "max_num_seqs": 8,
-        "num_gpu_blocks_override": 512,
-        "enable_prefix_caching": False,
         "blend_chunk_cache_gib": args.memory_share * corpus_bytes / 2**30,
         "chunk_store_path": store,
-        "chunk_store_gib": 4.0,
-        "disable_access_log": True,
-        "uvicorn_log_level": "warning",
         "shutdown_timeout": 10.0,
     }
     serve.run(build_app(options, replicas=2))
@@ -301,17 +204,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def render(report: dict[str, Any]) -> str:
-    about, kill, store = report["about"], report["kill"], report["store"]
-    settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
+    kill, store = report["kill"], report["store"]
     return "\n".join(
         [
-            "# Two replicas on Ray Serve",
-            "",
-            f"`{report['command']}`, {about['date']}, commit {about['commit'][:12]}, {about['processor']}, "
-            f"{about['cores']} cores, ray {about['ray']}, load {about['load']}.",
-            "",
-            f"Settings: {settings}.",
-            "",
+            *opening("Two replicas on Ray Serve", report, str(report["about"]["load"])),
             HEAD,
             *(line(row) for row in report["rows"]),
             "",
@@ -350,59 +246,38 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_drawn(args: argparse.Namespace) -> None:
-    """Raise SystemExit for numbers of passages by which no request can be drawn."""
-    if not 1 <= args.per_prompt <= args.topic <= args.passages:
-        raise SystemExit(
-            f"--per-prompt {args.per_prompt}, --topic {args.topic} and --passages {args.passages} must not fall"
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     check_drawn(args)
-    try:
-        import ray
-        from ray import serve
-    except ModuleNotFoundError as error:
-        raise SystemExit("this needs Ray: pip install 'vllm-blend[ray]'") from error
+    check_ray()
     workload = make_workload(args)
     corpus = args.passages * args.passage_tokens * KV_BYTES_PER_TOKEN
     about = describe("cpu") | {"ray": installed("ray")}
-    ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
     rows: list[dict[str, Any]] = []
-    try:
-        serve.start(http_options={"port": args.port})
-        with tempfile.TemporaryDirectory() as folder:
-            for routing in ("round_robin", "affinity"):
-                start(args, routing, f"{folder}/{routing}", corpus)
-                for kind in ("independent", "topics"):
-                    drawn = workload.drawn(kind, args.requests)
-                    answers = asyncio.run(run_requests(args, workload, drawn, kind))
-                    rows.append(summary(kind, routing, answers, args))
-                    print(rows[-1], flush=True)
-            kill, before = survive_kill(args, workload)
-            print(kill, flush=True)
-            serve.shutdown()
-            used = {number for answer in before for number in answer.passages}
-            store = look_into_store(args, workload, f"{folder}/affinity", used)
-            print(store, flush=True)
-    finally:
+    with serving(args.port) as serve, tempfile.TemporaryDirectory() as folder:
+        for routing in ("round_robin", "affinity"):
+            start(args, routing, f"{folder}/{routing}", corpus)
+            for kind in ("independent", "topics"):
+                drawn = workload.drawn(kind, args.requests)
+                answers = asyncio.run(run_requests(args, workload, drawn, kind))
+                rows.append(summary(kind, routing, answers, args))
+                print(rows[-1], flush=True)
+        kill, before = survive_kill(args, workload)
+        print(kill, flush=True)
         serve.shutdown()
-        ray.shutdown()
-    settings = {name: value for name, value in vars(args).items() if name not in ("output", "port")}
+        used = {number for answer in before for number in answer.passages}
+        store = look_into_store(args, workload, f"{folder}/affinity", used)
+        print(store, flush=True)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.ray_routing", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command_of("benchmarks.ray_routing", argv),
         "about": about,
-        "settings": settings,
+        "settings": settings_of(args),
         "rows": sorted(rows, key=lambda row: row["workload"]),
         "kill": kill,
         "store": store,
         "answers_before_kill": [asdict(answer) for answer in before[-20:]],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    args.output.with_suffix(".md").write_text(render(report), encoding="utf-8")
+    write_report(args.output, report, render(report))
     print(HEAD, *(line(row) for row in report["rows"]), sep="\n")
     bad = kill["outcome"].get("other error", 0) + sum(len(row["errors"]) for row in rows)
     return int(bad > 0 or store["found"] < store["passages"] or kill["seconds_to_new_replica"] is None)

@@ -16,7 +16,8 @@ FOLDER = ROOT / "benchmarks"
 COMMANDS = sorted(
     path.stem
     for path in FOLDER.glob("*.py")
-    if path.stem not in ("__init__", "answers", "sample_picture", "samples", "server_watch", "serving_requests")
+    if path.stem
+    not in ("__init__", "answers", "ray_requests", "sample_picture", "samples", "server_watch", "serving_requests")
 )
 TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.rglob("*.py")]
 
