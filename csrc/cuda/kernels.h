@@ -170,13 +170,16 @@ int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, 
                     int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int count, int kv_heads,
                     int head_dim, int block_size, int dtype, int cache_dtype, void* stream);
 
-// mass[kv_head][p] += sum over its query heads and the query rows of exp(score - lse) / q_heads, for p < num_keys, one
-// request: added over KV heads it is a key's mass averaged over heads. Heads are apart so that no order of addition varies.
-// q: [rows, q_heads, head_dim]; lse: [rows, q_heads], infinite in rows that do not count; positions: [rows]; block_table: one row;
-// variant: as above. dtype, here and below: of q.
-int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_table,
-                      float* mass, int rows, int num_keys, int q_heads, int window, float scale, int variant, int dtype,
-                      const VbCache* cache, void* stream);
+// mass[kv_head][p] += sum over its query heads and the query rows of exp(score - lse) / q_heads, for p < num_keys: added over KV
+// heads it is a key's mass averaged over heads. Heads are apart so that no order of addition varies.
+// q: [rows, q_heads, head_dim]; lse: [rows, q_heads], infinite in rows that do not count; positions: [rows]; variant: as above.
+// dtype, here and below: of q. One request: requests is null, block_tables one row. Several: requests, on the device, has for each
+// its first row, how many rows it has (0: it is left alone), how many keys, and where in `mass` its own [kv_heads, keys] begin;
+// block_tables has a row for each; rows and num_keys are the most that any has.
+#define VB_MASS_FIELDS 4
+int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions, const int32_t* block_tables,
+                      int64_t table_stride, const int64_t* requests, int count, float* mass, int rows, int num_keys, int q_heads,
+                      int window, float scale, int variant, int dtype, const VbCache* cache, void* stream);
 
 // What the keys of one request receive from the queries q [rows, q_heads, head_dim] at positions [rows]: sums [q_heads, num_keys]
 // = sum over queries of p ^ power (1 or 2), p the softmax probability over keys at most at the position; keys nearer than

@@ -26,8 +26,10 @@ struct Shape {
 };
 
 template <typename T, typename C, int D, int kRows>
-__global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, const __grid_constant__ CUtensorMap k_map) {
+__global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(const MassParams all, const __grid_constant__ CUtensorMap k_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  const MassParams p = of_request<T>(all, blockIdx.z);
+  if (p.rows == 0) return;
   using S = Shape<D, kRows>;
   constexpr int kStages = S::kStages, kChunks = S::kChunks;
   extern __shared__ char smem_raw[];
@@ -177,15 +179,15 @@ __global__ void __launch_bounds__(kThreads, 1) mass_wgmma_kernel(MassParams p, c
 
 }  // namespace
 
-int launch_mass_wgmma(const MassParams& p, int dtype, const VbCache& cache, cudaStream_t stream) {
+int launch_mass_wgmma(const MassParams& p, int count, int dtype, const VbCache& cache, cudaStream_t stream) {
   CUtensorMap k_map{};
   if (cache.dtype != VB_E4M3) {
     if (int e = encode_map(&k_map, cache.key, cache)) return e;
   }
   DeviceInfo info;
   if (int e = device_info(&info)) return e;
-  const int tiles = (p.num_keys + kKeys - 1) / kKeys, share = info.sms / p.kv_heads;
-  const dim3 grid(share < 1 ? 1 : share < tiles ? share : tiles, p.kv_heads);
+  const int tiles = (p.num_keys + kKeys - 1) / kKeys, share = info.sms / (p.kv_heads * count);
+  const dim3 grid(share < 1 ? 1 : share < tiles ? share : tiles, p.kv_heads, count);
   return dispatch(dtype, cache.dtype, cache.head_dim, [&](auto t, auto c, auto d) -> int {
     auto launch = [&](auto width) -> int {
       constexpr int kRows = decltype(width)::value, D = decltype(d)::value;

@@ -34,7 +34,8 @@ constexpr int mass_row_bytes(int head_dim) { return (head_dim * 2 - 64 + 127) / 
 // A block takes one KV head and a span of keys, each warp kKeys of them: they stay in registers as tensor-core fragments while
 // the rows (queries x query heads) pass through shared memory. Channels are contracted in the order that 16-byte loads give.
 template <typename T, typename C, int D, int kKeys>
-__global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(MassParams p) {
+__global__ void __launch_bounds__(kMassThreads) attention_mass_kernel(const MassParams all) {
+  const MassParams p = of_request<T>(all, blockIdx.z);
   constexpr int kK = (D + 31) / 32, kTiles = kKeys / 8, kRow = mass_row_bytes(D);
   __shared__ __align__(16) char rows_smem[kMassRows * kRow];
   __shared__ float shifts[kMassRows];
@@ -151,23 +152,24 @@ extern "C" int vb_kv_deviation(const void* fresh, int64_t token_stride, const vo
 }
 
 extern "C" int vb_attention_mass(const void* q, int64_t q_token_stride, const float* lse, const int64_t* positions,
-                                 const int32_t* block_table, float* mass, int rows, int num_keys, int q_heads, int window,
-                                 float scale, int variant, int dtype, const VbCache* c, void* stream) {
+                                 const int32_t* block_tables, int64_t table_stride, const int64_t* requests, int count, float* mass,
+                                 int rows, int num_keys, int q_heads, int window, float scale, int variant, int dtype,
+                                 const VbCache* c, void* stream) {
   if (int e = check_cache(*c)) return e;
   if (q_heads < c->kv_heads || q_heads % c->kv_heads) return VB_ERROR_HEADS;
-  if (rows < 0 || num_keys < 0 || window < 0) return VB_ERROR_SHAPE;
+  if (rows < 0 || num_keys < 0 || window < 0 || count < 1 || count > 65535 || (count > 1 && !requests)) return VB_ERROR_SHAPE;
   if (!aligned16(q) || q_token_stride & 7) return VB_ERROR_ALIGNMENT;
   const int chosen = vb_prefill_variant(c->head_dim, variant);
   if (chosen < 0) return chosen;
   if (rows == 0 || num_keys == 0) return 0;
-  const MassParams p{q, lse, c->key, positions, block_table, mass, q_token_stride, c->page_stride, c->slot_stride, c->head_stride,
+  const MassParams p{q, lse, c->key, positions, block_tables, mass, q_token_stride, c->page_stride, c->slot_stride, c->head_stride,
                      floor_log2(c->block_size), c->num_blocks, rows, num_keys, c->kv_heads, q_heads / c->kv_heads, window,
-                     scale * kLog2e};
+                     scale * kLog2e, requests, table_stride};
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (chosen == VB_PREFILL_WGMMA) return launch_mass_wgmma(p, dtype, *c, s);
+  if (chosen == VB_PREFILL_WGMMA) return launch_mass_wgmma(p, count, dtype, *c, s);
   return dispatch(dtype, c->dtype, c->head_dim, [&](auto t, auto of_cache, auto d) -> int {
     constexpr int D = decltype(d)::value, kKeys = D == 256 ? 16 : 32;
-    const dim3 grid((num_keys + kKeys * kMassWarps - 1) / (kKeys * kMassWarps), c->kv_heads);
+    const dim3 grid((num_keys + kKeys * kMassWarps - 1) / (kKeys * kMassWarps), c->kv_heads, count);
     attention_mass_kernel<decltype(t), decltype(of_cache), D, kKeys><<<grid, kMassThreads, 0, s>>>(p);
     return cudaGetLastError();
   });

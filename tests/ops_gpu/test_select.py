@@ -8,6 +8,7 @@ from tests.ops_gpu.reference import DEVICE, TOLERANCE, VARIANTS, assert_close, a
 from vllm_blend import ops
 from vllm_blend.ops import cuda_attention
 from vllm_blend.ops.deviation import kv_deviation_reference
+from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.paged_kv import PagedKV
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +65,31 @@ def test_attention_mass(
     assert_close(mass.sum(0), expected, 2e-3)
     assert abs(mass.sum().item() - 2 * rows) < 2e-3 * rows
     assert torch.equal(mass, measure())
+
+
+@pytest.mark.parametrize("variant", ["mma", "auto"])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+@pytest.mark.parametrize("window", [None, 64])
+def test_masses_of_several_requests_are_those_of_each(
+    window: int | None, cache_dtype: torch.dtype, variant: str
+) -> None:
+    """To the bit, also where some have no rows, and where their masses lie anywhere."""
+    lengths, counts = [1030, 40, 700, 129, 2000], [20, 3, 0, 129, 100]
+    p = make_problem(lengths, counts, 32, 8, 128, cache_dtype=cache_dtype)
+    plan = cuda_attention.plan_prefill(p.positions, p.query_start_loc, p.block_tables, p.kv, 32, window)
+    lse = torch.empty(p.q.shape[:2], device=DEVICE)
+    cuda_attention.attention(p.q, p.kv, plan, p.scale, lse=lse)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    rows = [slice(start + count // 2, start + count) for start, count in zip(starts, counts, strict=True)]
+    several, each = ([torch.full((8, n), 0.5, device=DEVICE) for n in reversed(lengths)][::-1] for _ in range(2))
+    masses = cuda_attention.MassPlan(rows, several)
+    for _ in range(2):  # two layers
+        cuda_attention.attention_masses(p.q, lse, p.positions, p.kv, p.block_tables, masses, p.scale, window, variant)
+        for index, own in enumerate(rows):
+            given = (p.q[own], lse[own], p.positions[own], p.kv, p.block_tables[index], each[index], p.scale, window)
+            cuda_attention.attention_mass(*given, variant)
+    assert all(map(torch.equal, several, each))
+    assert each[0].sum() > 0.5 * each[0].numel() + 9 and torch.equal(each[2], torch.full_like(each[2], 0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -15,7 +15,7 @@ import torch
 
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata, LayerStep
 from vllm_blend.ops import cuda_attention, cuda_library
-from vllm_blend.ops.cuda_attention import AttentionPlan
+from vllm_blend.ops.cuda_attention import AttentionPlan, MassPlan
 from vllm_blend.ops.host_copy import to_device
 
 
@@ -55,6 +55,7 @@ class CUDABackend(AttentionBackend):
                 f"'torch_native': {reason}"
             )
         self._planned: _Planned | None = None
+        self._mass_plan: MassPlan | None = None
         # Queries, and the output that came with their log-sum-exp before the layer asked for it.
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -94,18 +95,18 @@ class CUDABackend(AttentionBackend):
         self._attended = (q, self._attend(step, lse))
         if ignored is not None:
             lse.masked_fill_(ignored[:, None], torch.inf)  # exp(score - inf) is no mass
-        for request, rows in enumerate(query_rows):
-            if rows.stop > rows.start:
-                cuda_attention.attention_mass(
-                    q[rows],
-                    lse[rows],
-                    metadata.positions[rows],
-                    kv,
-                    metadata.block_tables[request],
-                    masses[request],
-                    scale,
-                    window,
-                )
+        asking = [request for request, rows in enumerate(query_rows) if rows.stop > rows.start]
+        tables = metadata.block_tables
+        if len(asking) == 1:  # of which a graph may be captured: nothing is copied from the host
+            [request] = asking
+            rows, mass = query_rows[request], masses[request]
+            own = (q[rows], lse[rows], metadata.positions[rows], kv, tables[request], mass, scale, window)
+            cuda_attention.attention_mass(*own)
+        elif asking:
+            plan = self._mass_plan
+            if plan is None or plan.masses is not masses or plan.rows != query_rows:
+                self._mass_plan = plan = MassPlan(query_rows, masses)
+            cuda_attention.attention_masses(q, lse, metadata.positions, kv, tables, plan, scale, window)
 
     def _attend(self, step: LayerStep, lse: torch.Tensor | None) -> torch.Tensor:
         q, kv, scale = step.q, step.kv, step.scale

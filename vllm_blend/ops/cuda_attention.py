@@ -6,11 +6,13 @@ pointers, written into an argument structure that the plan keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vllm_blend.ops import pointers as to
@@ -27,6 +29,7 @@ from vllm_blend.ops.cuda_library import (
     rows_of,
     stream_of,
 )
+from vllm_blend.ops.host_copy import to_device
 from vllm_blend.ops.paged_kv import PagedKV
 
 
@@ -102,8 +105,9 @@ class AttentionFunctions(Protocol):
 
     def attention_mass(
         self, q: to.Query, q_token_stride: Int64, lse: to.LogSumExp, positions: to.Positions,
-        block_table: to.BlockTables, mass: to.Mass, rows: Int, num_keys: Int, q_heads: Int, window: Int, scale: Float,
-        variant: Int, dtype: Int, cache: Cache, stream: Stream, /,
+        block_tables: to.BlockTables, table_stride: Int64, requests: to.Requests | None, count: Int, mass: to.Mass,
+        rows: Int, num_keys: Int, q_heads: Int, window: Int, scale: Float, variant: Int, dtype: Int, cache: Cache,
+        stream: Stream, /,
     ) -> Int: ...
 # fmt: on
 
@@ -263,8 +267,59 @@ def attention_mass(
     code = functions().attention_mass(
         rows_for(to.Query, q, "q", view), q.stride(0), expect(to.LogSumExp, lse, "lse", torch.float32),
         expect(to.Positions, positions, "positions", torch.int64),
-        expect(to.BlockTables, block_table, "block_table", torch.int32),
+        expect(to.BlockTables, block_table, "block_table", torch.int32), 0, None, 1,
         expect(to.Mass, mass, "mass", torch.float32), q.shape[0], mass.shape[1], q.shape[1], sliding_window or 0, scale,
         VARIANTS[variant], DTYPES[q.dtype], view.address, stream_of(q),
+    )  # fmt: skip
+    check("attention_mass", code)
+
+
+@dataclass(frozen=True, eq=False)
+class MassPlan:
+    """The requests of a step whose keys get mass, for every layer: `rows` of q of each, and its `masses`, [kv_heads,
+    keys] float32. Requests without rows are left alone."""
+
+    rows: Sequence[slice]
+    masses: Sequence[torch.Tensor]
+
+    @cached_property
+    def requests(self) -> torch.Tensor:
+        """Return what the kernel reads of each: its first row, how many rows and keys, and where its masses are from
+        the first one's on, [requests, 4] int64."""
+        start = self.masses[0].data_ptr()
+        fields = [
+            (rows.start, rows.stop - rows.start, mass.shape[1], (mass.data_ptr() - start) // mass.itemsize)
+            for rows, mass in zip(self.rows, self.masses, strict=True)
+        ]
+        return to_device(np.array(fields, np.int64), self.masses[0].device)
+
+    @cached_property
+    def most(self) -> tuple[int, int]:
+        """Return the most rows, and the most keys, of a request."""
+        return max(rows.stop - rows.start for rows in self.rows), max(mass.shape[1] for mass in self.masses)
+
+
+def attention_masses(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    positions: torch.Tensor,
+    kv: PagedKV,
+    block_tables: torch.Tensor,
+    plan: MassPlan,
+    scale: float,
+    sliding_window: int | None = None,
+    variant: str = "auto",
+) -> None:
+    """Do `attention_mass` for several requests at once, with the same bits: q [tokens, q_heads, head_dim], lse [tokens,
+    q_heads], positions [tokens] int64 and block_tables [requests, max_blocks] int32 of all of them."""
+    view, (rows, keys) = cache_view(kv), plan.most
+    for mass in plan.masses:
+        expect(to.Mass, mass, "mass", torch.float32)
+    code = functions().attention_mass(
+        rows_for(to.Query, q, "q", view), q.stride(0), expect(to.LogSumExp, lse, "lse", torch.float32),
+        expect(to.Positions, positions, "positions", torch.int64),
+        expect(to.BlockTables, block_tables, "block_tables", torch.int32, False), block_tables.stride(0),
+        to.Requests(plan.requests), len(plan.masses), to.Mass(plan.masses[0]), rows, keys, q.shape[1],
+        sliding_window or 0, scale, VARIANTS[variant], DTYPES[q.dtype], view.address, stream_of(q),
     )  # fmt: skip
     check("attention_mass", code)
