@@ -156,6 +156,12 @@ int vb_rms_norm(const void* x, void* residual, const void* weight, void* out, in
 // out [tokens, n] = silu(gate) * up for gate_up [tokens, 2 * n].
 int vb_silu_and_mul(const void* gate_up, void* out, int64_t tokens, int n, int dtype, void* stream);
 
+// out [rows, outs] = x [rows, in] times weight [outs, in] transposed, plus bias [outs] (may be null), for at most VB_FEW_ROWS rows, a
+// multiple of VB_FEW_ROWS_OUTS outputs, and a multiple of 8 inputs.
+#define VB_FEW_ROWS 4
+#define VB_FEW_ROWS_OUTS 4
+int vb_few_rows(const void* x, const void* weight, const void* bias, void* out, int rows, int in, int outs, int dtype, void* stream);
+
 // Rows of x [rows, n] to e4m3 [rows, n] and one float32 scale a row, value * scale = x: alone, of rms_norm's output, of
 // silu_and_mul's. The last two round as vb_rms_norm and vb_silu_and_mul do and then quantise. Their input may be a matrix
 // product whose scales are still to be applied, [rows] and [columns]; null where there are none.

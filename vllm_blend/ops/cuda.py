@@ -87,6 +87,11 @@ class CUDAFunctions(Protocol):
         self, gate_up: to.GateUp, out: to.Out, tokens: Int64, n: Int, dtype: Int, stream: Stream, /,
     ) -> Int: ...
 
+    def few_rows(
+        self, x: to.Input, weight: to.Weight, bias: to.Bias | None, out: to.Out, rows: Int, inputs: Int, outs: Int,
+        dtype: Int, stream: Stream, /,
+    ) -> Int: ...
+
     def kv_deviation(
         self, fresh: to.Input, token_stride: Int64, cache: to.Cached, slots: to.Slots, rows: to.Rows | None,
         page_stride: Int64, slot_stride: Int64, head_stride: Int64, deviation: to.Deviation, count: Int, kv_heads: Int,

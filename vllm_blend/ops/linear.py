@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_blend.ops import cpu
+from vllm_blend.ops import cpu, cuda
+from vllm_blend.ops import pointers as to
 from vllm_blend.ops.bindings import kernels_for
+from vllm_blend.ops.cuda_library import DTYPES, check, stream_of
 
 # The numbers of rows for which the kernel beats torch's product, by dtype and instruction set. Measured on Sapphire
 # Rapids, one thread of a shared machine, in CPU time, as the median of torch / kernel over pairs; the matrices of 12
@@ -26,14 +28,18 @@ KERNEL_ROWS = {
     torch.float32: {"amx": range(8, 33), "avx512": range(8, 33), "avx2": range(2, 17), "generic": range(8, 33)},
 }
 NEVER = range(0)
+FEW_ROWS, FEW_ROWS_OUTS = 4, 4  # VB_FEW_ROWS, and of how many outputs VB_FEW_ROWS_OUTS is a multiple
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out].
 
     torch has the fast product for many rows. With few it repacks the weights in every call; a kernel that reads them as
-    they lie, on tile registers (AMX) for bf16, is faster.
+    they lie, on tile registers (AMX) for bf16, is faster. On a GPU, a kernel for up to FEW_ROWS rows asks for them
+    while the kernel before it ends.
     """
+    if x.is_cuda:
+        return _few_rows(x, weight, bias) if _are_few(x, weight, bias) else F.linear(x, weight, bias)
     by_isa = KERNEL_ROWS.get(x.dtype)
     kernels = kernels_for(x) if by_isa and x.dim() == 2 else None
     if by_isa and kernels is not None:
@@ -41,3 +47,32 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if wins and cpu.accepts_linear(kernels, x, weight, bias):
             return cpu.linear(kernels, x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _are_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    outs, size = weight.shape
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= FEW_ROWS
+        and outs % FEW_ROWS_OUTS == 0
+        and size % 8 == 0
+        and cuda.accepts(x)
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and not (x.requires_grad or weight.requires_grad)
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x.contiguous()
+    rows, size = x.shape
+    outs = len(weight)
+    out = x.new_empty(rows, outs)
+    code = cuda.functions().few_rows(
+        to.Input(x), to.Weight(weight), None if bias is None else to.Bias(bias), to.Out(out), rows, size, outs,
+        DTYPES[x.dtype], stream_of(x),
+    )  # fmt: skip
+    if code:
+        check("few_rows", code)
+    return out
