@@ -171,6 +171,11 @@ int vb_rms_norm_quantize_fp8(const void* x, const float* x_row_scales, const flo
 int vb_silu_and_mul_quantize_fp8(const void* gate_up, const float* row_scales, const float* column_scales, void* out, float* scales,
                                  int64_t rows, int n, int dtype, void* stream);
 
+// out [features, size] bf16 from PyTorch's layout of 4-bit matrices, see int4_tiles.cuh: tiles [features / 8, size / (32 * words),
+// 32, words], words 1, 2 or 4, and scales_and_zeros [size / group, features, 2] bf16; group is a power of two of at least 32.
+int vb_int4_tiles_unpack(const void* tiles, const void* scales_and_zeros, void* out, int features, int size, int group, int words,
+                         void* stream);
+
 // deviation[i] = sum over heads and channels of (fresh[t] - cached at slots[t])^2, float32, for t = rows[i], or i where rows is null.
 int vb_kv_deviation(const void* fresh, int64_t token_stride, const void* cache, const int64_t* slots, const int64_t* rows,
                     int64_t page_stride, int64_t slot_stride, int64_t head_stride, float* deviation, int count, int kv_heads,

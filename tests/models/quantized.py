@@ -63,15 +63,15 @@ def fp8(block: tuple[int, int] | None, scale: str, per_row: bool = False) -> Mak
     return make
 
 
-def packed(bits: int, asymmetric: bool = False, reordered: bool = False) -> Maker:
+def packed(bits: int, asymmetric: bool = False, reordered: bool = False, size: int = GROUP) -> Maker:
     """compressed-tensors' pack-quantized: signed integers, stored with an offset."""
 
     def make(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        offset, groups = 2 ** (bits - 1), columns // GROUP
+        offset, groups = 2 ** (bits - 1), columns // size
         numbers = random.integers(-offset, offset, (rows, columns))
         zeros = random.integers(-3, 4, (rows, groups)) if asymmetric else np.zeros((rows, groups), int)
         scales, factors = scales_of((rows, groups), random)
-        group = random.permutation(columns) // GROUP if reordered else np.arange(columns) // GROUP
+        group = random.permutation(columns) // size if reordered else np.arange(columns) // size
         tensors = {"weight_packed": words_of(numbers + offset, bits), "weight_scale": scales}
         tensors["weight_shape"] = torch.tensor([rows, columns])
         if asymmetric:  # packed along the rows
@@ -94,28 +94,34 @@ def int8(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors,
     return {"weight": torch.from_numpy(numbers).to(torch.int8), "weight_scale": scales}, numbers * factors
 
 
-def awq(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+def awq(size: int = GROUP) -> Maker:
     """Words hold outputs; the nibbles from the lowest on are outputs 0, 2, 4, 6, 1, 3, 5, 7."""
     place = [[0, 2, 4, 6, 1, 3, 5, 7].index(output) for output in range(8)]
-    groups = columns // GROUP
-    numbers, zeros = random.integers(0, 16, (columns, rows)), random.integers(6, 10, (groups, rows))
-    scales, factors = scales_of((groups, rows), random)
-    group = np.arange(columns) // GROUP
-    matrix = ((numbers - zeros[group]) * factors[group]).T
-    return {"qweight": words_of(numbers, 4, place), "qzeros": words_of(zeros, 4, place), "scales": scales}, matrix
+
+    def make(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        groups = columns // size
+        numbers, zeros = random.integers(0, 16, (columns, rows)), random.integers(6, 10, (groups, rows))
+        scales, factors = scales_of((groups, rows), random)
+        group = np.arange(columns) // size
+        matrix = ((numbers - zeros[group]) * factors[group]).T
+        return {"qweight": words_of(numbers, 4, place), "qzeros": words_of(zeros, 4, place), "scales": scales}, matrix
+
+    return make
 
 
-def gptq(bits: int = 4, reordered: bool = False, less: int = 1, without: Sequence[str] = ()) -> Maker:
+def gptq(
+    bits: int = 4, reordered: bool = False, less: int = 1, without: Sequence[str] = (), size: int = GROUP
+) -> Maker:
     """Words hold inputs; zero points are stored less one in the first version of the format."""
 
     def make(rows: int, columns: int, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        groups, middle = columns // GROUP, 2 ** (bits - 1)
+        groups, middle = columns // size, 2 ** (bits - 1)
         numbers = random.integers(0, 2**bits, (columns, rows))
         zeros = random.integers(middle - 1, middle + 2, (groups, rows))
         if "qzeros" in without:
             zeros = np.full_like(zeros, middle)
         scales, factors = half(random.uniform(0.02, 0.06, (groups, rows)) * 2.0 ** (4 - bits))
-        group = random.permutation(columns) // GROUP if reordered else np.arange(columns) // GROUP
+        group = random.permutation(columns) // size if reordered else np.arange(columns) // size
         tensors = {
             "qweight": words_of(numbers.T, bits).T.contiguous(),
             "qzeros": words_of(zeros - less, bits),
@@ -133,6 +139,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme}}
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 PACKED = {"type": "int", "strategy": "group", "group_size": GROUP}
 FLOAT = {"type": "float", "num_bits": 8}
@@ -153,7 +160,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Maker]] = {
     ),
     "pack-quantized, reordered": (compressed("pack-quantized", num_bits=4, **PACKED), packed(4, reordered=True)),
     "pack-quantized, 8 bits": (compressed("pack-quantized", num_bits=8, **PACKED), packed(8)),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
+    "awq": (AWQ, awq()),
     "gptq": (GPTQ, gptq()),
     "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(8)),
     "gptq, 2 bits": (GPTQ | {"bits": 2}, gptq(2)),
@@ -163,10 +170,24 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Maker]] = {
     "gptq, no zero points": (GPTQ | {"sym": True}, gptq(without=["qzeros"])),
 }  # fmt: skip
 
+WIDE = 32  # inputs of a group that kernels on GPUs can have
+IN_WIDE_GROUPS: dict[str, tuple[dict[str, Any], Maker]] = {
+    "pack-quantized": (compressed("pack-quantized", num_bits=4, **PACKED | {"group_size": WIDE}), packed(4, size=WIDE)),
+    "pack-quantized, zero points": (
+        compressed("pack-quantized", num_bits=4, **PACKED | {"group_size": WIDE}),
+        packed(4, asymmetric=True, size=WIDE),
+    ),
+    "awq": (AWQ | {"group_size": WIDE}, awq(WIDE)),
+    "gptq": (GPTQ | {"group_size": WIDE}, gptq(size=WIDE)),
+    "gptq, no zero points": (GPTQ | {"group_size": WIDE, "sym": True}, gptq(without=["qzeros"], size=WIDE)),
+}
 
-def save_quantized(folder: Path, name: str, architecture: str = "llama", **overrides: Any) -> dict[str, torch.Tensor]:
+
+def save_quantized(
+    folder: Path, name: str, architecture: str = "llama", in_wide_groups: bool = False, **overrides: Any
+) -> dict[str, torch.Tensor]:
     """Write a checkpoint whose linear layers are quantized. Returns its matrices as they are meant, float64."""
-    config, make = QUANTIZED[name]
+    config, make = (IN_WIDE_GROUPS if in_wide_groups else QUANTIZED)[name]
     save(tiny_hf_model(architecture, **overrides), folder)
     path = folder / "model.safetensors"
     stored = load_file(path)

@@ -25,7 +25,7 @@ class Linear(nn.Module):
     """
 
     weight_scale: torch.Tensor | None
-    int4: ops.Int4Matrix | None = None
+    int4: ops.Int4Weight | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, quantization: str | None = None
@@ -60,7 +60,7 @@ class Linear(nn.Module):
         rows = ops.quantize_rows(x) if isinstance(x, torch.Tensor) else x
         return rows, QuantizedRows(self.weight, self.weight_scale)
 
-    def keep_int4(self, matrix: ops.Int4Matrix) -> None:
+    def keep_int4(self, matrix: ops.Int4Weight) -> None:
         """Multiply by a matrix [out_features, in_features] in 4 bits from now on, instead of `weight`."""
         self.int4 = matrix
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)

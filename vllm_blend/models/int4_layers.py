@@ -11,12 +11,10 @@ from torch import nn
 
 from vllm_blend.distributed.ranks import Ranks
 from vllm_blend.layers.linear import Linear, PackedLinear
+from vllm_blend.models.int4_layouts import INT4_LAYOUTS
 from vllm_blend.models.stored import BadTensor, StoredTensor
 from vllm_blend.models.weight_formats.base import DequantizedTensor
 from vllm_blend.models.weight_formats.int4 import NotInt4
-from vllm_blend.ops import Int4Matrix, pack_int4
-from vllm_blend.ops.bindings import kernels_for
-from vllm_blend.ops.int4 import why_not_int4
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +57,19 @@ class Int4Layers:
 
 def why_none(dtype: torch.dtype, device: torch.device, ranks: Ranks) -> str | None:
     """Return why no layer of a model can keep 4-bit weights, None if layers can."""
-    if device.type != "cpu":
-        return "products with 4-bit weights run on CPUs only"
     if ranks.size > 1:
         return f"tensor_parallel_size={ranks.size} divides the layers, and 4-bit weights cannot be divided yet"
-    if kernels_for(torch.empty(0, dtype=dtype)) is None:
-        return "the compiled CPU kernels are not there"
-    return None
+    return INT4_LAYOUTS[device.type].why_none(dtype, device)
 
 
 def keep_int4_layers(
-    model: nn.Module, stored: Mapping[str, StoredTensor], checkpoint_name: Callable[[str], str]
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    checkpoint_name: Callable[[str], str],
+    device: torch.device,
 ) -> Int4Layers:
-    """Give every linear layer whose matrices `stored` has in 4 bits those matrices. `checkpoint_name` gives a
-    parameter's name there. What is stored otherwise, or does not fit, is left to the loader."""
+    """Give every linear layer whose matrices `stored` has in 4 bits those matrices, on `device`. `checkpoint_name`
+    gives a parameter's name there. What is stored otherwise, or does not fit, is left to the loader."""
     layers = Int4Layers()
     others = {name for name, tensor in stored.items() if isinstance(tensor, DequantizedTensor)}
     for path, module in model.named_modules():
@@ -81,13 +78,19 @@ def keep_int4_layers(
             prefix = path.rpartition(".")[0] if has_parts else path
             rows = {checkpoint_name(f"{prefix}.{own}"): count for own, count in module.checkpoint_weights().items()}
             others -= rows.keys()
-            _keep(module, {name: stored.get(name) for name in rows}, rows, layers)
+            _keep(module, {name: stored.get(name) for name in rows}, rows, layers, device)
     if others:
         layers.refuse(sorted(others), "only linear layers keep 4-bit weights, not experts, heads and embeddings")
     return layers
 
 
-def _keep(layer: Linear, found: Mapping[str, StoredTensor | None], rows: Mapping[str, int], layers: Int4Layers) -> None:
+def _keep(
+    layer: Linear,
+    found: Mapping[str, StoredTensor | None],
+    rows: Mapping[str, int],
+    layers: Int4Layers,
+    device: torch.device,
+) -> None:
     size = layer.weight.shape[1]
     sources = {name: tensor for name, tensor in found.items() if isinstance(tensor, DequantizedTensor)}
     names = list(sources)
@@ -96,7 +99,7 @@ def _keep(layer: Linear, found: Mapping[str, StoredTensor | None], rows: Mapping
     if len(sources) < len(found):
         return layers.refuse(names, "matrices that are multiplied as one are not all quantized") if names else None
     try:
-        parts = [tensor.int4() for tensor in sources.values()]
+        parts = [tensor.int4(device) for tensor in sources.values()]
     except (NotInt4, BadTensor) as reason:  # the loader meets what is damaged again, and refuses it
         return layers.refuse(names, str(reason))
     if len({part.group_size for part in parts}) > 1:
@@ -104,14 +107,11 @@ def _keep(layer: Linear, found: Mapping[str, StoredTensor | None], rows: Mapping
     dtype = parts[0].scales.dtype
     for part in parts:
         dtype = torch.promote_types(dtype, part.scales.dtype)
-    refusal = why_not_int4(sum(rows.values()), size, parts[0].group_size, dtype)
+    layout = INT4_LAYOUTS[device.type]
+    refusal = layout.why_not(sum(rows.values()), parts[0], dtype)
     if refusal is not None:
         return layers.refuse(names, refusal)
-    matrix = Int4Matrix(
-        torch.cat([pack_int4(part.numbers) for part in parts]),
-        torch.cat([part.scales.to(dtype) for part in parts]).contiguous(),
-        torch.cat([part.zeros for part in parts]).contiguous(),
-    )
+    matrix = layout.pack(parts, dtype)
     layers.kept.update(names)
     layers.dequantized_nbytes += layer.weight.nbytes
     layers.nbytes += matrix.nbytes

@@ -122,11 +122,12 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
+    device = torch.device(device)
     try:
         stored_as = weight_format(hf_config)
     except ValueError as error:
         raise ValueError(f"{model!r} is quantized in a way that cannot be read: {error}") from error
-    check_quantization(quantization, dtype, torch.device(device))
+    check_quantization(quantization, dtype, device)
     model_class = resolve_model_class(hf_config)
     gguf = gguf_path(model)
     files = []
@@ -138,24 +139,27 @@ def load_model(
     if files and issubclass(model_class, TextPart):
         hf_config = copy.copy(hf_config)  # what the two configs say of it, or leave out, is not always true
         hf_config.tie_word_embeddings = not has_own_head(files)
-    with construct_as(dtype, torch.device(device)):
+    has_int4 = load_format == "auto" and stored_as is not None and stored_as.keeps_int4
+    asks = keeps_int4 and quantization is None and has_int4
+    reason = why_none(dtype, device, ranks) if asks else None
+    if has_int4 and not keeps_int4:
+        reason = "4-bit weights are not to be kept (dequantize_weights)"
+    keeps = asks and reason is None
+    # A model whose matrices stay in 4 bits may not fit the device with others. Memory of the host that nothing is
+    # written to takes none.
+    with construct_as(dtype, torch.device("cpu") if keeps else device):
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
-        asks = keeps_int4 and quantization is None and stored_as is not None and stored_as.keeps_int4
-        reason = why_none(dtype, torch.device(device), ranks) if asks else None
-        if stored_as is not None and stored_as.keeps_int4 and not keeps_int4:
-            reason = "4-bit weights are not to be kept (dequantize_weights)"
-        keeps = asks and reason is None
         if ranks.rank == 0 and not keeps:
             _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason, ranks.size)
         with _naming(gguf):
-            layers = fill_from_files(built, files, stored_as, keeps)
+            layers = fill_from_files(built, files, stored_as, device if keeps else None)
         layers.log(model, str(dtype).removeprefix("torch."))
     else:
         fill_dummy(built)
-    if quantization is not None:
-        torch.cuda.empty_cache()  # the full-precision matrices: what sizes the KV cache asks the device what is free
+    if quantization is not None or keeps:
+        torch.cuda.empty_cache()  # matrices on their way: what sizes the KV cache asks the device what is free
     built.requires_grad_(False).eval()
     return causal_lm
 

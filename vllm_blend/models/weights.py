@@ -122,11 +122,14 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
 
 
 def fill_from_files(
-    model: nn.Module, files: Iterable[Path], weight_format: WeightFormat | None = None, keeps_int4: bool = False
+    model: nn.Module,
+    files: Iterable[Path],
+    weight_format: WeightFormat | None = None,
+    int4_device: torch.device | None = None,
 ) -> Int4Layers:
     """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype; matrices that are quantized
-    by `weight_format` are dequantized, but with `keeps_int4` linear layers keep those of 4-bit integers, where they
-    can. Returns which.
+    by `weight_format` are dequantized, but with `int4_device` linear layers keep those of 4-bit integers there, where
+    they can, and the rest of the model moves to that device before it is filled. Returns which layers keep them.
 
     Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, and those with
     numbers that are not finite, by name.
@@ -143,8 +146,9 @@ def fill_from_files(
             )
         stored = found if weight_format is None else weight_format.combine(found)
         wanted = {name: tensor for name, tensor in stored.items() if not _is_ignored(name, tied)}
-        if keeps_int4:
-            layers = keep_int4_layers(model, wanted, partial(_renamed, parts=_renamed_parts(model)))
+        if int4_device is not None:
+            layers = keep_int4_layers(model, wanted, partial(_renamed, parts=_renamed_parts(model)), int4_device)
+            model.to(int4_device)
             wanted = {name: tensor for name, tensor in wanted.items() if name not in layers.kept}
         destinations = checkpoint_destinations(model)
         unexpected = sorted(wanted.keys() - destinations.keys())

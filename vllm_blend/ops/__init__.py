@@ -16,7 +16,8 @@ from vllm_blend.ops.fp8 import (
     silu_and_mul_quant,
 )
 from vllm_blend.ops.int4 import int4_linear, pack_int4, unpack_int4
-from vllm_blend.ops.int4_matrix import Int4Matrix
+from vllm_blend.ops.int4_matrix import Int4Matrix, Int4Tiles, Int4Weight
+from vllm_blend.ops.int4_tiles import pack_tiles, unpack_tiles
 from vllm_blend.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllm_blend.ops.linear import linear
 from vllm_blend.ops.mean_shift import ShiftedSegment, ShiftSources, mean_shift, plan_mean_shift
@@ -32,6 +33,8 @@ __all__ = [
     "HostKV",
     "HostPieces",
     "Int4Matrix",
+    "Int4Tiles",
+    "Int4Weight",
     "ShiftSources",
     "ShiftedSegment",
     "attention_mass",
@@ -47,6 +50,7 @@ __all__ = [
     "mean_shift",
     "merge_states",
     "pack_int4",
+    "pack_tiles",
     "paged_attention",
     "penalize",
     "place_chunks",
@@ -65,4 +69,5 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quant",
     "unpack_int4",
+    "unpack_tiles",
 ]

@@ -1,5 +1,5 @@
 """The CUDA kernels that fill caches, and the small ones (csrc/cuda: cache, load_chunks, mean_shift, norm,
-select, fp8).
+select, fp8, int4).
 
 The rules of `ops.cuda_library` hold.
 """
@@ -112,6 +112,11 @@ class CUDAFunctions(Protocol):
     def silu_and_mul_quantize_fp8(
         self, gate_up: to.GateUp, row_scales: to.RowScales | None, column_scales: to.ColumnScales | None, out: to.Out,
         scales: to.Scales, rows: Int64, n: Int, dtype: Int, stream: Stream, /,
+    ) -> Int: ...
+
+    def int4_tiles_unpack(
+        self, tiles: to.Tiles, scales_and_zeros: to.Scales, out: to.Out, features: Int, size: Int, group: Int,
+        words: Int, stream: Stream, /,
     ) -> Int: ...
 # fmt: on
 

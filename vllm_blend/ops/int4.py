@@ -1,7 +1,7 @@
-"""Products with weight matrices that stay in 4 bits, on a CPU.
+"""Products with weight matrices that stay in 4 bits: here on a CPU, and in `int4_tiles` on a GPU.
 
-The numbers are those of the same matrix dequantized at load, to the bit: (number - zero point) * scale in float32,
-rounded to the dtype of the activations.
+On a CPU, the numbers are those of the same matrix dequantized at load, to the bit: (number - zero point) * scale in
+float32, rounded to the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from vllm_blend.ops import cpu
 from vllm_blend.ops.bindings import DTYPE_CODES, kernels_for
-from vllm_blend.ops.int4_matrix import Int4Matrix
+from vllm_blend.ops.int4_matrix import Int4Matrix, Int4Tiles, Int4Weight
+from vllm_blend.ops.int4_tiles import tiles_linear
 
 RUN = 16  # inputs that follow one another in the halves of a run of bytes: INT4_RUN of csrc/cpu/int4.h
 IN_MULTIPLE, OUT_MULTIPLE = 2 * RUN, 16  # of the sizes of a matrix that the kernel multiplies
@@ -36,7 +37,7 @@ UNPACKED_AT_ONCE = 1 << 24  # entries, so that the unpacked part of a large matr
 
 
 def why_not_int4(features: int, size: int, group_size: int, scale_dtype: torch.dtype) -> str | None:
-    """Return why no kernel multiplies a matrix [features, size] in 4 bits, None if one does."""
+    """Return why no kernel multiplies a matrix [features, size] in 4 bits on a CPU, None if one does."""
     if size % IN_MULTIPLE or features % OUT_MULTIPLE:
         return (
             f"the layer has {size} inputs and {features} outputs, which must be multiples of {IN_MULTIPLE} and "
@@ -73,8 +74,10 @@ def max_kernel_rows(isa: str, dtype: torch.dtype) -> int:
     return KERNEL_ROWS.get(isa, {}).get(dtype, OTHER_ROWS)
 
 
-def int4_linear(x: torch.Tensor, weight: Int4Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+def int4_linear(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x [rows, in] times the matrix [out, in] transposed, plus bias [out] -> [rows, out]."""
+    if isinstance(weight, Int4Tiles):
+        return tiles_linear(x, weight, bias)
     kernels = kernels_for(x)
     if (
         kernels is not None

@@ -111,10 +111,10 @@ class DequantizedTensor:
         except (ValueError, RuntimeError, IndexError) as error:  # torch's words for shapes that do not fit together
             raise self._unfit(error) from error
 
-    def int4(self) -> StoredInt4:
-        """Return the matrix as 4-bit integers. Raises `NotInt4` if it is something else."""
+    def int4(self, device: torch.device) -> StoredInt4:
+        """Return the matrix as 4-bit integers on `device`. Raises `NotInt4` if it is something else."""
         try:
-            return self._format.int4({name: tensor.read() for name, tensor in self._parts.items()})
+            return self._format.int4({name: tensor.read().to(device) for name, tensor in self._parts.items()})
         except (ValueError, RuntimeError, IndexError) as error:
             raise self._unfit(error) from error
 

@@ -39,5 +39,7 @@ class StoredInt4:
 def check_in_order(groups: torch.Tensor, count: int) -> None:
     """Raise `NotInt4` unless the inputs [in], whose groups these are, lie in order, each of `count` groups alike."""
     inputs = len(groups)
-    if inputs % count or not torch.equal(groups.long(), torch.arange(inputs) // (inputs // count)):
+    if inputs % count or not torch.equal(
+        groups.long(), torch.arange(inputs, device=groups.device) // (inputs // count)
+    ):
         raise NotInt4("the inputs of a group do not lie together (desc_act)")
