@@ -12,6 +12,7 @@ from vllm_blend.models.gguf.families import GGUF_FAMILIES
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.models.text_parts import TextPart
 from vllm_blend.models.weight_formats import WEIGHT_FORMATS
+from vllm_blend.ops.int4_tiles import KERNEL_ROWS
 
 _INTRODUCTION = """# Supported models
 
@@ -34,7 +35,7 @@ attention leaves layers with either to the backend. **FP8** is `quantization="fp
 |---|---|---|---|---|---|
 """
 
-_FORMATS = """
+_FORMATS = f"""
 ## Weights
 
 `*.safetensors`, in one file or several; else `pytorch_model*.bin`, of which tensors are read and nothing is run
@@ -47,10 +48,19 @@ one rank. The numbers are those of the dequantized model, to the bit. 12 layers 
 take 94 MiB instead of 360 in bfloat16. Products with them unpack the weights each time, which costs some speed where
 there is AMX: `dequantize_weights=True` dequantizes them at load.
 
-All else is **dequantized at load**, and takes the memory of an unquantized model: 4-bit layers that do not fit the
-above, experts, everything on a GPU or on several ranks, and other formats. A warning names the matrices and the reason.
+**On a GPU, linear layers of a bfloat16 model keep them too**, from compute capability 8.0 on: in groups of a multiple
+of 32 inputs that lie together, in layers of a multiple of 32 inputs and 8 outputs, and on one rank. AWQ checkpoints
+mostly name float16 in config.json, so give `dtype="bfloat16"`. PyTorch's own kernel multiplies up to {KERNEL_ROWS}
+rows, as in decoding; for more rows one matrix at a time is written out in bfloat16, in memory that is set aside at
+start. That kernel takes scales and zero points in bfloat16 only: rounded so, a weight is off by up to a tenth of the
+step between two numbers, beside the rounding of bfloat16 itself. While a model loads, no more than one layer's numbers
+are there unpacked.
 
-| `quant_method` | matrices are stored as | on a CPU | with `quantization="fp8"` |
+All else is **dequantized at load**, and takes the memory of an unquantized model: 4-bit layers that do not fit the
+above, experts, models in float16 and float32 on a GPU, everything on several ranks, and other formats. A warning names
+the matrices and the reason.
+
+| `quant_method` | matrices are stored as | at load | with `quantization="fp8"` |
 |---|---|---|---|
 """
 
@@ -116,8 +126,8 @@ def _formats() -> Iterator[str]:
             if kind.keeps_fp8
             else "quantized anew"
         )
-        on_cpu = "4 bits stay" if kind.keeps_int4 else "dequantized"
-        yield f"| `{name}` | {kind.stores} | {on_cpu} | {kept} |\n"
+        at_load = "4 bits stay" if kind.keeps_int4 else "dequantized"
+        yield f"| `{name}` | {kind.stores} | {at_load} | {kept} |\n"
 
 
 def _gguf() -> Iterator[str]:

@@ -25,7 +25,7 @@ SMALLEST_GROUP, LARGEST_GROUP = 32, 256  # all powers of two from one to the oth
 MOST_WORDS = 4  # of a lane: it reads 16 bytes at once
 
 # The most rows of activations that PyTorch's kernel multiplies; with more, the matrix is unpacked first. Not measured
-# yet: `python -m benchmarks.kernels_gpu --only int4` shows where the two ways meet.
+# yet: `python -m benchmarks.int4_gpu` shows where the two ways meet.
 KERNEL_ROWS = 32
 
 
