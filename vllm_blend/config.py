@@ -100,7 +100,7 @@ class ModelConfig(OptionGroup):
     )
     dequantize_weights: bool = option(
         False,
-        "dequantize 4-bit checkpoints at load, as others are: prompts and batches are faster, at four times the memory",
+        "dequantize 4-bit checkpoints at load: prompts and batches are faster, at about four times the memory",
     )
     generation_config: str = option(
         "auto",

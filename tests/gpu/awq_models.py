@@ -56,13 +56,16 @@ def quantize_model(source: Path, folder: Path, group: int) -> None:
     write_config(folder, json.loads((source / "config.json").read_text()), group)
 
 
-def write_random_model(source: Path, folder: Path, layers: int, hidden: int, intermediate: int, group: int) -> None:
-    """Write a Llama model of this size of random words; the vocabulary and the tokenizer are those of `source`."""
+def write_random_model(
+    source: Path, folder: Path, layers: int, hidden: int, intermediate: int, group: int, **others: Any
+) -> None:
+    """Write a Llama model of this size of random words; its tokenizer, its vocabulary and whatever `others` do not say
+    of config.json are those of `source`."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     heads = hidden // 128
     config |= {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 128}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 128} | others
     sizes = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
     sizes |= {"mlp.gate_proj": (hidden, intermediate), "mlp.up_proj": (hidden, intermediate)}
     sizes |= {"mlp.down_proj": (intermediate, hidden)}

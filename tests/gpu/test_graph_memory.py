@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.awq_models import write_random_model
 from tests.gpu.graph_addresses import addresses, owned, segments
 from vllm_blend import LLM, SamplingParams
 
@@ -40,6 +41,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen3": (QWEN3, {}),
     "fp8": (LLAMA, {"quantization": "fp8"}),
+    "int4": (LLAMA, {"load_format": "auto"}),
     "drafts": (LLAMA, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}),
     "prompts": (LLAMA, {"max_cudagraph_capture_size": 256}),
     "question": (LLAMA, {"enable_blending": True, "blend_chunk_cache_gib": 0.25}),
@@ -65,9 +67,11 @@ def llm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     shape, arguments = ENGINES[request.param]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     common: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32768, "num_gpu_blocks_override": 4096}
+    if arguments.get("load_format") == "auto":
+        write_random_model(Path(TOKENIZER), tmp_path, 3, 512, 1024, 64, max_position_embeddings=32768)
     common |= {"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "enable_prefix_caching": False}
     monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
-    yield LLM(str(tmp_path), tokenizer=TOKENIZER, **common, **arguments)
+    yield LLM(str(tmp_path), tokenizer=TOKENIZER, **common | arguments)
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.blend.prompts import tiny_prompt
+from tests.engine.engines import BLOCK_SIZE, TINY_VOCABULARY, engine, greedy, run
+from tests.engine.tiny_tokenizers import byte_level
 from tests.models.int4_models import WIDE, linear_layers, load, logits, warnings_of
 from tests.models.quantized import IN_WIDE_GROUPS, save_quantized
 from tests.ops.int4_emulation import operators_on_cpu
@@ -19,6 +22,7 @@ from vllm_blend.distributed.ranks import ONE_RANK
 from vllm_blend.layers.linear import Linear
 from vllm_blend.models.int4_layers import why_none
 from vllm_blend.models.int4_layouts import INT4_LAYOUTS
+from vllm_blend.models.weight_formats import awq
 from vllm_blend.ops import Int4Tiles, int4_tiles, unpack_tiles
 
 pytestmark = pytest.mark.cpu_only
@@ -102,6 +106,35 @@ def test_why_no_layer_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_none(BF16, GPU, ONE_RANK) == (
         "4-bit products need a GPU of compute capability 8.0 or later, and this one has 7.5"
     )
+
+
+def test_running_out_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    save_quantized(tmp_path, "awq", in_wide_groups=True, **WIDE)
+    monkeypatch.setattr(awq, "unpack", full)
+    for keeps in (True, False):
+        with pytest.raises(torch.OutOfMemoryError):
+            load(tmp_path, keeps, BF16)
+
+
+def test_the_engine_blends_with_them(tmp_path: Path) -> None:
+    """Recomputing everything equals no blend at all, and KV of these weights is not that of dequantized ones."""
+    save_quantized(tmp_path, "awq", in_wide_groups=True, vocab_size=TINY_VOCABULARY, **WIDE)
+    byte_level().save_pretrained(tmp_path)
+    params = greedy(8, logprobs=3, ignore_eos=True)
+    whole = tiny_prompt(blend_selector="value_deviation", blend_recompute_ratio=1.0)
+    keys = set()
+    for options in ({}, {"dequantize_weights": True}):
+        with engine(str(tmp_path), enable_blending=True, block_size=BLOCK_SIZE, dtype="bfloat16", **options) as llm:
+            keys.add(llm.llm_engine.fingerprint.digest)
+            layers = linear_layers(llm.llm_engine.model_executor.driver_worker.model_runner.model)
+            assert {isinstance(layer.int4, Int4Tiles) for layer in layers} == {not options}
+            first, second = (run(llm, whole, params)[0] for _ in range(2))  # the chunks are new, then known
+            assert first.outputs[0].token_ids == second.outputs[0].token_ids
+            assert second.blend is not None and second.blend.num_reused_tokens == 0
+    assert len(keys) == 2
 
 
 def test_small_groups_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from vllm_blend.executor.multiproc import MultiProcExecutor
 from vllm_blend.executor.uniproc import UniProcExecutor
 from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
+from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.models.gguf.header import gguf_path
@@ -135,6 +136,9 @@ def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokeni
         weights = weights_digest(local) if local.exists() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
+    modules = worker.model_runner.model.get_submodule("").modules()
+    kept = [module.int4 for module in modules if isinstance(module, Linear) and module.int4 is not None]
+    weights += "".join(f"/{rounding}" for rounding in sorted({matrix.rounding for matrix in kept}) if rounding)
     # Chunks of one scale must never meet pages of another. With several ranks these are the scales of rank 0 alone,
     # which is enough: their chunks end with the engine, as `check_ranks` refuses stores that would outlive it.
     if worker.shape.dtype != worker.dtype:

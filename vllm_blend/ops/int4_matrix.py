@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ class Int4Matrix:
     multiple of 32, and the inputs of a group are a multiple of 16.
     """
 
+    rounding: ClassVar[str] = ""  # the numbers are those of the checkpoint
     values: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
@@ -47,6 +48,7 @@ class Int4Tiles:
     A number q from 0 to 15 stands for (q - 8) * scale + zero, so that `zero` is (8 - zero point) * scale.
     """
 
+    rounding: ClassVar[str] = "scales and zeros in bfloat16"
     tiles: torch.Tensor
     scales_and_zeros: torch.Tensor
 

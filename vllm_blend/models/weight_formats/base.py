@@ -108,6 +108,8 @@ class DequantizedTensor:
             if isinstance(source, torch.Tensor) and tuple(source.shape) != tuple(self.shape):
                 raise ValueError(f"they make up {tuple(source.shape)} instead of {tuple(self.shape)}")
             return source
+        except torch.OutOfMemoryError:  # of a GPU: nothing is wrong with the matrix
+            raise
         except (ValueError, RuntimeError, IndexError) as error:  # torch's words for shapes that do not fit together
             raise self._unfit(error) from error
 
@@ -115,6 +117,8 @@ class DequantizedTensor:
         """Return the matrix as 4-bit integers on `device`. Raises `NotInt4` if it is something else."""
         try:
             return self._format.int4({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+        except torch.OutOfMemoryError:  # of a GPU: nothing is wrong with the matrix
+            raise
         except (ValueError, RuntimeError, IndexError) as error:
             raise self._unfit(error) from error
 
@@ -123,6 +127,8 @@ class DequantizedTensor:
             return None
         try:
             return self._format.quantized_rows({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+        except torch.OutOfMemoryError:  # of a GPU: nothing is wrong with the matrix
+            raise
         except (ValueError, RuntimeError, IndexError) as error:
             raise self._unfit(error) from error
 
