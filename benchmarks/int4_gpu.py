@@ -45,7 +45,7 @@ def matrices(size: int, features: int) -> list[Int4Tiles]:
 
 
 def by_torch(x: torch.Tensor, weight: Int4Tiles) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._weight_int4pack_mm(x, weight.tiles, weight.group_size, weight.scales_and_zeros)
+    out: torch.Tensor = torch._weight_int4pack_mm(x, weight.tiles, weight.group_size, weight.scales_and_zeros)
     return out
 
 

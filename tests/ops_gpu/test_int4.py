@@ -68,7 +68,7 @@ def test_torch_multiplies_by_the_unpacked_numbers(features: int, size: int, grou
     unpacked = ops.unpack_tiles(weight)
     for start in range(0, size, 2048):
         rows = torch.eye(size, device="cuda", dtype=BF16)[start : start + 2048]
-        theirs = torch.ops.aten._weight_int4pack_mm(rows, weight.tiles, weight.group_size, weight.scales_and_zeros)
+        theirs = torch._weight_int4pack_mm(rows, weight.tiles, weight.group_size, weight.scales_and_zeros)
         assert torch.equal(theirs, unpacked[:, start : start + 2048].T)
 
 

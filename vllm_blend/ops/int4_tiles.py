@@ -52,7 +52,7 @@ def pack_tiles(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor)
     size = numbers.shape[1]
     words = gcd(size // IN_MULTIPLE, MOST_WORDS)
     pairs = torch.bitwise_or(numbers[:, ::2] << 4, numbers[:, 1::2]).contiguous()  # even inputs in the upper halves
-    tiles = torch.ops.aten._convert_weight_to_int4pack(pairs, 2 * words)
+    tiles = torch._convert_weight_to_int4pack(pairs, 2 * words)
     return Int4Tiles(tiles, join_scales(scales, zeros, size))
 
 
@@ -95,7 +95,7 @@ def unpack_tiles_reference(weight: Int4Tiles) -> torch.Tensor:
 def tiles_linear(x: torch.Tensor, weight: Int4Tiles, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x [rows, in] bfloat16 times the matrix [out, in] transposed, plus bias [out] -> [rows, out]."""
     if 0 < x.shape[0] <= KERNEL_ROWS:
-        out: torch.Tensor = torch.ops.aten._weight_int4pack_mm(
+        out: torch.Tensor = torch._weight_int4pack_mm(
             x.contiguous(), weight.tiles, weight.group_size, weight.scales_and_zeros
         )
         return out if bias is None else out + bias
