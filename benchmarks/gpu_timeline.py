@@ -2,11 +2,15 @@
 
     bash scripts/build_cuda.sh && python -m benchmarks.gpu_timeline --output gpu_timeline.json
 
-One engine with random weights in the shape of a 7B model, bf16, answers prompts of 8 passages of 512 tokens whose KV is
-stored (synthetic text), by several rules, alone and many at once; and it decodes batches. Each call of `LLM.generate`
-is timed --repeats times as it is, and as often under torch's profiler, which records kernels and copies (CUPTI) and
-slows the host: so the time is that of the calls without it, and the shares are those of the calls with it.
+An engine with random weights in the shape of a 7B model, bf16, answers prompts of 8 passages of 512 tokens whose KV is
+stored (synthetic text), by several rules, alone and many at once; and it decodes batches, as does one in the shape of a
+0.6B model. Each call of `LLM.generate`
+is timed --repeats times as it is, as often behind a kernel that does nothing for a while, and as often under torch's
+profiler, which records kernels and copies (CUPTI) and slows the host: so the time is that of the calls without it, and
+the shares are those of the calls with it.
 
+- `queued`: from the end of that kernel to the end of the last one. The host has launched everything meanwhile (in
+  batches that decode, only the first step), so this is the call's time if the host took none.
 - `first`: from the call to the first kernel; `idle`: later times without any kernel; `last`: from the last kernel to
   the return. A copy is a kernel, too.
 - Kernels that run at once count for each kind, so kinds may add up to more than `busy`.
@@ -20,6 +24,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,18 +34,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine_gpu import CHUNK, ids, load
 from benchmarks.first_token import WHOLE_BUDGET, about, make_prompt
-from benchmarks.shapes import MISTRAL_7B
+from benchmarks.shapes import MISTRAL_7B, QWEN3_06B
 from benchmarks.tensor_parallel import generate, make_prompts
 from vllm_blend import LLM
 
 WARM_UP = 3  # calls that are not counted: they store the chunks
 KINDS = (  # of kernels, by their names; the first that fits
     ("attention", r"prefill_|decode_kernel|merge_states|mass|plan_kernel"),
-    ("products", r"gemm|nvjet|cutlass|xmma|splitK|cublas"),
+    ("products", r"few_rows|gemm|nvjet|cutlass|xmma|splitK|cublas"),
     ("placing", r"place_chunk|move_kernel|sum_changes|Memcpy"),
     ("norms, RoPE and SwiGLU", r"rms_norm|rope|silu"),
     ("others", r""),
 )
+SHAPES = ("7b", "0.6b")
+CACHED: dict[str, Any] = {"enable_prefix_caching": True, "gpu_memory_utilization": 0.85}
+MOST_GAPS = 5  # that an account names
+DECODED = 16  # tokens of batches that decode: the profiler takes long over more
+AHEAD_MS = 100  # how long the kernel that does nothing keeps the GPU
 Interval = tuple[float, float]  # start and stop
 
 
@@ -64,6 +74,7 @@ class Account:
     last: float
     num_kernels: int
     kinds: dict[str, float] = field(default_factory=dict)
+    gaps: list[tuple[float, float, str]] = field(default_factory=list)  # the longest: ms, since when, the next kernel
 
 
 def account(kernels: Sequence[Kernel], wall: float) -> Account:
@@ -76,7 +87,10 @@ def account(kernels: Sequence[Kernel], wall: float) -> Account:
     times = {name: 0.0 for name, _ in KINDS}
     for kernel in kernels:
         times[kind_of(kernel.name)] += kernel.stop - kernel.start
-    return Account(wall, first, busy, last - first - busy, wall - last, len(kernels), times)
+    starts = {kernel.start: kernel.name for kernel in kernels}
+    gaps = [(after[0] - before[1], before[1], starts[after[0]]) for before, after in pairwise(merged)]
+    longest = sorted(gaps, reverse=True)[:MOST_GAPS]
+    return Account(wall, first, busy, last - first - busy, wall - last, len(kernels), times, longest)
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
@@ -114,8 +128,52 @@ def profiled(llm: LLM, prompts: list[Any], tokens: int) -> Account:
     return account(kernels, 1e3 * seconds)
 
 
-def works(llm: LLM, calls: int) -> Iterator[tuple[str, list[list[Any]], int]]:
-    """Return the name of every work, its prompts for each call, and the tokens of an answer."""
+def queued(llm: LLM, prompts: list[Any], tokens: int, cycles: int) -> float:
+    """Return the ms from the end of a kernel that does nothing for `cycles`, queued ahead of a call, to the call's."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    start.record()
+    generate(llm, prompts, tokens)
+    stop.record()
+    stop.synchronize()
+    milliseconds: float = start.elapsed_time(stop)
+    return milliseconds
+
+
+def cycles_of(milliseconds: float) -> int:
+    """Return for how many cycles a kernel does nothing for so long: the clock is measured, for 10 million of them."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(10_000_000)
+    stop.record()
+    stop.synchronize()
+    return int(1e7 * milliseconds / start.elapsed_time(stop))
+
+
+def check_profiler() -> None:
+    """Raise SystemExit if the profiler records no kernel here."""
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    if not any(event.device_type.name == "CUDA" for event in prof.events() or ()):
+        raise SystemExit(
+            "torch's profiler recorded no kernel on this GPU: CUPTI could not start (its message is above); "
+            "--without-profiler times the calls alone"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Calls of `generate`, each with prompts of its own, and the tokens of an answer."""
+
+    name: str
+    batches: list[list[Any]]
+    tokens: int
+
+
+def blends(llm: LLM, calls: int) -> Iterator[Work]:
+    """Return the works with stored passages."""
     rng = Random(0)
     prompt = make_prompt(llm.get_tokenizer(), 8 * CHUNK + 64, CHUNK, 0)
     scores = [rng.random() for _ in prompt["chunks"]]
@@ -130,53 +188,77 @@ def works(llm: LLM, calls: int) -> Iterator[tuple[str, list[list[Any]], int]]:
         asked = prompt | {"blend_selector": rule, "blend_recompute_ratio": ratio}
         if rule == WHOLE_BUDGET:
             asked["relevance"] = scores
-        yield f"one prompt of 8 passages, {rule}, {ratio:.0%}", [[asked]] * calls, 1
+        yield Work(f"one prompt of 8 passages, {rule}, {ratio:.0%}", [[asked]] * calls, 1)
     for rule, ratio in (("none", 0.0), (WHOLE_BUDGET, 0.08), (WHOLE_BUDGET, 0.15), ("question_attention", 0.15)):
         batches = make_prompts(llm.get_tokenizer(), calls, 64, rule, ratio)
-        yield f"64 such prompts at once, {rule}, {ratio:.0%}, 32 tokens out", batches, 32
-    for batch, context in ((1, 4096), (32, 4096)):
-        same = [{"prompt_token_ids": ids(rng, context, 32000)} for _ in range(batch)]
-        yield f"64 tokens of {batch} at {context}, prompts cached", [same] * calls, 64
+        yield Work(f"64 such prompts at once, {rule}, {ratio:.0%}, 32 tokens out", batches, 32)
+
+
+def decodes(name: str, sizes: Sequence[tuple[int, int]], vocabulary: int, calls: int) -> Iterator[Work]:
+    """Return the works of one batch each: (requests, tokens of their prompts), which the prefix cache has."""
+    rng = Random(0)
+    for batch, context in sizes:
+        same = [{"prompt_token_ids": ids(rng, context, vocabulary)} for _ in range(batch)]
+        yield Work(f"{DECODED} tokens of {batch} at {context}, {name}", [same] * calls, DECODED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each work, with the profiler and without")
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="the shapes of models")
+    parser.add_argument("--without-profiler", action="store_true", help="time the calls, and account for none")
     parser.add_argument("--output", type=Path, help="JSON file for the samples")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} must be at least 1")
-    options: dict[str, Any] = {"blend_chunk_cache_gib": 4, "max_num_seqs": 64, "gpu_memory_utilization": 0.85}
-    llm = load(MISTRAL_7B, enable_blending=True, enable_prefix_caching=True, max_model_len=8192, **options)
+    if not args.without_profiler:
+        check_profiler()  # before anything is loaded, and before the engine's graphs
+    calls = WARM_UP + 3 * args.repeats
     samples: dict[str, dict[str, Any]] = {}
     print("\n".join(HEAD))
-    for name, batches, tokens in works(llm, WARM_UP + 2 * args.repeats):
-        calls = iter(batches)
+    if "7b" in args.only:
+        blending: dict[str, Any] = {"enable_blending": True, "blend_chunk_cache_gib": 4, "max_model_len": 8192}
+        with load(MISTRAL_7B, max_num_seqs=128, **blending, **CACHED) as llm:
+            sizes = ((1, 4096), (32, 4096), (128, 2048))
+            measure(llm, [*blends(llm, calls), *decodes("7B", sizes, 32000, calls)], args, samples)
+    if "0.6b" in args.only:
+        with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
+            measure(llm, list(decodes("0.6B", ((256, 512),), 32000, calls)), args, samples)
+
+
+def measure(llm: LLM, works: Sequence[Work], args: argparse.Namespace, samples: dict[str, dict[str, Any]]) -> None:
+    """Measure every work, print its line, and write all samples so far to --output."""
+    cycles = cycles_of(AHEAD_MS)
+    for work in works:
+        calls = iter(work.batches)
         for _ in range(WARM_UP):
-            generate(llm, next(calls), tokens)
-        wall = [1e3 * generate(llm, next(calls), tokens) for _ in range(args.repeats)]
-        accounts = [profiled(llm, next(calls), tokens) for _ in range(args.repeats)]
-        samples[name] = {"wall_ms": wall, "profiled": [asdict(each) for each in accounts]}
-        print(row(name, wall, accounts), flush=True)
-    if args.output:
-        args.output.write_text(json.dumps({"about": about(llm), "samples": samples}) + "\n", encoding="utf-8")
-    llm.shutdown()
+            generate(llm, next(calls), work.tokens)
+        wall = [1e3 * generate(llm, next(calls), work.tokens) for _ in range(args.repeats)]
+        ahead = [queued(llm, next(calls), work.tokens, cycles) for _ in range(args.repeats)]
+        accounts = (
+            [] if args.without_profiler else [profiled(llm, next(calls), work.tokens) for _ in range(args.repeats)]
+        )
+        samples[work.name] = {"wall_ms": wall, "queued_ms": ahead, "profiled": [asdict(each) for each in accounts]}
+        print(row(work.name, wall, ahead, accounts), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps({"about": about(llm), "samples": samples}) + "\n", encoding="utf-8")
 
 
-_COLUMNS = ("wall", "profiled", "first", "busy", "idle", "last", "kernels", *(kind for kind, _ in KINDS))
+_COLUMNS = ("wall", "queued", "profiled", "first", "busy", "idle", "last", "kernels", *(kind for kind, _ in KINDS))
 HEAD = [f"| work | {' | '.join(_COLUMNS)} |", "|---|" + "---:|" * len(_COLUMNS)]
 
 
-def row(name: str, wall: Sequence[float], accounts: Sequence[Account]) -> str:
+def row(name: str, wall: Sequence[float], ahead: Sequence[float], accounts: Sequence[Account]) -> str:
     """Return a line of the table: medians in ms, and the number of kernels."""
-    columns = [
-        wall,
-        *([getattr(each, part) for each in accounts] for part in ("wall", "first", "busy", "idle", "last")),
-    ]
+    parts = [[getattr(each, part) for each in accounts] for part in ("wall", "first", "busy", "idle", "last")]
     kinds = [[each.kinds[kind] for each in accounts] for kind, _ in KINDS]
-    cells = [f"{statistics.median(values):.2f}" for values in (*columns, *kinds)]
-    cells.insert(len(columns), f"{statistics.median([each.num_kernels for each in accounts]):.0f}")
+    cells = [_median(values) for values in (wall, ahead, *parts, *kinds)]
+    cells.insert(2 + len(parts), f"{statistics.median(each.num_kernels for each in accounts):.0f}" if accounts else "")
     return f"| {name} | {' | '.join(cells)} |"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else ""
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ def test_an_account_by_hand() -> None:
         "attention": 2.0,
         "placing": 0.5,
     }
-    assert row("it", [9.0], [found]).startswith("| it | 9.00 | 10.00 | 2.00 | 4.50 | 2.00 | 1.50 | 3 | 2.00 | 3.00 |")
+    assert found.gaps == [(2.0, 6.0, "Memcpy HtoD (Pinned -> Device)")]
+    assert row("it", [9.0], [7.0], []) == "| it | 9.00 | 7.00 |" + "  |" * 11
+    assert row("it", [9.0], [7.0], [found]).startswith(
+        "| it | 9.00 | 7.00 | 10.00 | 2.00 | 4.50 | 2.00 | 1.50 | 3 | 2.00 | 3.00 |"
+    )
 
 
 @given(
