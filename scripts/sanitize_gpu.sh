@@ -23,6 +23,13 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_TH
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 
+# Whether a log has no failed test and no race but those that racecheck reports within cuBLAS's products, as of their
+# barriers it does not know all.
+races_of_cublas_alone() {  # races_of_cublas_alone LOG
+  grep -qE ' access at nvjet_' "$1" && ! grep -E '^========= .* access at ' "$1" | grep -qv ' access at nvjet_' &&
+    ! grep -qE '(failed|error).* in ' "$1"
+}
+
 check() {  # check TOOL TEST
   local log start=$SECONDS outcome=clean
   log="$logs/$1-$(basename "${2//::/-}")"
@@ -30,7 +37,10 @@ check() {  # check TOOL TEST
   # stays in: its products fail under racecheck when they are left out.
   timeout "${PATIENCE:-900}" "$SANITIZER" --tool "$1" --error-exitcode 9 --kernel-name-exclude kns=_ZN2at \
     "${PYTHON:-python3}" -m pytest -p no:cacheprovider -m gpu "$2" >"$log" 2>&1 || outcome="FAILED ($?)"
-  if [[ $outcome != clean ]]; then
+  if [[ $1 == racecheck && $outcome == 'FAILED (9)' ]] && races_of_cublas_alone "$log"; then
+    outcome='clean but for cuBLAS'
+  fi
+  if [[ $outcome == FAILED* ]]; then
     touch "$logs/failed"
     grep -m 20 -A 8 -E '^========= (Invalid|Error|Warning|Program|Potential|Race|Uninit)' "$log" || true
     grep -m 20 -E '^(E  |tests/.*Error|Falsifying)' "$log" || tail -n 20 "$log"

@@ -55,6 +55,26 @@ def test_a_word_that_no_part_contains_is_an_error(script: str, program: Path) ->
     assert done.returncode != 0 and "ONLY=no-such-part" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("tool", "kernel", "tests", "good"),
+    [
+        ("racecheck", "nvjet_sm90_tst_64x64", "1 passed", True),
+        ("racecheck", "vb::decode_kernel", "1 passed", False),
+        ("racecheck", "nvjet_sm90_tst_64x64", "1 failed, 1 passed", False),
+        ("memcheck", "nvjet_sm90_tst_64x64", "1 passed", False),
+    ],
+)
+def test_races_within_cublas_are_named_and_do_not_count(
+    tool: str, kernel: str, tests: str, good: bool, program: Path
+) -> None:
+    races = [f"========= Error: Race reported between Read access at {name}+0xa00" for name in (kernel, "nvjet_2")]
+    said = "; ".join(f'echo "{line}"' for line in [*races, f"{tests} in 1s"])
+    program.write_text(PROGRAM.replace("*--tool*) ", f'*"--tool {tool}"*) {said}; exit 9 ;;\n*--tool*) '))
+    done = run("sanitize_gpu.sh", program)
+    assert (done.returncode == 0) == good, done.stdout
+    assert (f"clean but for cuBLAS  {tool}" in done.stdout) == good
+
+
 def test_a_missing_sanitizer_is_one_error(program: Path) -> None:
     done = run("sanitize_gpu.sh", program, SANITIZER="no-such-sanitizer")
     assert done.returncode != 0 and done.stdout == ""
