@@ -64,11 +64,17 @@ class CUDALayout(Int4Layout):
         return why_not_tiles(features, part.numbers.shape[1], part.group_size)
 
     def pack(self, parts: Sequence[StoredInt4], scale_dtype: torch.dtype) -> Int4Tiles:
-        return pack_tiles(
+        device = parts[0].numbers.device
+        packed = pack_tiles(
             torch.cat([part.numbers for part in parts]),
             torch.cat([part.scales.to(scale_dtype) for part in parts]),
             torch.cat([part.zeros for part in parts]),
         )
+        # It may lie in what a larger tensor has left, and torch could never return that memory to the GPU.
+        tiles, scales_and_zeros = packed.tiles.cpu(), packed.scales_and_zeros.cpu()
+        del packed
+        torch.cuda.empty_cache()
+        return Int4Tiles(tiles.to(device), scales_and_zeros.to(device))
 
 
 INT4_LAYOUTS: dict[str, Int4Layout] = {"cpu": CPULayout(), "cuda": CUDALayout()}  # by type of device

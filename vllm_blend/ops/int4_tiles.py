@@ -24,9 +24,9 @@ OUT_MULTIPLE, IN_MULTIPLE = 8, 32  # of the sizes of a matrix
 SMALLEST_GROUP, LARGEST_GROUP = 32, 256  # all powers of two from one to the other
 MOST_WORDS = 4  # of a lane: it reads 16 bytes at once
 
-# The most rows of activations that PyTorch's kernel multiplies; with more, the matrix is unpacked first. Not measured
-# yet: `python -m benchmarks.int4_gpu` shows where the two ways meet.
-KERNEL_ROWS = 32
+# The most rows of activations that PyTorch's kernel multiplies; with more, the matrix is unpacked first. On an H100 the
+# two ways meet between 16 rows (0.65 to 0.79 of the time) and 32 (1.26 to 1.38), by `python -m benchmarks.int4_gpu`.
+KERNEL_ROWS = 16
 
 
 def tiles_group(group_size: int) -> int:
