@@ -62,7 +62,7 @@ TOLERANCES = {
         scores=0.01,
     ),
 }
-FLOAT32_LOGITS_ON_GPU = Limit(6e-4, 2e-5)  # where heads of 64 differ by up to 4.4e-4
+FLOAT32_LOGITS_ON_GPU = Limit(6e-4, 6e-5)  # where heads of 64 differ by up to 4.4e-4, and 3.7e-5 in the mean
 # In half precision two right answers may part (see `tests/engine/compare.py`), but no more often than this.
 MOST_EXCUSED = {"drawn tokens": 0.25, "chosen positions": 0.1}
 

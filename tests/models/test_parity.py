@@ -81,7 +81,7 @@ def check_parity(hf_model: Any, directory: Path, max_position: int = CONTEXT, le
 
 def assert_visible(one: torch.Tensor, other: torch.Tensor) -> None:
     """Two models differ by so much that a comparison with the wrong one would fail."""
-    assert (one - other).square().mean().sqrt() > 2 * tolerances.tolerance().logits.rms
+    assert (one - other).square().mean().sqrt() > 1.25 * tolerances.tolerance().logits.rms  # rounding takes up to 0.2
     assert (one - other).abs().max() > 1e-2
 
 
