@@ -257,6 +257,14 @@ def row(name: str, wall: Sequence[float], ahead: Sequence[float], accounts: Sequ
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def table(samples: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lines of the table of the samples that `main` has written."""
+    return HEAD + [
+        row(name, each["wall_ms"], each["queued_ms"], [Account(**one) for one in each["profiled"]])
+        for name, each in samples.items()
+    ]
+
+
 def _median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f}" if values else ""
 

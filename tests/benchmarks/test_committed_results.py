@@ -11,6 +11,8 @@ from benchmarks import (
     bad_bodies,
     cpu_kernels,
     early_steps,
+    gpu_timeline,
+    int4_gpu,
     ray_autoscaling,
     ray_routing,
     routing_sim,
@@ -99,6 +101,9 @@ def test_samples_of_gpus_give_their_tables() -> None:
     assert "\n".join(sums_gpu.table(load("sums_h200.json")["samples"])) in text_of("tensor_parallel_h200.md")
     graphs = load("step_graphs_h100.json")["samples"]
     assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
+    timeline = load("gpu_timeline_h200.json")["samples"]
+    assert "\n".join(gpu_timeline.table(timeline)) in text_of("gpu_timeline_h200.md")
+    assert "\n".join(int4_gpu.table(load("int4_h100.json")["measured"])) in text_of("int4_h100.md")
     early = load("early_steps_h100.json")["samples"]
     assert "\n".join(early_steps.table(early)) in text_of("early_steps_h100.md")
 
