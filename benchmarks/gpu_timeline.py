@@ -222,8 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             sizes = ((1, 4096), (32, 4096), (128, 2048))
             measure(llm, [*blends(llm, calls), *decodes("7B", sizes, 32000, calls)], args, samples)
     if "0.6b" in args.only:
+        sizes = ((32, 512), (128, 512), (256, 512))
         with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
-            measure(llm, list(decodes("0.6B", ((256, 512),), 32000, calls)), args, samples)
+            measure(llm, list(decodes("0.6B", sizes, 32000, calls)), args, samples)
 
 
 def measure(llm: LLM, works: Sequence[Work], args: argparse.Namespace, samples: dict[str, dict[str, Any]]) -> None:

@@ -149,7 +149,7 @@ def gpu() -> Profile:
         *(decode("7b", batch, context) for batch, context in ((1, 4096), (32, 4096), (128, 2048))),
         *(
             decode("7b-fp8-kv", batch, context, suffix="_fp8_kv", label=", FP8 KV")
-            for batch, context in ((32, 4096), (128, 2048))
+            for batch, context in ((1, 4096), (32, 4096), (128, 2048))
         ),
         Row("mix", "0.6B shape, 256 requests of 100-1024 in and out", "0.6b", "batch", "tok/s", mix),
         Row("rag_full", "one RAG prompt, no prefix cache", "rag-uncached", "rag", "ms", ONE_RAG),
