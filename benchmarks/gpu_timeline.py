@@ -4,10 +4,10 @@
 
 An engine with random weights in the shape of a 7B model, bf16, answers prompts of 8 passages of 512 tokens whose KV is
 stored (synthetic text), by several rules, alone and many at once; and it decodes batches, as does one in the shape of a
-0.6B model. Each call of `LLM.generate`
-is timed --repeats times as it is, as often behind a kernel that does nothing for a while, and as often under torch's
-profiler, which records kernels and copies (CUPTI) and slows the host: so the time is that of the calls without it, and
-the shares are those of the calls with it.
+0.6B model. Each call of `LLM.generate` is timed --repeats times as it is, as often behind a kernel that does nothing
+for a while, and as often under torch's profiler, which records kernels and copies (CUPTI) and slows the host: so the
+time is that of the calls without it, and the shares are those of the calls with it. `sampling` and `kvc` are steps of
+requests that all decode: of 256 with a temperature, and of 64 whose KV is compressed.
 
 - `queued`: from the end of that kernel to the end of the last one. The host has launched everything meanwhile (in
   batches that decode, only the first step), so this is the call's time if the host took none.
@@ -22,7 +22,8 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,19 +35,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine_gpu import CHUNK, ids, load
 from benchmarks.first_token import WHOLE_BUDGET, about, make_prompt
-from benchmarks.shapes import MISTRAL_7B, QWEN3_06B
+from benchmarks.shapes import LLAMA_31_8B, MISTRAL_7B, QWEN3_06B
 from benchmarks.tensor_parallel import generate, make_prompts
-from vllm_blend import LLM
+from vllm_blend import LLM, SamplingParams
 
 WARM_UP = 3  # calls that are not counted: they store the chunks
 KINDS = (  # of kernels, by their names; the first that fits
-    ("attention", r"prefill_|decode_kernel|merge_states|mass|plan_kernel"),
+    ("attention", r"prefill_|decode_kernel|merge_states|mass|plan_kernel|_sums"),
     ("products", r"few_rows|gemm|nvjet|cutlass|xmma|splitK|cublas"),
     ("placing", r"place_chunk|move_kernel|sum_changes|Memcpy"),
     ("norms, RoPE and SwiGLU", r"rms_norm|rope|silu"),
     ("others", r""),
 )
-SHAPES = ("7b", "0.6b")
+PARTS = ("7b", "0.6b", "sampling", "kvc")
+STEPS = 32  # of requests that all decode, in a sample
 CACHED: dict[str, Any] = {"enable_prefix_caching": True, "gpu_memory_utilization": 0.85}
 MOST_GAPS = 5  # that an account names
 DECODED = 16  # tokens of batches that decode: the profiler takes long over more
@@ -109,12 +111,13 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
-def profiled(llm: LLM, prompts: list[Any], tokens: int) -> Account:
-    """Return the account of one call. Its clock begins where a kernel of no work ends, for which the host waits."""
+def profiled(device: torch.device, run: Callable[[], float]) -> Account:
+    """Return the account of what `run` does, which returns how many seconds it took. Its clock begins where a kernel of
+    no work ends, for which the host waits."""
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        torch.zeros(1, device=llm.llm_engine.device)
+        torch.zeros(1, device=device)
         torch.cuda.synchronize()
-        seconds = generate(llm, prompts, tokens)
+        seconds = run()
         torch.cuda.synchronize()
     events = sorted(
         (event for event in prof.events() or () if event.device_type.name == "CUDA"),
@@ -128,12 +131,12 @@ def profiled(llm: LLM, prompts: list[Any], tokens: int) -> Account:
     return account(kernels, 1e3 * seconds)
 
 
-def queued(llm: LLM, prompts: list[Any], tokens: int, cycles: int) -> float:
-    """Return the ms from the end of a kernel that does nothing for `cycles`, queued ahead of a call, to the call's."""
+def queued(run: Callable[[], float], cycles: int) -> float:
+    """Return the ms from the end of a kernel that does nothing for `cycles`, queued ahead of `run`, to `run`'s end."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(cycles)
     start.record()
-    generate(llm, prompts, tokens)
+    run()
     stop.record()
     stop.synchronize()
     milliseconds: float = start.elapsed_time(stop)
@@ -205,7 +208,7 @@ def decodes(name: str, sizes: Sequence[tuple[int, int]], vocabulary: int, calls:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each work, with the profiler and without")
-    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="the shapes of models")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some of the work")
     parser.add_argument("--without-profiler", action="store_true", help="time the calls, and account for none")
     parser.add_argument("--output", type=Path, help="JSON file for the samples")
     args = parser.parse_args(argv)
@@ -222,27 +225,87 @@ def main(argv: Sequence[str] | None = None) -> None:
             sizes = ((1, 4096), (32, 4096), (128, 2048))
             measure(llm, [*blends(llm, calls), *decodes("7B", sizes, 32000, calls)], args, samples)
     if "0.6b" in args.only:
-        sizes = ((32, 512), (128, 512), (256, 512))
         with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
+            sizes = ((32, 512), (128, 512), (256, 512))
             measure(llm, list(decodes("0.6B", sizes, 32000, calls)), args, samples)
+    if "sampling" in args.only:
+        with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
+            measure_steps(llm, "256 at 512, temperature 0.6, 0.6B", 256, 512, 0.6, args, samples)
+    for kept in (8, 64) if "kvc" in args.only else ():
+        compressed: dict[str, Any] = {"enable_kvc": True, "target_compression_rate": 1 / kept}
+        with load(LLAMA_31_8B, max_model_len=8192, max_num_seqs=64, gpu_memory_utilization=0.85, **compressed) as llm:
+            measure_steps(llm, f"64 at 4000, KV-Compress {kept}x, 8B", 64, 4000, 0.0, args, samples)
 
 
 def measure(llm: LLM, works: Sequence[Work], args: argparse.Namespace, samples: dict[str, dict[str, Any]]) -> None:
-    """Measure every work, print its line, and write all samples so far to --output."""
-    cycles = cycles_of(AHEAD_MS)
+    """Measure every work."""
+    cycles, device = cycles_of(AHEAD_MS), llm.llm_engine.device
     for work in works:
-        calls = iter(work.batches)
+        run = calls_of(llm, work)
         for _ in range(WARM_UP):
-            generate(llm, next(calls), work.tokens)
-        wall = [1e3 * generate(llm, next(calls), work.tokens) for _ in range(args.repeats)]
-        ahead = [queued(llm, next(calls), work.tokens, cycles) for _ in range(args.repeats)]
-        accounts = (
-            [] if args.without_profiler else [profiled(llm, next(calls), work.tokens) for _ in range(args.repeats)]
-        )
-        samples[work.name] = {"wall_ms": wall, "queued_ms": ahead, "profiled": [asdict(each) for each in accounts]}
-        print(row(work.name, wall, ahead, accounts), flush=True)
-        if args.output:
-            args.output.write_text(json.dumps({"about": about(llm), "samples": samples}) + "\n", encoding="utf-8")
+            run()
+        wall = [1e3 * run() for _ in range(args.repeats)]
+        ahead = [queued(run, cycles) for _ in range(args.repeats)]
+        accounts = [] if args.without_profiler else [profiled(device, run) for _ in range(args.repeats)]
+        report(llm, work.name, wall, ahead, accounts, args.output, samples)
+
+
+def calls_of(llm: LLM, work: Work) -> Callable[[], float]:
+    """Return a function that makes the next call of a work and returns its seconds."""
+    batches = iter(work.batches)
+    return lambda: generate(llm, next(batches), work.tokens)
+
+
+def measure_steps(
+    llm: LLM,
+    name: str,
+    requests: int,
+    tokens: int,
+    temperature: float,
+    args: argparse.Namespace,
+    samples: dict[str, dict[str, Any]],
+) -> None:
+    """Measure steps in which all requests decode, behind prompts of so many tokens."""
+    engine, rng = llm.llm_engine, Random(0)
+    vocabulary = engine.hf_config.vocab_size
+    most = STEPS * (WARM_UP + 2 * args.repeats + 1)
+    params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, detokenize=False)
+    names = [str(i) for i in range(requests)]
+    for each in names:
+        engine.add_request(each, {"prompt_token_ids": ids(rng, tokens, vocabulary)}, params, final_only=True)
+    while engine.scheduler.waiting or any(not each.output_token_ids for each in engine.scheduler.running):
+        engine.step()
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()  # ends with reading the tokens of the step before
+        return time.perf_counter() - start
+
+    for _ in range(WARM_UP):
+        run()
+    wall = [1e3 * run() for _ in range(args.repeats)]
+    accounts = [] if args.without_profiler else [profiled(engine.device, run) for _ in range(args.repeats)]
+    if len(engine.scheduler.running) < requests:
+        raise RuntimeError(f"{name}: {requests - len(engine.scheduler.running)} requests did not stay in the batch")
+    engine.abort_request(names)
+    report(llm, f"{STEPS} steps of {name}", wall, [], accounts, args.output, samples)
+
+
+def report(
+    llm: LLM,
+    name: str,
+    wall: list[float],
+    ahead: list[float],
+    accounts: list[Account],
+    output: Path | None,
+    samples: dict[str, dict[str, Any]],
+) -> None:
+    """Print the line of a work, and write all samples so far to `output`."""
+    samples[name] = {"wall_ms": wall, "queued_ms": ahead, "profiled": [asdict(each) for each in accounts]}
+    print(row(name, wall, ahead, accounts), flush=True)
+    if output:
+        output.write_text(json.dumps({"about": about(llm), "samples": samples}) + "\n", encoding="utf-8")
 
 
 _COLUMNS = ("wall", "queued", "profiled", "first", "busy", "idle", "last", "kernels", *(kind for kind, _ in KINDS))

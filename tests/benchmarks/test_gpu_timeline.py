@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu_timeline import KINDS, Kernel, account, kind_of, row
+from benchmarks.gpu_timeline import KINDS, Kernel, account, kind_of, measure_steps, row
+from tests.engine.engines import new_llm, tiny_model
 
 pytestmark = pytest.mark.cpu_only
 
@@ -61,3 +66,21 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 def test_a_call_without_kernels_is_an_error() -> None:
     with pytest.raises(ValueError, match="ran no kernel"):
         account([], 1.0)
+
+
+def test_steps_are_of_requests_that_all_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples: dict[str, dict[str, Any]] = {}
+    args = Namespace(repeats=2, without_profiler=True, output=tmp_path / "timeline.json")
+    with new_llm(tiny_model("llama", max_position_embeddings=512), enable_blending=False) as llm:
+        measure_steps(llm, "3 at 20", 3, 20, 0.6, args, samples)
+        assert not llm.llm_engine.has_unfinished_requests()
+    assert len(samples["32 steps of 3 at 20"]["wall_ms"]) == 2
+    assert "| 32 steps of 3 at 20 | " in capsys.readouterr().out
+    assert args.output.exists()
+
+
+def test_requests_that_leave_the_batch_are_an_error() -> None:
+    args = Namespace(repeats=2, without_profiler=True, output=None)
+    llm = new_llm(tiny_model("llama", max_position_embeddings=128), enable_blending=False)
+    with llm, pytest.raises(RuntimeError, match="3 requests did not stay in the batch"):
+        measure_steps(llm, "3 at 20", 3, 20, 0.6, args, {})
