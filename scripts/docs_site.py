@@ -25,7 +25,7 @@ ADDED = (
     "inputs/README.md",
     "notebooks/*.ipynb",
 )
-RESULTS = ("benchmarks/results/*.md", "benchmarks/results/*.png", "benchmarks/results/*.json")
+RESULTS = tuple(f"benchmarks/results/*.{kind}" for kind in ("md", "png", "json", "jsonl"))
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)([^)]*)\)")
 
 
