@@ -43,7 +43,7 @@ Feature = TypeVar("Feature", bound="FeatureConfig")
 
 def _check_quantization(name: str, value: str) -> None:
     known = ", ".join(repr(name) for name in QUANTIZATIONS)
-    stored = "how a checkpoint's weights are stored, config.json says"
+    stored = "config.json says how a checkpoint's weights are stored"
     require(value in QUANTIZATIONS, f"{name}={value!r} is unknown: use {known}, or leave it out; {stored}")
 
 
