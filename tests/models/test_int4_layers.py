@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ from tests.models.tiny import edit_config, hf_logits, prompt, tiny_hf_model
 from vllm_blend.distributed.ranks import ONE_RANK
 from vllm_blend.layers.linear import Linear
 from vllm_blend.models.int4_layers import why_none
+from vllm_blend.models.stored import PlainTensor
+from vllm_blend.models.weight_formats import weight_format
+from vllm_blend.models.weight_formats.base import DequantizedTensor
 from vllm_blend.ops import Int4Matrix, bindings, unpack_int4
 
 pytestmark = pytest.mark.cpu_only
@@ -181,6 +185,40 @@ def test_scales_of_fewer_outputs_are_refused(name: str, outputs: int, tmp_path: 
         said = "64 inputs with 0 scales" if outputs == 0 else r"scales of shape \(8, 4\)"
     with pytest.raises(ValueError, match=rf"k_proj\.weight cannot be dequantized .*: {said}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_matrix_of_other_rows_than_it_says_is_refused(rows: int, tmp_path: Path) -> None:
+    save_quantized(tmp_path, "pack-quantized", **WIDE)
+    change(tmp_path, weight_packed=torch.ones(rows, 8, dtype=torch.int32), weight_scale=torch.ones(rows, 4))
+    said = rf"k_proj\.weight cannot be dequantized .*: they make up \({rows}, 64\) instead of \(32, 64\)"
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path)
+
+
+def test_scales_of_one_product_must_be_of_one_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch has no type for both e4m3 and float16."""
+    save_quantized(tmp_path, "awq", **WIDE)
+    change(tmp_path, scales=torch.full((4, 32), 0.03).to(torch.float8_e4m3fn))
+    model = load(tmp_path)
+    [message] = warnings_of(caplog)
+    assert message.startswith("3 quantized matrices") and message.endswith("have scales of several types")
+    assert [layer.int4 is None for layer in linear_layers(model)] == [True, *[False] * 11]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_matrix_is_where_it_was_asked_for(name: str, tmp_path: Path) -> None:
+    """Though another device is the default one, as a CPU is for a model that goes to a GPU."""
+    save_quantized(tmp_path, name, **WIDE)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    read_as, path = weight_format(SimpleNamespace(quantization_config=config)), tmp_path / "model.safetensors"
+    assert read_as is not None
+    stored = {key: PlainTensor(key, path, tuple(tensor.shape), tensor) for key, tensor in load_file(path).items()}
+    matrix = read_as.combine(stored)["model.layers.0.self_attn.k_proj.weight"]
+    assert isinstance(matrix, DequantizedTensor)
+    with torch.device("meta"):
+        found = matrix.int4(CPU)
+    assert {part.device for part in (found.numbers, found.zeros, found.scales)} == {CPU}
 
 
 def test_experts_are_dequantized_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

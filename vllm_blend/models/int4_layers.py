@@ -104,9 +104,9 @@ def _keep(
         return layers.refuse(names, str(reason))
     if len({part.group_size for part in parts}) > 1:
         return layers.refuse(names, "matrices that are multiplied as one have groups of several sizes")
-    dtype = parts[0].scales.dtype
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.scales.dtype)
+    dtype, *other_dtypes = {part.scales.dtype for part in parts}
+    if other_dtypes:
+        return layers.refuse(names, "matrices that are multiplied as one have scales of several types")
     layout = INT4_LAYOUTS[device.type]
     refusal = layout.why_not(sum(rows.values()), parts[0], dtype)
     if refusal is not None:

@@ -105,8 +105,8 @@ class DequantizedTensor:
     def source(self, device: torch.device) -> Sliceable:
         try:
             source = self._format.source(self._parts, device)
-            if isinstance(source, torch.Tensor) and tuple(source.shape) != tuple(self.shape):
-                raise ValueError(f"they make up {tuple(source.shape)} instead of {tuple(self.shape)}")
+            if isinstance(source, torch.Tensor):
+                self._check_shape(source)
             return source
         except torch.OutOfMemoryError:  # of a GPU: nothing is wrong with the matrix
             raise
@@ -116,7 +116,9 @@ class DequantizedTensor:
     def int4(self, device: torch.device) -> StoredInt4:
         """Return the matrix as 4-bit integers on `device`. Raises `NotInt4` if it is something else."""
         try:
-            return self._format.int4({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+            matrix = self._format.int4({name: tensor.read().to(device) for name, tensor in self._parts.items()})
+            self._check_shape(matrix.numbers)
+            return matrix
         except torch.OutOfMemoryError:  # of a GPU: nothing is wrong with the matrix
             raise
         except (ValueError, RuntimeError, IndexError) as error:
@@ -131,6 +133,10 @@ class DequantizedTensor:
             raise
         except (ValueError, RuntimeError, IndexError) as error:
             raise self._unfit(error) from error
+
+    def _check_shape(self, matrix: torch.Tensor) -> None:
+        if tuple(matrix.shape) != tuple(self.shape):
+            raise ValueError(f"they make up {tuple(matrix.shape)} instead of {tuple(self.shape)}")
 
     def _unfit(self, error: Exception) -> BadTensor:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in self._parts.items())

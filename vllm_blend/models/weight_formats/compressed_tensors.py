@@ -143,7 +143,8 @@ class CompressedTensors(WeightFormat):
             check_in_order(check_groups("weight_g_idx", groups, columns, scales.shape[1]), scales.shape[1])
         zeros = parts.get("weight_zero_point")
         if zeros is None:
-            return StoredInt4(numbers, torch.full(scales.shape, middle, dtype=torch.uint8), scales)
+            zeros = torch.full(scales.shape, middle, dtype=torch.uint8, device=numbers.device)
+            return StoredInt4(numbers, zeros, scales)
         if zeros.dtype == torch.int32:
             zeros = self._unpacked(zeros, 0, rows)
         if zeros.is_floating_point():
