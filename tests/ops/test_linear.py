@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.ops.paged import DTYPES, ISAS, assert_near, kernels, threads
 from vllm_blend import ops
-from vllm_blend.ops import bindings, cpu
-from vllm_blend.ops.linear import KERNEL_ROWS
+from vllm_blend.ops import bindings, cpu, cuda
+from vllm_blend.ops.linear import KERNEL_ROWS, _are_few
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,3 +58,14 @@ def test_the_kernel_itself(isa: str, dtype: torch.dtype) -> None:
 def test_shapes_that_do_not_fit_are_torchs_errors() -> None:
     with pytest.raises(RuntimeError):
         ops.linear(torch.randn(3, 32).bfloat16(), torch.randn(16, 64).bfloat16())
+
+
+def test_a_gpus_product_of_few_rows_is_asked_for_what_fits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel reads as many numbers as the weight has, whatever lies behind a shorter input or bias."""
+    monkeypatch.setattr(cuda, "accepts", lambda tensor: True)
+    x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((2, 64), (16, 64), (16,)))
+    assert _are_few(x, weight, None) and _are_few(x, weight, bias)
+    assert not _are_few(x[:, :32], weight, bias)
+    assert not _are_few(x, weight, bias[:1])
+    assert not _are_few(x, weight[:, ::2], bias) and not _are_few(x[:, ::2], weight[:, ::2], bias)
+    assert not _are_few(x, weight, bias.float()) and not _are_few(x, weight.float(), bias)

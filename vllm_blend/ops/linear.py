@@ -54,13 +54,14 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return (
         x.dim() == 2
         and 0 < x.shape[0] <= FEW_ROWS
+        and x.shape[1] == size
         and outs % FEW_ROWS_OUTS == 0
         and size % 8 == 0
         and cuda.accepts(x)
         and weight.dtype == x.dtype
         and weight.is_contiguous()
         and not (x.requires_grad or weight.requires_grad)
-        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
     )
 
 
