@@ -72,9 +72,9 @@ int64_t vb_cpu_abi_version(void) { return VB_ABI_VERSION; }
 
 void* vb_scratch(int slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
-  if (buffer.size < bytes) {
+  if (!buffer.data || buffer.size < bytes) {
     free(buffer.data);
-    const size_t size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
+    const size_t size = (bytes + bytes / 2 + 4096) / 4096 * 4096;  // never 0: a null pointer says that there is no memory
     buffer.data = aligned_alloc(64, size);
     buffer.size = buffer.data ? size : 0;
   }

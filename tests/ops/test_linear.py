@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.ops.paged import DTYPES, ISAS, assert_near, kernels, threads
 from vllm_blend import ops
-from vllm_blend.ops import bindings, cpu, cuda
+from vllm_blend.ops import Int4Matrix, bindings, cpu, cuda
 from vllm_blend.ops.linear import KERNEL_ROWS, _are_few
 
 
@@ -53,6 +55,18 @@ def test_the_kernel_itself(isa: str, dtype: torch.dtype) -> None:
             with threads(3):
                 assert torch.equal(cpu.linear(found, x, weight, bias), alone)
             assert_near(alone, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(KERNEL_ROWS))
+def test_no_rows_in_a_new_thread(dtype: torch.dtype) -> None:
+    """It has no scratch memory yet, and the kernel asks for none."""
+    weight = torch.randn(32, 64).to(dtype)
+    matrix = Int4Matrix(
+        torch.zeros(32, 32, dtype=torch.uint8), torch.ones(32, 2), torch.zeros(32, 2, dtype=torch.uint8)
+    )
+    for product in (lambda x: ops.linear(x, weight), lambda x: ops.int4_linear(x, matrix)):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(product, torch.empty(0, 64, dtype=dtype)).result().shape == (0, 32)
 
 
 def test_shapes_that_do_not_fit_are_torchs_errors() -> None:
