@@ -1,4 +1,4 @@
-"""An engine whose linear layers keep the 4-bit weights of an AWQ checkpoint on a GPU: answers, graphs and memory."""
+"""An engine whose linear layers keep the 4-bit weights of a checkpoint on a GPU: answers, graphs and memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 
 from tests.gpu.awq_models import quantize_model, write_random_model
 from tests.gpu.test_engine import GREEDY, MODEL, SMALL, TOLERANCE, first_difference, prompts
+from tests.models.int4_models import WIDE
+from tests.models.quantized import IN_WIDE_GROUPS, save_quantized
 from vllm_blend import LLM, RequestOutput
 from vllm_blend.layers.linear import Linear
 from vllm_blend.models.loader import load_hf_config, load_model
-from vllm_blend.ops import Int4Tiles
+from vllm_blend.ops import Int4Tiles, unpack_tiles
 
 pytestmark = pytest.mark.gpu
 BF16: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
@@ -96,6 +98,23 @@ def test_float16_is_dequantized_and_told(model: str, caplog: pytest.LogCaptureFi
         llm = LLM(model, device="cuda", dtype="float16", **SMALL)
     assert all(layer.int4 is None for layer in linear_layers(llm))
     assert any("(dtype='bfloat16' keeps the 4 bits)" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", IN_WIDE_GROUPS)
+def test_every_format_is_loaded(name: str, tmp_path: Path) -> None:
+    """Within the rounding of scales and of zero points to bfloat16."""
+    save_quantized(tmp_path, name, in_wide_groups=True, **WIDE)
+    config = load_hf_config(str(tmp_path))
+    kept, dequantized = (
+        load_model(config, str(tmp_path), torch.bfloat16, "cuda", max_position=64, keeps_int4=keeps).get_submodule("")
+        for keeps in (True, False)
+    )
+    layers = {path: layer for path, layer in kept.named_modules() if isinstance(layer, Linear)}
+    assert layers
+    for path, layer in layers.items():
+        weight = dequantized.get_submodule(path).weight
+        assert isinstance(layer.int4, Int4Tiles) and isinstance(weight, torch.Tensor)
+        assert (unpack_tiles(layer.int4).float() - weight.float()).abs().max() < weight.abs().max() / 80
 
 
 LAYERS, HIDDEN, INTERMEDIATE, GROUP = 6, 2048, 8192, 128
