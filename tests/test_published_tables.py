@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?:\.\./)?benchmarks/results/([\w.]+)\.(?:md|json)\)")
 INTERVAL = re.compile(r"(\d+(?:\.\d+)?) \((-?\d+(?:\.\d+)?) to (-?\d+(?:\.\d+)?)\)")
+SPEED = re.compile(r"(\d[\d.]*) times(?:, at (\d+)%)?")  # beside another engine, of prompts at once
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+(?![\w.])")
 Table = tuple[str, list[str], list[str]]  # page, names of linked results, rows below the head
 
@@ -60,10 +61,25 @@ def rule_of(label: str) -> tuple[str, float | None]:
     return name, None if share is None else round(float(share[1]) / 100, 6)
 
 
+def unsupported_speeds(linked: list[str], rule: str, row: str) -> list[str]:
+    """Return the factors of a row that the linked results of two engines side by side do not have for its rule."""
+    pages = [ROOT / "benchmarks" / "results" / f"{each}.md" for each in linked if each.startswith("side_by_side")]
+    lines = [line for path in pages for line in path.read_text(encoding="utf-8").splitlines()]
+    missing = []
+    for factor, share in SPEED.findall(row):
+        of_row = f", {share}% |" if share else {"full prefill": "tokens out |"}.get(rule, f"{rule} |")
+        own = [line for line in lines if line.startswith("| 128 RAG prompts at once") and of_row in line]
+        if not stands(factor, {found for line in own for found in re.findall(r"([\d.]+)x", line)}):
+            missing.append(f"{factor} times")
+    return missing
+
+
 def unsupported(linked: list[str], row: str) -> list[str]:
     """Return the figures of a row that the linked results do not have where they should."""
     label = row.strip("|").split("|")[0]
     name, ratio = rule_of(label)
+    speeds = unsupported_speeds(linked, name, row)
+    row = SPEED.sub("", row)
     sweeps = [each for result in linked for each in sweep_rows(result)]
     own = [r for r in sweeps if r["setting"] == name and ratio in (None, r["ratio"])]
     figures = {f"{100 * value:.1f}" for r in own for value in r.values() if isinstance(value, float)}
@@ -87,7 +103,7 @@ def unsupported(linked: list[str], row: str) -> list[str]:
         if tuple(f"{float(number):.1f}" for number in found) not in triples
     ]
     plain = (number.replace(",", "") for number in DECIMAL.findall(INTERVAL.sub("", rest)))
-    return missing + [number for number in plain if not stands(number, figures)]
+    return speeds + missing + [number for number in plain if not stands(number, figures)]
 
 
 def stands(number: str, figures: set[str]) -> bool:
@@ -135,3 +151,18 @@ def test_a_wrong_figure_is_found(row: str, missing: list[str]) -> None:
 )
 def test_a_wrong_figure_of_held_out_questions_is_found(row: str, missing: list[str]) -> None:
     assert unsupported(["held_out_test", "quality_reuse_model"], row) == missing
+
+
+@pytest.mark.parametrize(
+    ("row", "missing"),
+    [
+        ("| full prefill | 98.4 (97.2 to 99.4) | 1.05 times |", []),
+        ("| plain reuse | 11.4 times |", []),
+        ("| `relevant_passages`, 7% | 6.07 times, at 8% |", []),
+        ("| `relevant_passages`, 7% | 4.63 times, at 8% |", ["4.63 times"]),  # that of 15%
+        ("| plain reuse | 6.07 times |", ["6.07 times"]),  # that of another rule
+        ("| `relevant_passages`, 7% | 5.51 times, at 8% |", ["5.51 times"]),  # that of one prompt
+    ],
+)
+def test_a_wrong_factor_beside_another_engine_is_found(row: str, missing: list[str]) -> None:
+    assert unsupported(["held_out_test", "side_by_side_h200"], row) == missing
