@@ -79,6 +79,20 @@ def test_a_second_run_computes_nothing_and_touches_nothing(stages: Stages) -> No
     assert {path: path.stat().st_mtime_ns for path in stages.chunks.glob("*/*")} == before
 
 
+def test_a_cause_that_many_chunks_share_is_told_once(stages: Stages, caplog: pytest.LogCaptureFixture) -> None:
+    names = sorted(path.name for path in stages.chunks.iterdir() if path.is_dir())
+    for name in names:
+        path = stages.chunks / name / "metadata.json"
+        metadata = json.loads(path.read_text())
+        metadata["model"]["weights"] = "another"
+        path.write_text(json.dumps(metadata))
+    with caplog.at_level(logging.WARNING):
+        assert stages.build()["summary"]["recomputed_foreign"] == len(names)
+    told = [record.getMessage() for record in caplog.records if "computed again" in record.getMessage()]
+    assert len(told) == stage.MOST_NAMED + 1
+    assert told[-1].startswith(f"{len(names) - stage.MOST_NAMED} more stored chunks are another model's")
+
+
 def test_a_second_run_computes_just_what_is_missing_or_damaged(
     stages: Stages, caplog: pytest.LogCaptureFixture
 ) -> None:

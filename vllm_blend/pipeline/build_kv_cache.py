@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from vllm_blend.pipeline.config import (
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input
 
+MOST_NAMED = 3  # stored chunks that are not used, of each kind: the others are counted
 BATCH = 32  # chunks encoded together: enough to fill a step, few enough to lose little when interrupted
 
 
@@ -131,13 +133,18 @@ def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[st
 def _missing(entries: Iterable[_ChunkFolder], directory: Path, engine: LLMEngine) -> dict[str, str]:
     """Return the names of the folders that have to be written, each with what is wrong with it."""
     missing: dict[str, str] = {}
+    found = Counter[str]()
     for entry in tqdm(list(entries), desc="check stored chunks", unit="chunk", disable=None):
         try:
             load_chunk(directory / entry.name, entry.id, engine.fingerprint)
         except ChunkMiss as miss:
             missing[entry.name] = miss.kind
-            if miss.kind != "missing":  # expected in a first run
+            found[miss.kind] += 1
+            if miss.kind != "missing" and found[miss.kind] <= MOST_NAMED:  # all are missing in a first run
                 logger.warning("stored chunk not used, it will be computed again: %s", miss)
+    for kind, what in (("damaged", "are damaged"), ("foreign", "are another model's, or another chunk's,")):
+        if found[kind] > MOST_NAMED:
+            logger.warning("%d more stored chunks %s and will be computed again", found[kind] - MOST_NAMED, what)
     return missing
 
 
