@@ -240,14 +240,20 @@ def ttft(name: str, llm: LLM, prompts: list[Any]) -> float:
     return statistics.median(times[2:]) * 1e3
 
 
+def begin_decoding(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[str]:
+    """Add prompts and step until all of them decode; return the requests' names."""
+    engine, names = llm.llm_engine, [f"decode-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params, final_only=True)
+    while engine.scheduler.waiting or any(not r.output_token_ids for r in engine.scheduler.running):
+        engine.step()
+    return names
+
+
 def decode(llm: LLM, rng: random.Random, batch: int, context: int, steps: int = 50) -> float:
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=steps + 20, ignore_eos=True, detokenize=False)
-    names = [f"decode-{batch}-{i}" for i in range(batch)]
-    for name in names:
-        engine.add_request(name, {"prompt_token_ids": ids(rng, context, 32000)}, params, final_only=True)
-    while engine.scheduler.waiting or any(not r.output_token_ids for r in engine.scheduler.running):
-        engine.step()
+    names = begin_decoding(llm, [ids(rng, context, 32000) for _ in range(batch)], params)
     times = []
     for _ in range(steps):
         start = time.perf_counter()

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine_gpu import CHUNK, ids, load
+from benchmarks.engine_gpu import CHUNK, begin_decoding, ids, load
 from benchmarks.first_token import WHOLE_BUDGET, about, make_prompt
 from benchmarks.shapes import LLAMA_31_8B, MISTRAL_7B, QWEN3_06B
 from benchmarks.tensor_parallel import generate, make_prompts
@@ -197,11 +197,11 @@ def blends(llm: LLM, calls: int) -> Iterator[Work]:
         yield Work(f"64 such prompts at once, {rule}, {ratio:.0%}, 32 tokens out", batches, 32)
 
 
-def decodes(name: str, sizes: Sequence[tuple[int, int]], vocabulary: int, calls: int) -> Iterator[Work]:
+def decodes(name: str, sizes: Sequence[tuple[int, int]], calls: int) -> Iterator[Work]:
     """Return the works of one batch each: (requests, tokens of their prompts), which the prefix cache has."""
     rng = Random(0)
     for batch, context in sizes:
-        same = [{"prompt_token_ids": ids(rng, context, vocabulary)} for _ in range(batch)]
+        same = [{"prompt_token_ids": ids(rng, context, 32000)} for _ in range(batch)]
         yield Work(f"{DECODED} tokens of {batch} at {context}, {name}", [same] * calls, DECODED)
 
 
@@ -223,11 +223,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         blending: dict[str, Any] = {"enable_blending": True, "blend_chunk_cache_gib": 4, "max_model_len": 8192}
         with load(MISTRAL_7B, max_num_seqs=128, **blending, **CACHED) as llm:
             sizes = ((1, 4096), (32, 4096), (128, 2048))
-            measure(llm, [*blends(llm, calls), *decodes("7B", sizes, 32000, calls)], args, samples)
+            measure(llm, [*blends(llm, calls), *decodes("7B", sizes, calls)], args, samples)
     if "0.6b" in args.only:
         with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
             sizes = ((32, 512), (128, 512), (256, 512))
-            measure(llm, list(decodes("0.6B", sizes, 32000, calls)), args, samples)
+            measure(llm, list(decodes("0.6B", sizes, calls)), args, samples)
     if "sampling" in args.only:
         with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
             measure_steps(llm, "256 at 512, temperature 0.6, 0.6B", 256, 512, 0.6, args, samples)
@@ -270,11 +270,7 @@ def measure_steps(
     vocabulary = engine.hf_config.vocab_size
     most = STEPS * (WARM_UP + 2 * args.repeats + 1)
     params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, detokenize=False)
-    names = [str(i) for i in range(requests)]
-    for each in names:
-        engine.add_request(each, {"prompt_token_ids": ids(rng, tokens, vocabulary)}, params, final_only=True)
-    while engine.scheduler.waiting or any(not each.output_token_ids for each in engine.scheduler.running):
-        engine.step()
+    names = begin_decoding(llm, [ids(rng, tokens, vocabulary) for _ in range(requests)], params)
 
     def run() -> float:
         start = time.perf_counter()

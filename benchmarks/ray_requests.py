@@ -16,11 +16,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from transformers import AutoTokenizer
 
-from benchmarks.ranking import make_passages
-from benchmarks.serving_requests import PREFIX, error_code, events
-from vllm_blend.quality.splits import DEVELOPMENT
+from benchmarks.serving_requests import error_code, events, make_texts
 
 REPLICA = "x-vllm-blend-replica"
 READ_SECONDS = 600.0  # without a byte of an answer, until a request counts as failed
@@ -83,13 +80,7 @@ class Workload:
 
 
 def make_workload(args: argparse.Namespace) -> Workload:
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    passages, _ = make_passages(tokenizer, DEVELOPMENT.random(args.seed), args.passages, args.passage_tokens)
-    questions = [
-        tokenizer.encode(f"Question: what is known of number {number}?\nAnswer:", add_special_tokens=False)
-        for number in range(1000)
-    ]
-    return Workload(args, tokenizer.encode(PREFIX), passages, questions)
+    return Workload(args, *make_texts(args.model, args))
 
 
 async def ask(

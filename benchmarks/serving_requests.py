@@ -120,13 +120,17 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def make_workload(args: argparse.Namespace) -> Workload:
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+def make_texts(tokenizer_name: str, args: argparse.Namespace) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Return the prefix, the passages and the questions that requests draw from, as token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     passages, _ = make_passages(tokenizer, DEVELOPMENT.random(args.seed), args.passages, args.passage_tokens)
     questions = [
         tokenizer.encode(f"Question: what is known of number {number}?\nAnswer:", add_special_tokens=False)
         for number in range(1000)
     ]
-    return Workload(
-        tokenizer.encode(PREFIX), passages, questions, args.per_prompt, args.zipf, args.max_tokens, args.selector
-    )
+    return tokenizer.encode(PREFIX), passages, questions
+
+
+def make_workload(args: argparse.Namespace) -> Workload:
+    texts = make_texts(args.tokenizer, args)
+    return Workload(*texts, args.per_prompt, args.zipf, args.max_tokens, args.selector)
