@@ -7,7 +7,8 @@ stored (synthetic text), by several rules, alone and many at once; and it decode
 0.6B model. Each call of `LLM.generate` is timed --repeats times as it is, as often behind a kernel that does nothing
 for a while, and as often under torch's profiler, which records kernels and copies (CUPTI) and slows the host: so the
 time is that of the calls without it, and the shares are those of the calls with it. `sampling` and `kvc` are steps of
-requests that all decode: of 256 with a temperature, and of 64 whose KV is compressed.
+requests that all decode: of 256 with a temperature, and of 64 whose KV is compressed. `mix` is the row of that name of
+`side_by_side`, once under the profiler: its requests come at once and end one after another, over a thousand steps.
 
 - `queued`: from the end of that kernel to the end of the last one. The host has launched everything meanwhile (in
   batches that decode, only the first step), so this is the call's time if the host took none.
@@ -20,150 +21,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from benchmarks.engine_gpu import CHUNK, begin_decoding, ids, load
 from benchmarks.first_token import WHOLE_BUDGET, about, make_prompt
+from benchmarks.gpu_account import KINDS, Account, check_profiler, cycles_of, profiled, queued
 from benchmarks.shapes import LLAMA_31_8B, MISTRAL_7B, QWEN3_06B
+from benchmarks.side.rows import gpu
 from benchmarks.tensor_parallel import generate, make_prompts
 from vllm_blend import LLM, SamplingParams
 
 WARM_UP = 3  # calls that are not counted: they store the chunks
-KINDS = (  # of kernels, by their names; the first that fits
-    ("attention", r"prefill_|decode_kernel|merge_states|mass|plan_kernel|_sums"),
-    ("products", r"few_rows|gemm|nvjet|cutlass|xmma|splitK|cublas"),
-    ("placing", r"place_chunk|move_kernel|sum_changes|Memcpy"),
-    ("norms, RoPE and SwiGLU", r"rms_norm|rope|silu"),
-    ("others", r""),
-)
-PARTS = ("7b", "0.6b", "sampling", "kvc")
+PARTS = ("7b", "0.6b", "sampling", "mix", "kvc")
 STEPS = 32  # of requests that all decode, in a sample
 CACHED: dict[str, Any] = {"enable_prefix_caching": True, "gpu_memory_utilization": 0.85}
-MOST_GAPS = 5  # that an account names
 DECODED = 16  # tokens of batches that decode: the profiler takes long over more
 AHEAD_MS = 100  # how long the kernel that does nothing keeps the GPU
-Interval = tuple[float, float]  # start and stop
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel or copy, from `start` to `stop` in ms after the call."""
-
-    name: str
-    start: float
-    stop: float
-
-
-@dataclass(frozen=True)
-class Account:
-    """What became of the time of a call, in ms."""
-
-    wall: float
-    first: float
-    busy: float
-    idle: float
-    last: float
-    num_kernels: int
-    kinds: dict[str, float] = field(default_factory=dict)
-    gaps: list[tuple[float, float, str]] = field(default_factory=list)  # the longest: ms, since when, the next kernel
-
-
-def account(kernels: Sequence[Kernel], wall: float) -> Account:
-    """Say what became of a call of `wall` ms. Raises ValueError for one without kernels."""
-    if not kernels:
-        raise ValueError("the call ran no kernel on the GPU, or the profiler recorded none")
-    merged = union([(each.start, each.stop) for each in kernels])
-    busy = sum(stop - start for start, stop in merged)
-    first, last = merged[0][0], merged[-1][1]
-    times = {name: 0.0 for name, _ in KINDS}
-    for kernel in kernels:
-        times[kind_of(kernel.name)] += kernel.stop - kernel.start
-    starts = {kernel.start: kernel.name for kernel in kernels}
-    gaps = [(after[0] - before[1], before[1], starts[after[0]]) for before, after in pairwise(merged)]
-    longest = sorted(gaps, reverse=True)[:MOST_GAPS]
-    return Account(wall, first, busy, last - first - busy, wall - last, len(kernels), times, longest)
-
-
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same time as intervals that do not touch, ascending."""
-    merged: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a kernel."""
-    return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
-
-
-def profiled(device: torch.device, run: Callable[[], float]) -> Account:
-    """Return the account of what `run` does, which returns how many seconds it took. Its clock begins where a kernel of
-    no work ends, for which the host waits."""
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        torch.zeros(1, device=device)
-        torch.cuda.synchronize()
-        seconds = run()
-        torch.cuda.synchronize()
-    events = sorted(
-        (event for event in prof.events() or () if event.device_type.name == "CUDA"),
-        key=lambda event: event.time_range.start,
-    )
-    zero = events[0].time_range.end
-    kernels = [
-        Kernel(event.name, (event.time_range.start - zero) / 1e3, (event.time_range.end - zero) / 1e3)
-        for event in events[1:]
-    ]
-    return account(kernels, 1e3 * seconds)
-
-
-def queued(run: Callable[[], float], cycles: int) -> float:
-    """Return the ms from the end of a kernel that does nothing for `cycles`, queued ahead of `run`, to `run`'s end."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    milliseconds: float = start.elapsed_time(stop)
-    return milliseconds
-
-
-def cycles_of(milliseconds: float) -> int:
-    """Return for how many cycles a kernel does nothing for so long: the clock is measured, for 10 million of them."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1000)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    stop.record()
-    stop.synchronize()
-    return int(1e7 * milliseconds / start.elapsed_time(stop))
-
-
-def check_profiler() -> None:
-    """Raise SystemExit if the profiler records no kernel here."""
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
-    if not any(event.device_type.name == "CUDA" for event in prof.events() or ()):
-        raise SystemExit(
-            "torch's profiler recorded no kernel on this GPU: CUPTI could not start (its message is above); "
-            "--without-profiler times the calls alone"
-        )
 
 
 @dataclass(frozen=True)
@@ -231,6 +110,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "sampling" in args.only:
         with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **CACHED) as llm:
             measure_steps(llm, "256 at 512, temperature 0.6, 0.6B", 256, 512, 0.6, args, samples)
+    if "mix" in args.only:
+        uncached: dict[str, Any] = {"enable_prefix_caching": False, "gpu_memory_utilization": 0.85}
+        with load(QWEN3_06B, max_num_seqs=256, max_model_len=4096, **uncached) as llm:
+            measure_mix(llm, next(row.work for row in gpu().rows if row.name == "mix"), args, samples)
     for kept in (8, 64) if "kvc" in args.only else ():
         compressed: dict[str, Any] = {"enable_kvc": True, "target_compression_rate": 1 / kept}
         with load(LLAMA_31_8B, max_model_len=8192, max_num_seqs=64, gpu_memory_utilization=0.85, **compressed) as llm:
@@ -286,6 +169,36 @@ def measure_steps(
         raise RuntimeError(f"{name}: {requests - len(engine.scheduler.running)} requests did not stay in the batch")
     engine.abort_request(names)
     report(llm, f"{STEPS} steps of {name}", wall, [], accounts, args.output, samples)
+
+
+def measure_mix(llm: LLM, work: dict[str, Any], args: argparse.Namespace, samples: dict[str, dict[str, Any]]) -> None:
+    """Measure requests of random lengths that come at once, drawn anew for each call: a row of kind `batch`."""
+    rng, vocabulary, out = Random(0), llm.llm_engine.hf_config.vocab_size, 0
+
+    def run() -> float:
+        nonlocal out
+        prompts: list[Any] = [
+            {"prompt_token_ids": ids(rng, rng.randint(*work["tokens_in"]), vocabulary)} for _ in range(work["requests"])
+        ]
+        params = [
+            SamplingParams(
+                temperature=work["temperature"],
+                max_tokens=rng.randint(*work["tokens_out"]),
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for _ in prompts
+        ]
+        out = sum(each.max_tokens or 0 for each in params)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    run()
+    wall = [1e3 * run() for _ in range(args.repeats)]
+    accounts = [] if args.without_profiler else [profiled(llm.llm_engine.device, run)]
+    name = f"a mix of {work['requests']}, 0.6B ({out:,} tokens in the last call)"
+    report(llm, name, wall, [], accounts, args.output, samples)
 
 
 def report(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu_timeline import KINDS, Kernel, account, kind_of, measure_steps, row
+from benchmarks.gpu_account import KINDS, Kernel, account, kind_of
+from benchmarks.gpu_timeline import measure_mix, measure_steps, row
 from tests.engine.engines import new_llm, tiny_model
 
 pytestmark = pytest.mark.cpu_only
@@ -77,6 +78,18 @@ def test_steps_are_of_requests_that_all_decode(tmp_path: Path, capsys: pytest.Ca
     assert len(samples["32 steps of 3 at 20"]["wall_ms"]) == 2
     assert "| 32 steps of 3 at 20 | " in capsys.readouterr().out
     assert args.output.exists()
+
+
+def test_a_mix_comes_at_once_and_ends_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    samples: dict[str, dict[str, Any]] = {}
+    work = {"requests": 3, "tokens_in": [5, 30], "tokens_out": [2, 9], "temperature": 0.6}
+    with new_llm(tiny_model("llama", max_position_embeddings=128), enable_blending=False) as llm:
+        measure_mix(llm, work, Namespace(repeats=2, without_profiler=True, output=None), samples)
+        assert not llm.llm_engine.has_unfinished_requests()
+    [(name, measured)] = samples.items()
+    assert name.startswith("a mix of 3, ")
+    assert len(measured["wall_ms"]) == 2
+    assert f"| {name} | " in capsys.readouterr().out
 
 
 def test_requests_that_leave_the_batch_are_an_error() -> None:
