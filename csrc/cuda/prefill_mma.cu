@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_mma_kernel(PrefillParams 
       const int key0 = tile * kKeys;
       if (key0 + kKeys - 1 > first_position || (p.window && key0 < item.high - p.window)) mask_scores(s, rows, key0, p.window);
       float alpha[2];
-      softmax_step(s, m, sum, alpha, p.scale_log2);
+      softmax_step<0>(s, m, sum, alpha, p.scale_log2);
       rescale(o, alpha);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {

@@ -150,19 +150,23 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const RowPair& rows, 
   }
 }
 
-// One step of the online softmax over a tile's scores. m and sum are the running maximum (unscaled) and this thread's share
-// of the running sum; on return s holds the probabilities and alpha what earlier sums and outputs must be multiplied by.
-template <int N>
+// One step of the online softmax over a tile's scores. m is what is subtracted from a row's scores, unscaled: their running
+// maximum, which may lie up to kGrowth powers of two above m before m follows (as in FlashAttention-4). sum is this thread's
+// share of the running sum; on return s holds the probabilities, below 2^kGrowth, and alpha what earlier sums and outputs must
+// be multiplied by.
+template <int kGrowth, int N>
 __device__ __forceinline__ void softmax_step(float (&s)[N], float (&m)[2], float (&sum)[2], float (&alpha)[2], float scale_log2) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float top = fmaxf(s[2 * i], s[2 * i + 1]);
 #pragma unroll
     for (int j = 1; j < N / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
-    top = fmaxf(m[i], quad_max(top));
-    const float shift = top == -INFINITY ? 0.f : top * scale_log2;  // a row may see nothing of this item
-    alpha[i] = exp2_fast(m[i] * scale_log2 - shift);
-    m[i] = top;
+    top = quad_max(top);
+    if (kGrowth == 0) top = fmaxf(m[i], top);
+    const bool follows = kGrowth == 0 || (top - m[i]) * scale_log2 > kGrowth;
+    const float shift = top == -INFINITY ? 0.f : (follows ? top : m[i]) * scale_log2;  // a row may see nothing of this item
+    alpha[i] = follows ? exp2_fast(m[i] * scale_log2 - shift) : 1.f;
+    if (follows) m[i] = top;
     float part = 0.f;
 #pragma unroll
     for (int j = 0; j < N / 4; ++j)
