@@ -151,7 +151,7 @@ def measure_steps(
     """Measure steps in which all requests decode, behind prompts of so many tokens."""
     engine, rng = llm.llm_engine, Random(0)
     vocabulary = engine.hf_config.vocab_size
-    most = STEPS * (WARM_UP + 2 * args.repeats + 1)
+    most = STEPS * (WARM_UP + 2 * args.repeats) + requests  # which the first may have answered when the last begins
     params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, detokenize=False)
     names = begin_decoding(llm, [ids(rng, tokens, vocabulary) for _ in range(requests)], params)
 

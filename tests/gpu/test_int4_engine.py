@@ -151,7 +151,10 @@ def test_the_unpacked_matrix_is_counted_as_memory_of_a_step(large: str) -> None:
         "gpu_memory_utilization": 0.3,
     }
     options |= {"enforce_eager": True, "enable_blending": False}
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()  # by what other tests keep: it counts as weights
     llm = LLM(large, **options, **BF16)
     memory = llm.llm_engine.model_executor.driver_worker.memory
     assert memory is not None and memory.activations >= 2 * LARGEST
-    assert memory.weights < NUMBERS
+    assert memory.weights - before < NUMBERS

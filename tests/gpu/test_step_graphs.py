@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tolerances
 from tests.gpu.test_question_graphs import MODEL, ROOM, prompt
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.outputs import CompletionOutput
@@ -56,8 +57,13 @@ def test_same_tokens_and_log_probabilities(engines: tuple[LLM, LLM], monkeypatch
     for ours, theirs in zip(*answers, strict=True):
         # The rows of a graph change the shapes of the products, and with them the rounding of bf16.
         assert ours.logprobs is not None and theirs.logprobs is not None
-        first, other = ours.logprobs[0], theirs.logprobs[0]
-        for token in first.keys() & other.keys():
-            assert abs(first[token].logprob - other[token].logprob) < 0.25
+        differences = []
+        for at, (mine, other) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=True)):
+            differences.append([mine[token].logprob - other[token].logprob for token in mine.keys() & other.keys()])
+            if ours.token_ids[at] != theirs.token_ids[at]:  # what follows has another context
+                assert ours.token_ids[at] in other and theirs.token_ids[at] in mine
+                break
+        assert max(map(abs, differences[0])) < 0.25
+        tolerances.check("logprobs", [each for position in differences for each in position], "bfloat16")
         same += ours.token_ids == theirs.token_ids
-    assert same >= 0.9 * len(answers[0])
+    assert same >= 0.75 * len(answers[0])  # where two tokens are alike, answers may part
