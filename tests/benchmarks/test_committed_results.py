@@ -101,8 +101,8 @@ def test_samples_of_gpus_give_their_tables() -> None:
     assert "\n".join(sums_gpu.table(load("sums_h200.json")["samples"])) in text_of("tensor_parallel_h200.md")
     graphs = load("step_graphs_h100.json")["samples"]
     assert "\n".join(step_graphs_gpu.table(graphs)) in text_of("step_graphs_h100.md")
-    timeline = load("gpu_timeline_h200.json")["samples"]
-    assert "\n".join(gpu_timeline.table(timeline)) in text_of("gpu_timeline_h200.md")
+    for name in ("gpu_timeline_h100", "gpu_timeline_h200"):
+        assert "\n".join(gpu_timeline.table(load(f"{name}.json")["samples"])) in text_of(f"{name}.md")
     assert "\n".join(int4_gpu.table(load("int4_h100.json")["measured"])) in text_of("int4_h100.md")
     early = load("early_steps_h100.json")["samples"]
     assert "\n".join(early_steps.table(early)) in text_of("early_steps_h100.md")
