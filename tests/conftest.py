@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +38,25 @@ def _let_hypothesis_take_its_time() -> None:
     slow_machine = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
     hypothesis.settings.register_profile("vllm-blend", hypothesis.settings.default, **slow_machine)
     hypothesis.settings.load_profile("vllm-blend")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Processes that engines of this process start come from a fork server. With a GPU, and where a process cannot take
+    in another one's child, they begin as anywhere else."""
+    if sys.platform != "linux" or settings.current().device != "cpu" or importlib.util.find_spec("zmq") is None:
+        yield
+        return
+    from tests.fork_server import ForkServer  # the environment of tests/colbert has no engine
+    from vllm_blend.engine.process import launch
+    from vllm_blend.executor import multiproc
+
+    server = ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, multiproc):
+            patch.setattr(module, "start_module", server.start_module)
+        yield
+    server.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
