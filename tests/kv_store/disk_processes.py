@@ -1,8 +1,7 @@
-"""Processes that use a disk store, and may be killed: forked from a server that has everything imported."""
+"""Processes that use a disk store, and may be killed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,15 +14,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.forked import context
 from tests.kv_store.stored_chunks import MODEL, PAGE, bytes_on_disk, chunk, hold, key, same, sized
 from tests.waiting import DEADLINE
 from vllm_blend.kv_store import segment
 from vllm_blend.kv_store.disk import DiskChunkStore
 from vllm_blend.kv_store.index import Entry
 from vllm_blend.kv_store.store_config import DiskStoreConfig
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([__name__])
 
 
 def open_store(folder: Path, budget_pages: int, **settings: Any) -> DiskChunkStore:

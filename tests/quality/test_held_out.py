@@ -149,6 +149,7 @@ def interrupted(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.cpu_only
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_begin_after_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +224,7 @@ def test_the_command_measures_the_test_split_once(
 
 
 @pytest.mark.cpu_only
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("workers", "samples", "settings", "left"),
     [

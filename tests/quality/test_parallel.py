@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import context
 from tests.quality.small import MODEL, small_samples, write_small
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.quality.catalogue import SETTINGS
@@ -35,6 +35,7 @@ def fails_on_the_second(sample: Any, prompt: Any) -> Any:
     return prompt
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_two_workers_measure_what_one_does(tmp_path: Path) -> None:
     """One data set has a sample that does not fit, another but one sample, so that a worker has none of it."""
     samples = small_samples(4)
@@ -70,6 +71,7 @@ def test_two_workers_measure_what_one_does(tmp_path: Path) -> None:
     assert any(text.startswith("  the first of 2 workers: value_deviation at 20%") for text in said)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_error_of_one_worker_ends_the_sweep(tmp_path: Path) -> None:
     wrong = Setting("wrong", {"blend_selector": "full"}, arrange=fails_on_the_second, ratios=(1.0,))
     data = [read_questions(write_small(tmp_path, 2))]
@@ -79,7 +81,6 @@ def test_an_error_of_one_worker_ends_the_sweep(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_an_error() -> None:
-    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=os._exit, args=(3,))
     process.start()
