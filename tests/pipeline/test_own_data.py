@@ -1,4 +1,5 @@
-"""The recipe for people's own data, docs/pipeline.md, run as it stands there; and its file, stage by stage."""
+"""The recipe for people's own data, docs/pipeline.md, run as it stands there, in one process; and the bash scripts of
+its stages, one after the other: the same results."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,22 @@ from tests.checkout import ROOT
 from vllm_blend.pipeline.files import read_json
 
 QUESTIONS = 2
+RESULTS = "results/owls"
+WRITTEN = {
+    "retrieval": "retrieval/owls_rag_both_k5.json",
+    "prefill": "kv_caches/owls_kv_top5.json",
+    "decode": "decoding/speculative_trace.json",
+}
+STAGES = """
+cd /  # the scripts find the project root by themselves
+export OUTPUT_DIR=results/stages/retrieval
+bash "$OLDPWD/scripts/retrieval/run_retrieval.sh"
+unset DATASET_STYLE INSTRUCTION TEMPLATE
+export RETRIEVAL_JSON=results/stages/retrieval/owls_rag_both_k5.json OUTPUT_DIR=results/stages/kv_caches
+bash "$OLDPWD/scripts/build_kv_cache.sh"
+export OUTPUT=results/stages/decoding/speculative_trace.json
+bash "$OLDPWD/scripts/decoding/run_speculative_decode.sh" --load-cache-dir results/stages/kv_caches
+"""
 
 
 def run(command: str, folder: Path) -> str:
@@ -34,44 +52,54 @@ def recipe() -> str:
     return str(block)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in which the scripts run, and which they may write into: they go to the folder above them."""
-    (tmp_path / "scripts").mkdir()
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "scripts").mkdir()
     for path in (ROOT / "scripts").iterdir():
         if path.is_dir():
-            (tmp_path / "scripts" / path.name).mkdir()
+            (folder / "scripts" / path.name).mkdir()
             for script in path.glob("*.sh"):
-                (tmp_path / "scripts" / path.name / script.name).write_bytes(script.read_bytes())
+                (folder / "scripts" / path.name / script.name).write_bytes(script.read_bytes())
         else:
-            (tmp_path / "scripts" / path.name).write_bytes(path.read_bytes())
+            (folder / "scripts" / path.name).write_bytes(path.read_bytes())
     for name in ("inputs", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    return tmp_path
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
-def test_the_recipe_answers_the_questions_in_the_words_it_gives(recipe: str, checkout: Path) -> None:
-    printed = run(recipe, checkout)
+@pytest.fixture(scope="module")
+def printed(recipe: str, checkout: Path) -> str:
+    """What the recipe prints. Its data is in the checkout from then on."""
+    return run(recipe, checkout)
+
+
+def test_the_recipe_answers_the_questions_in_the_words_it_gives(printed: str, recipe: str, checkout: Path) -> None:
     assert f"{QUESTIONS} questions" in printed
-    trace = read_json(checkout / "results/owls/decoding/speculative_trace.json", "trace")
+    assert all(f"{RESULTS}/{name}" in printed for name in WRITTEN.values())
+    trace = read_json(checkout / RESULTS / WRITTEN["decode"], "trace")
     assert [result["error"] for result in trace["results"]] == [None] * QUESTIONS
     assert trace["dataset_name"] == "owls" and trace["summary"]["chunks"]["loaded"] >= 2 * QUESTIONS
-    config = read_json(checkout / "results/owls/retrieval/owls_rag_both_k5.json", "retrieval")["config"]
+    config = read_json(checkout / RESULTS / WRITTEN["retrieval"], "retrieval")["config"]
     assert config["dataset_style"] == "musique" and config["template"] == r"Question: {question}\nAnswer:"
     for word in (config["dataset_style"], config["instruction"], config["template"]):
         assert word in recipe
 
 
-def test_the_single_stages_need_the_wording_once(recipe: str, checkout: Path) -> None:
-    variables = recipe.replace("bash scripts/run_pipeline.sh --results-dir results/owls", "")
-    stages = """
-bash scripts/retrieval/run_retrieval.sh
-unset DATASET_STYLE INSTRUCTION TEMPLATE
-bash scripts/build_kv_cache.sh
-bash scripts/decoding/run_speculative_decode.sh
-"""
-    assert " computed" in run(variables + stages, checkout)
-    trace = read_json(checkout / "results/decoding/speculative_trace.json", "trace")
-    chunks = trace["summary"]["chunks"]
+def comparable(stage: str, data: dict[str, Any]) -> Any:
+    """Return what does not depend on times and folders."""
+    if stage == "decode":
+        return [(r["id"], r["prediction"], r["blend"], r["chunks"]) for r in data["results"]]
+    return data["results"] if stage == "retrieval" else (data["samples"], data["prefix"], data["model"])
+
+
+def test_the_single_stages_need_the_wording_once(printed: str, recipe: str, checkout: Path) -> None:
+    variables = recipe.replace(f"bash scripts/run_pipeline.sh --results-dir {RESULTS}", "")
+    assert variables != recipe and " computed" in run(variables + STAGES, checkout)
+    for stage, name in WRITTEN.items():
+        one, single = (read_json(checkout / folder / name, stage) for folder in (RESULTS, "results/stages"))
+        assert comparable(stage, one) == comparable(stage, single) and len(comparable(stage, one)) >= 2
+    chunks = single["summary"]["chunks"]
     assert chunks["missing"] == chunks["foreign"] == 0 and chunks["loaded"] >= 2 * QUESTIONS
-    assert [result["error"] for result in trace["results"]] == [None] * QUESTIONS
+    assert [result["error"] for result in single["results"]] == [None] * QUESTIONS
