@@ -53,7 +53,8 @@ def test_a_press_that_keeps_everything_answers_as_the_engine_does(python: Path) 
 
 
 def test_what_an_interpreter_says_that_cannot_run_the_worker_is_passed_on(python: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)failed with status 1.*module 'kvpress' has no attribute 'NoPress'"):
-        press_peer.ask(python, DEMO, [[5, 6]], [("NoPress", 0.5)], max_tokens=1, stop="\n")
+    (tmp_path / "site" / "kvpress.py").write_text("raise ImportError('kvpress needs another torch')\n")
+    with pytest.raises(ValueError, match=r"(?s)failed with status 1.*ImportError: kvpress needs another torch"):
+        press_peer.ask(python, DEMO, [[5, 6]], [("KeyDiffPress", 0.5)], max_tokens=1, stop="\n")
     with pytest.raises(ValueError, match=r"--kvpress-python .*missing: .*give an interpreter that has kvpress"):
         press_peer.ask(tmp_path / "missing", DEMO, [[5]], [], max_tokens=1, stop="\n")

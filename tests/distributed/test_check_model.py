@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cpu_only
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small(tmp_path_factory.mktemp("data"))
+    return write_small(tmp_path_factory.mktemp("data"), 1)
 
 
 def check(data: Path, output: Path, size: int) -> tuple[int, dict[str, Any]]:

@@ -64,7 +64,7 @@ def test_answers_are_those_of_one_process(seed: int, monkeypatch: pytest.MonkeyP
     serving = some_of(random, SERVING)
     if serving.get("attention_backend") == "torch_native":
         serving.pop("cascade_attention", None)  # which needs our kernels
-    arrivals = [random_arrival(random) for _ in range(8)]
+    arrivals = [random_arrival(random) for _ in range(6)]
     monkeypatch.setattr(cascade_passes, "min_saved_tokens", lambda on_gpu: 1)  # for so few tokens it does not pay
     with threads(1), threaded_llm(model, size, **options, max_num_seqs=4, **serving) as llm:
         done = serve(llm, arrivals)
