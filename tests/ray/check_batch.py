@@ -10,7 +10,9 @@ import ray
 
 from tests.checkout import ROOT
 from vllm_blend import LLM, SamplingParams
+from vllm_blend.executor.ray_cluster import join_cluster
 from vllm_blend.ray import generate
+from vllm_blend.ray.batch import Generator
 
 ENGINE: dict[str, Any] = {
     "model": str(ROOT / "inputs" / "demo-model-reuse"),
@@ -48,12 +50,21 @@ def test_rows_of_pieces_get_the_answers_of_one_engine() -> None:
 
 
 def test_rows_of_text_and_of_token_ids() -> None:
-    texts = [{"prompt": text} for text in PASSAGES]
-    answers = generate(ray.data.from_items(texts), ENGINE, SAMPLING).take_all()
-    tokenizer = LLM(**ENGINE).get_tokenizer()
-    ids = [{"prompt": tokenizer.encode(text)} for text in PASSAGES]
-    of_ids = generate(ray.data.from_items(ids), ENGINE, SAMPLING).take_all()
-    assert sorted(row["generated_text"] for row in answers) == sorted(row["generated_text"] for row in of_ids)
+    """In the batches that Ray Data would hand to an actor."""
+    generator = Generator(ENGINE, SAMPLING)
+    tokenizer = generator._llm.get_tokenizer()
+    answers = []
+    for prompts in (PASSAGES, [tokenizer.encode(text) for text in PASSAGES]):
+        rows = ray.data.from_items([{"prompt": prompt} for prompt in prompts])
+        [batch] = rows.iter_batches(batch_size=len(PASSAGES), batch_format="numpy")
+        answers.append(sorted(generator(batch)["generated_text"]))
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
+
+
+def test_an_engine_leaves_a_connection_that_was_there() -> None:
+    leave = join_cluster()
+    leave()
+    assert ray.is_initialized()
 
 
 @pytest.mark.parametrize(

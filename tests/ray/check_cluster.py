@@ -32,13 +32,3 @@ def test_a_connection_lives_as_long_as_its_users(monkeypatch: pytest.MonkeyPatch
     assert ray.is_initialized()
     three()
     assert not ray.is_initialized()
-
-
-def test_a_connection_that_was_there_stays() -> None:
-    ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
-    try:
-        leave = join_cluster()
-        leave()
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()

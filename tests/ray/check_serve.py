@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,20 +39,12 @@ PROCESS = "ray::ServeReplica:default:vllm-blend-engine"
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def client(serve_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     store = tmp_path_factory.mktemp("store")
-    ray.init(num_cpus=4, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"port": port})
-        serve.run(build_app(OPTIONS | {"chunk_store_path": str(store)}, replicas=2))
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as made:
-            yield made
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    serve.run(build_app(OPTIONS | {"chunk_store_path": str(store)}, replicas=2))
+    with httpx.Client(base_url=serve_url, timeout=300) as made:
+        yield made
+    serve.delete("default")  # if the last test has not done so
 
 
 def chunked(*chunks: str, **fields: Any) -> dict[str, Any]:
