@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import memory, run_summary, settings, tolerances
+from tests import kept, memory, run_summary, settings, tolerances
 from tests.settings import Settings
 
 
@@ -64,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("cpu_only")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.suffix == ".ipynb":  # it has engines in a process of its own
+        kept.drop_all()
 
 
 def pytest_collection_finish() -> None:

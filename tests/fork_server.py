@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ MODULES = ("vllm_blend.engine.process.main", "vllm_blend.executor.worker_process
 LAZY = ("transformers.modeling_utils",)  # which loading a tokenizer imports
 SET_CHILD_SUBREAPER = 36  # as prctl(2) has it
 MESSAGE_BYTES = 1 << 20
+IDLE_SECONDS = 30.0  # after which the server gives its memory back
 FREE = 100  # a descriptor that no process is started with
 
 
@@ -76,7 +78,7 @@ class Forked:
 
 
 class ForkServer:
-    """Starts the process to fork from when the first one is asked for."""
+    """Starts the process to fork from when one is asked for, and again when it has ended meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,17 +110,32 @@ class ForkServer:
             self._server.wait()
 
     def _fork(self, request: Request, fds: list[int]) -> int:
-        """Return the id of a new child of this process, which takes in what the process between the two leaves."""
+        """Return the id of a new child of this process."""
+        answer = self._ask(request, fds)
+        if not answer:
+            self.close()
+            self._start()
+            answer = self._ask(request, fds)
+        return int(answer)
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+            names = os.environ | {"PYTHONPATH": import_path()}
+            self._server = subprocess.Popen(command, env=names, pass_fds=[theirs.fileno()], start_new_session=True)
+
+    def _ask(self, request: Request, fds: list[int]) -> bytes:
+        """Return the server's answer; nothing if there is no server. This process takes in what the process between the
+        server and the new one leaves."""
         if self._control is None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
-                names = os.environ | {"PYTHONPATH": import_path()}
-                self._server = subprocess.Popen(command, env=names, pass_fds=[theirs.fileno()], start_new_session=True)
+            return b""
         _take_in_orphans(True)
         try:
             socket.send_fds(self._control, [pickle.dumps(request)], fds)
-            return int(self._control.recv(MESSAGE_BYTES))
+            return self._control.recv(MESSAGE_BYTES)
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
         finally:
             _take_in_orphans(False)
 
@@ -131,6 +148,8 @@ def _take_in_orphans(flag: bool) -> None:
 def serve(control: socket.socket) -> tuple[Request, list[int]]:
     """Fork a process for each request. It returns in such a process, with its request."""
     while True:
+        if not select.select([control], [], [], IDLE_SECONDS)[0]:
+            sys.exit()
         data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 16)
         if not data:
             sys.exit()

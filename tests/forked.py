@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing import forkserver
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["tests.kv_store.disk_processes", "vllm_blend.quality.parallel", "transformers.modeling_utils"]
 )
+
+
+def end_server() -> None:
+    """Give the server's memory back. The next process that is started starts another one."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # its own tests end it so

@@ -13,6 +13,12 @@ MOST = 2
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
 
 
+def drop_all() -> None:
+    """Give the memory of all of them back."""
+    _kept.clear()
+    memory.collect()
+
+
 def kept(key: Hashable, build: Callable[[], Any]) -> Any:
     """Return what has been built for this key, or build it once those that were used least recently have made room.
 
@@ -21,9 +27,8 @@ def kept(key: Hashable, build: Callable[[], Any]) -> Any:
     if key in _kept:
         _kept.move_to_end(key)
         return _kept[key]
-    memory.free_dropped()
     while len(_kept) >= MOST:
         _kept.popitem(last=False)
-        memory.collect()
+    memory.free_dropped()
     _kept[key] = build()
     return _kept[key]

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 LIMIT_GIB = 4.0
-COLLECT_AFTER = 128 << 20  # bytes that the process may grow by until dropped engines are looked for
+COLLECT_AFTER = 64 << 20  # bytes that the process may grow by until dropped engines are looked for: it takes a while
 
 _libc = ctypes.CDLL(None)
 _at_last_collection = 0
