@@ -143,7 +143,7 @@ def test_engines_come_and_go_with_the_load(clients: Clients) -> None:
 
     second = load_until_another_answers(clients, first)
     few = [passage for name in (first, second) for passage in clients.at_home(name)[: FEW // 2]]
-    with clients.asking(few, max_tokens=120):
+    with clients.asking(few, max_tokens=200):
         wait_until(lambda: states() == {"RUNNING": 1, "STOPPING": 1}, every=0.1)
         ending = time.monotonic()
         wait_until(lambda: states() == {"RUNNING": 1}, every=0.1)
