@@ -17,7 +17,16 @@ COMMANDS = sorted(
     path.stem
     for path in FOLDER.glob("*.py")
     if path.stem
-    not in ("__init__", "answers", "ray_requests", "sample_picture", "samples", "server_watch", "serving_requests")
+    not in (
+        "__init__",
+        "answers",
+        "gpu_account",
+        "ray_requests",
+        "sample_picture",
+        "samples",
+        "server_watch",
+        "serving_requests",
+    )
 )
 TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FOLDER.rglob("*.md"), *FOLDER.rglob("*.py")]
 
