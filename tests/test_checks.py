@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from vllm_blend.checks import fits
+from vllm_blend.checks import a_type, fits
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,10 @@ from vllm_blend.checks import fits
 )
 def test_fits(value: Any, hint: Any, expected: bool) -> None:
     assert fits(value, hint) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [(3, "an int"), ({}, "a dict"), (OSError(), "an OSError"), (None, "a NoneType")]
+)
+def test_types_have_their_article(value: Any, named: str) -> None:
+    assert a_type(value) == named

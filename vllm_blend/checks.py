@@ -38,6 +38,12 @@ def check_keys(option: str, given: Iterable[str], known: Sequence[str]) -> None:
             raise ValueError(f"{option} has no option {name!r}: use {', '.join(known)}{hint}")
 
 
+def a_type(value: Any) -> str:
+    """Return the name of a value's type with its article, for messages: "an int", "a dict"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a real number, of Python or NumPy. True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)

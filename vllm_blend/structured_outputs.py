@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_blend.checks import require
+from vllm_blend.checks import a_type, require
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
@@ -123,7 +123,7 @@ def _made(kind: type[StructuredOutputsParams], name: str, value: Any) -> Structu
     if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        raise TypeError(f"{name} is a {type(value).__name__}: give {kind.__name__}")
+        raise TypeError(f"{name} is {a_type(value)}: give {kind.__name__}")
     known = [field.name for field in fields(kind)]
     unknown = sorted(set(map(str, value)) - set(known))
     require(not unknown, f"{name} has no field {', '.join(map(repr, unknown))}: use {', '.join(known)}")

@@ -113,12 +113,12 @@ def test_what_can_be_wrong() -> None:
         encoded = chunked.llm_engine.composer.num_encoded
         for wrong, said in (
             (lambda: chunked.register_chunk([8, 7], name="b", metadata=[1]), "metadata is a list"),  # type: ignore[arg-type]
-            (lambda: chunked.register_chunk([8, 7], name=3), "name=3 is a int"),  # type: ignore[arg-type]
-            (lambda: chunked.delete_chunk(3), "named by 3, a int"),  # type: ignore[arg-type]
+            (lambda: chunked.register_chunk([8, 7], name=3), "name=3 is an int"),  # type: ignore[arg-type]
+            (lambda: chunked.delete_chunk(3), "named by 3, an int"),  # type: ignore[arg-type]
             (lambda: chunked.compose(None, "a", **ask), "context_chunk_ids is a str: give a list of ids"),
             (lambda: chunked.compose(None, None, **ask), "context_chunk_ids is a NoneType"),  # type: ignore[arg-type]
             (lambda: chunked.compose(None, chunk, **ask), "context_chunk_ids is a Chunk"),  # type: ignore[arg-type]
-            (lambda: chunked.compose(None, [3], **ask), "named by 3, a int"),  # type: ignore[list-item]
+            (lambda: chunked.compose(None, [3], **ask), "named by 3, an int"),  # type: ignore[list-item]
             (lambda: chunked.batch_generate_from_chunks(ask), "compositions is a dict"),  # type: ignore[arg-type]
             (
                 lambda: chunked.generate_from_chunks(None, ["a"], sampling_params={"n": 1}, **ask),  # type: ignore[call-overload]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.blend.prompts import tiny_prompt
-from tests.engine.engines import TINY_VOCABULARY
+from tests.engine.engines import TINY_VOCABULARY, new_llm, tiny_model
 from vllm_blend.config import BlendConfig
+from vllm_blend.engine import setup
 from vllm_blend.engine.blend_planner import BlendPlanner
 from vllm_blend.prompt_parser import parse_prompt
 
@@ -35,3 +36,13 @@ def test_words_are_remembered_for_their_salt_alone() -> None:
     assert len(known) == 3  # of four chunks two are alike
     planner.arrange(parsed(cache_salt="a"))
     assert len(set(planner.words._known) - known) == 3
+
+
+@pytest.mark.parametrize("option", ["blend_selector", "blend_encoding_context"])
+def test_a_misspelt_name_costs_no_loading(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(setup, "make_executor", load)
+    with pytest.raises(ValueError, match=option):
+        new_llm(tiny_model("llama"), **{option: "relevnt_passages"})

@@ -149,7 +149,7 @@ def test_what_cannot_be_searched_is_refused_before_any_work(monkeypatch: pytest.
         (ValueError, "concurrency_limit=0", good, {"concurrency_limit": 0}),
         (ValueError, "lora_request='x'", good, {"lora_request": "x"}),
         (TypeError, "params is a dict: give BeamSearchParams", good, {"params": {"beam_width": 2}}),
-        (TypeError, "prompts is a int", 7, {}),  # type: ignore[list-item]
+        (TypeError, "prompts is an int", 7, {}),  # type: ignore[list-item]
     ]
     with engine(TINY, enable_blending=True, blend_min_tokens=1, max_logprobs=6) as llm:
         with monkeypatch.context() as patch:

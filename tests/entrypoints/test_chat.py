@@ -157,14 +157,14 @@ def test_flags_are_true_or_false(flag: str) -> None:
         ([{"role": "user", "contents": "Go"}], ValueError, r"messages\[0\] has no content, which only"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], ValueError, "has no content, which only"),
         ([{"role": "user", "content": None, "tool_calls": [CALL]}], ValueError, "has no content, which only"),
-        ([{"role": "user", "content": 7}], TypeError, r"messages\[0\]\['content'\] is a int: give a string or a list"),
+        ([{"role": "user", "content": 7}], TypeError, r"messages\[0\]\['content'\] is an int: give a string or a list"),
         (
             [[USER], [{"role": "user", "content": {"text": "Go"}}]],
             TypeError,
             r"messages\[1\]\[0\]\['content'\] is a dict",
         ),
-        ([parts("Go", 7)], TypeError, r"\['content'\]\[1\]\['text'\] is a int: give a string"),  # type: ignore[arg-type]
-        ([{"role": "user", "content": [7]}], TypeError, r"\['content'\]\[0\] is a int"),
+        ([parts("Go", 7)], TypeError, r"\['content'\]\[1\]\['text'\] is an int: give a string"),  # type: ignore[arg-type]
+        ([{"role": "user", "content": [7]}], TypeError, r"\['content'\]\[0\] is an int"),
         (
             [{"role": "user", "content": [{"type": ["text"], "text": "Go"}]}],
             TypeError,

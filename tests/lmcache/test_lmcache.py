@@ -348,7 +348,7 @@ def test_early_scripts_store_by_asking(llm: LLM) -> None:
 
 def test_bad_input(llm: LLM) -> None:
     for wrong in ("text", None, 3):
-        with pytest.raises(TypeError, match=r"prompt_chunks is a .*: give a list of strings"):
+        with pytest.raises(TypeError, match=r"prompt_chunks is an? .*: give a list of strings"):
             combine_input_prompt_chunks(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=re.escape("prompt_chunks[1] is a list: give strings")):
         combine_input_prompt_chunks(["a", ["b"]])  # type: ignore[list-item]

@@ -92,7 +92,7 @@ def test_code_in_a_pickle_is_never_run(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.update({"step": 3}), "must hold a dict of tensors, but 'step' is a int"),
+        (lambda tensors: tensors.update({"step": 3}), "must hold a dict of tensors, but 'step' is an int"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}), r"model\.norm\.weight has shape .63,."),
         (lambda tensors: tensors.pop("model.norm.weight"), r"missing: model\.norm\.weight"),
     ],

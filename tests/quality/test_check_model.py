@@ -268,3 +268,9 @@ def test_a_missing_model_and_a_sample_without_a_question_are_named(
         with pytest.raises(SystemExit) as ended:
             module.main(flags)
         assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named_before_its_style(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        module.main(["inputs/demo-model", "--dataset", "no_such_file.jsonl"])
+    assert "no_such_file.jsonl" in (said := capsys.readouterr().err) and "style" not in said

@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
+from vllm_blend.checks import a_type
 from vllm_blend.chunks.messages import ContentFormat, Message
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def make_chat_template(
             f"chat_template_content_format={content_format!r} is unknown: use 'auto', 'string' or 'openai'"
         )
     if not isinstance(chat_template, str | None):
-        raise TypeError(f"chat_template is a {type(chat_template).__name__}: give the template's text")
+        raise TypeError(f"chat_template is {a_type(chat_template)}: give the template's text")
     given = {} if template_kwargs is None else template_kwargs
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise TypeError(f"chat_template_kwargs={given!r}: give a dict of the template's variables")
@@ -88,7 +89,7 @@ def make_chat_template(
     for name in flags:
         if not isinstance(options[name], bool):
             where = f"chat_template_kwargs[{name!r}]" if name in given else name
-            raise TypeError(f"{where}={options[name]!r} is a {type(options[name]).__name__}: give True or False")
+            raise TypeError(f"{where}={options[name]!r} is {a_type(options[name])}: give True or False")
     if options["add_generation_prompt"] and options["continue_final_message"]:
         raise ValueError(
             "add_generation_prompt and continue_final_message exclude each other: give add_generation_prompt=False to "
@@ -114,14 +115,14 @@ def _parse_tools(tools: Any, name: str) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
-        raise TypeError(f"{name} is a {type(tools).__name__}: give a list of tools")
+        raise TypeError(f"{name} is {a_type(tools)}: give a list of tools")
     schemas = []
     for index, tool in enumerate(tools):
         if isinstance(tool, dict):
             schemas.append(tool)
             continue
         if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
-            raise TypeError(f"{name}[{index}] is a {type(tool).__name__}: give a JSON schema as a dict, or a function")
+            raise TypeError(f"{name}[{index}] is {a_type(tool)}: give a JSON schema as a dict, or a function")
         try:
             schemas.append(get_json_schema(tool))
         except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, NameError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm_blend.checks import is_number
+from vllm_blend.checks import a_type, is_number
 
 ContentFormat = Literal["string", "openai"]
 
@@ -51,7 +51,7 @@ def parse_conversations(messages: Any) -> list[list[Message]]:
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(
-            f"messages is a {type(messages).__name__}: give a list of messages, "
+            f"messages is {a_type(messages)}: give a list of messages, "
             "[{'role': 'user', 'content': '...'}], or a list of such lists"
         )
     if messages and not isinstance(messages[0], Mapping):
@@ -61,7 +61,7 @@ def parse_conversations(messages: Any) -> list[list[Message]]:
 
 def _parse_conversation(messages: Any, name: str) -> list[Message]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise TypeError(f"{name} is a {type(messages).__name__}: give a list of messages, or lists of messages alone")
+        raise TypeError(f"{name} is {a_type(messages)}: give a list of messages, or lists of messages alone")
     if not messages:
         raise ValueError(f"{name} is an empty list: a conversation needs at least one message")
     return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
@@ -69,7 +69,7 @@ def _parse_conversation(messages: Any, name: str) -> list[Message]:
 
 def _parse_message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping):
-        raise TypeError(f"{name} is a {type(message).__name__}: give a dict with 'role' and 'content'")
+        raise TypeError(f"{name} is {a_type(message)}: give a dict with 'role' and 'content'")
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise ValueError(f"{name} has the role {message.get('role')!r}: give a string such as 'user' or 'assistant'")
     fields = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
@@ -93,7 +93,7 @@ def _texts(content: Any, name: str) -> list[str]:
     if isinstance(content, str):
         return [_check_text(content, name)]
     if isinstance(content, (bytes, Mapping)) or not isinstance(content, Sequence):
-        raise TypeError(f"{name} is a {type(content).__name__}: give a string or a list of text parts")
+        raise TypeError(f"{name} is {a_type(content)}: give a string or a list of text parts")
     return [_text(part, f"{name}[{index}]") for index, part in enumerate(content)]
 
 
@@ -101,12 +101,10 @@ def _text(part: Any, name: str) -> str:
     if isinstance(part, str):
         return _check_text(part, name)
     if not isinstance(part, Mapping):
-        raise TypeError(f"{name} is a {type(part).__name__}: give {{'type': 'text', 'text': '...'}}")
+        raise TypeError(f"{name} is {a_type(part)}: give {{'type': 'text', 'text': '...'}}")
     kind = part.get("type")
     if not isinstance(kind, str | None):
-        raise TypeError(
-            f"{name}['type'] is {kind!r}, a {type(kind).__name__}: give a string, {{'type': 'text', 'text': '...'}}"
-        )
+        raise TypeError(f"{name}['type'] is {kind!r}, {a_type(kind)}: give a string, {{'type': 'text', 'text': '...'}}")
     if kind not in _TEXT_KEYS:
         raise ValueError(
             f"{name} is of type {kind!r}, but this engine takes text alone: give {{'type': 'text', 'text': '...'}}"
@@ -128,7 +126,7 @@ def _kept_seconds(part: Any, name: str) -> float:
 
 def _parse_ttl(mark: Any, name: str, default: float) -> float:
     if not isinstance(mark, Mapping):
-        raise TypeError(f"{name} is a {type(mark).__name__}: give an object, which may have a 'ttl' such as '5m'")
+        raise TypeError(f"{name} is {a_type(mark)}: give an object, which may have a 'ttl' such as '5m'")
     ttl = mark.get("ttl")
     return default if ttl is None else parse_seconds(ttl, f"{name}['ttl']")
 
@@ -153,7 +151,7 @@ def parse_seconds(value: Any, name: str) -> float:
 
 def _check_text(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{name} is a {type(text).__name__}: give a string")
+        raise TypeError(f"{name} is {a_type(text)}: give a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -166,7 +164,7 @@ def _check_text(text: Any, name: str) -> str:
 def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """Return tool calls with arguments as dicts, which templates expect; OpenAI's API has them as JSON."""
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
-        raise TypeError(f"{name} is a {type(calls).__name__}: give a list of calls")
+        raise TypeError(f"{name} is {a_type(calls)}: give a list of calls")
     parsed = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None

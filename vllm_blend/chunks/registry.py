@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vllm_blend.checks import a_type
 from vllm_blend.chunks.chunk import Chunk, ChunkInfo, ChunkInUseError, Deletion, UnknownChunkError
 from vllm_blend.kv_store.tiered import TieredChunkStore
 
@@ -72,7 +73,7 @@ class ChunkRegistry:
     def check_name(self, name: str | None, chunk_id: str) -> None:
         """Raise TypeError for what is no name, and ValueError if another chunk has it that is not being deleted."""
         if not isinstance(name, str | None):
-            raise TypeError(f"name={name!r} is a {type(name).__name__}: give a string, or leave it out")
+            raise TypeError(f"name={name!r} is {a_type(name)}: give a string, or leave it out")
         holder = self._entries.get(self._names.get(name, "")) if name is not None else None
         taken = holder is not None and holder.chunk.id != chunk_id and not holder.deleting
         if name is not None and (name == "" or taken or name in self._entries):
@@ -157,7 +158,7 @@ class ChunkRegistry:
             return id_or_name.id
         if not isinstance(id_or_name, str):
             raise TypeError(
-                f"a chunk is named by {id_or_name!r}, a {type(id_or_name).__name__}: give its id or its name, as a "
+                f"a chunk is named by {id_or_name!r}, {a_type(id_or_name)}: give its id or its name, as a "
                 "string, or the Chunk"
             )
         return self._names.get(id_or_name, id_or_name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.checks import is_number
+from vllm_blend.checks import a_type, is_number
 from vllm_blend.config import EngineConfig, EngineConfigSource
 from vllm_blend.engine import setup
 from vllm_blend.engine.async_request import AsyncRequest
@@ -241,7 +241,7 @@ class AsyncLLM:
 
     def _check_arguments(self, params: SamplingParams, request_id: str, deadline: float | None) -> None:
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params is a {type(params).__name__}: give SamplingParams")
+            raise TypeError(f"sampling_params is {a_type(params)}: give SamplingParams")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} must be a str, not {type(request_id).__name__}")
         if deadline is not None and not (is_number(deadline) and math.isfinite(deadline)):

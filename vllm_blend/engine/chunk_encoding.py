@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_blend.checks import a_type
 from vllm_blend.chunks.chunk import Chunk, OutOfChunkMemoryError
 from vllm_blend.chunks.composition import ChunkComposition
 from vllm_blend.chunks.registry import ChunkRegistry
@@ -110,7 +111,7 @@ class ChunkRegistration:
         """
         self.registry.check_name(name, chunk.id)
         if not isinstance(metadata, Mapping | None):
-            raise TypeError(f"metadata is a {type(metadata).__name__}: give a dict")
+            raise TypeError(f"metadata is {a_type(metadata)}: give a dict")
         if len(chunk) == 0:
             raise ValueError("the chunk is empty: it needs at least one token")
         length, longest = len(chunk.context_token_ids) + len(chunk), self.composer.finder.max_model_len

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.relevance.words import WordIndex
+from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import require
 from vllm_blend.chunks.chunk import Chunk, Deletion
 from vllm_blend.chunks.composition import ChunkComposition
@@ -97,6 +98,9 @@ class LLMEngine:
         generation = generation_config.load_generation_config(config.model, self.hf_config)
         self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
         self.eos_token_ids = generation_config.eos_token_ids(generation, self.hf_config, self.tokenizer)
+        blend = config.blend
+        make_selector(blend.selector)  # a misspelt name costs no loading
+        encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
         settings = WorkerSettings(config, self.hf_config, dtype, device, self.max_model_len)
         self.model_executor = executor = setup.make_executor(config, settings)
         worker = executor.driver_worker
@@ -111,8 +115,6 @@ class LLMEngine:
         self.pages = PageManager(self.blocks)
         words = WordIndex(self.tokenizer)
         self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages, words.forget)
-        blend = config.blend
-        encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
         # Keys of an FP8 chunk are rounded once more in their pages.
         rounds = config.chunk_store.format != "auto" or worker.shape.dtype is E4M3
         self.planner = BlendPlanner(

@@ -8,7 +8,7 @@ from itertools import islice
 
 from tqdm.auto import tqdm
 
-from vllm_blend.checks import check_field_types, require
+from vllm_blend.checks import a_type, check_field_types, require
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.request_builder import check_length
 from vllm_blend.inputs import ParsedPrompt, PromptType
@@ -98,7 +98,7 @@ def beam_search(
     """Return the best sequences for every prompt. `run` completes prompts, and `concurrency_limit` prompts at a time
     are searched. Raises ValueError or TypeError before any work if a prompt or a setting is wrong."""
     if not isinstance(params, BeamSearchParams):
-        raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+        raise TypeError(f"params is {a_type(params)}: give BeamSearchParams")
     if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
         raise ValueError(f"concurrency_limit={concurrency_limit!r} must be a positive integer, or None for no limit")
     step = _step_params(engine, params)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from vllm_blend.checks import a_type
 from vllm_blend.chunks.chat_template import TemplateSplit, split_template
 from vllm_blend.chunks.chunk import Chunk, ChunkInfo, ChunkType, Deletion, UnknownChunkError
 from vllm_blend.chunks.composition import ChunkComposition, Mode, Part, Role
@@ -182,7 +183,7 @@ class ChunkedLLM:
         `cache_salt`; and TypeError or ValueError for bad scores.
         """
         if isinstance(context_chunk_ids, str | Chunk) or not isinstance(context_chunk_ids, Sequence):
-            raise TypeError(f"context_chunk_ids is a {type(context_chunk_ids).__name__}: give a list of ids or names")
+            raise TypeError(f"context_chunk_ids is {a_type(context_chunk_ids)}: give a list of ids or names")
         if (query is None) == (query_chunk_id is None):
             raise ValueError("give the question either as query or as query_chunk_id")
         if query_chunk_id is not None:
@@ -283,7 +284,7 @@ class ChunkedLLM:
         Raises ValueError for the first bad one before anything runs.
         """
         if isinstance(compositions, ChunkComposition | Mapping):
-            raise TypeError(f"compositions is a {type(compositions).__name__}: give a list of them")
+            raise TypeError(f"compositions is {a_type(compositions)}: give a list of them")
         arrival_time = time.time()
         running: list[Iterator[RequestOutput]] = []
         try:
@@ -332,7 +333,7 @@ class ChunkedLLM:
     ) -> Iterator[RequestOutput]:
         params = self.llm.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params is a {type(params).__name__}: give SamplingParams")
+            raise TypeError(f"sampling_params is {a_type(params)}: give SamplingParams")
         request_id = f"composition-{next(self._ids)}"
         return self.llm_engine.generate_from_chunks(composition, params, request_id, final_only, arrival_time)
 

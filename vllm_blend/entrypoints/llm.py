@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.checks import is_whole
+from vllm_blend.checks import a_type, is_whole
 from vllm_blend.chunks.chat_prompt import chat_prompts
 from vllm_blend.chunks.chat_template import make_chat_template
 from vllm_blend.chunks.messages import parse_conversations
@@ -91,7 +91,7 @@ class LLM:
             )
         for index, params in enumerate(each):
             if not isinstance(params, SamplingParams):
-                raise TypeError(f"sampling_params[{index}] is a {type(params).__name__}: give SamplingParams")
+                raise TypeError(f"sampling_params[{index}] is {a_type(params)}: give SamplingParams")
         for params in each:
             self.llm_engine.prepare(params)
         priorities = [0] * len(batch) if priority is None else priority
@@ -318,7 +318,7 @@ def as_batch(prompts: PromptType | Sequence[PromptType] | None, prompt_token_ids
         warnings.warn("prompt_token_ids is deprecated: give token ids as prompts", DeprecationWarning, stacklevel=3)
         prompts = prompt_token_ids
     if isinstance(prompts, bytes) or not isinstance(prompts, (str, dict, Sequence)):
-        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+        raise TypeError(f"prompts is {a_type(prompts)}: give a prompt or a list of prompts")
     given: Any = prompts
     is_one = isinstance(given, (str, dict)) or (bool(given) and is_whole(given[0]))
     return [given] if is_one else list(given)

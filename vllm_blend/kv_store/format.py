@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from vllm_blend.checks import a_type
 from vllm_blend.kv_store.chunk_kv import STORED_DTYPES, ChunkKV, ExpectedChunk, find_mismatch, is_finite
 from vllm_blend.kv_store.keys import ChunkId, ModelFingerprint, chunk_key
 from vllm_blend.kv_store.regular_file import read_regular
@@ -158,7 +159,7 @@ def _check_identity_types(model: ModelFingerprint, context: object, token_ids: o
         if field.type == "int":
             _check_number(value, 1, f"model.{field.name}")
         elif not isinstance(value, str):
-            raise TypeError(f"model.{field.name} is a {type(value).__name__}")
+            raise TypeError(f"model.{field.name} is {a_type(value)}")
     if not isinstance(context, str) or not isinstance(token_ids, list) or not token_ids:
         raise TypeError("context must be a string, and token_ids a list of at least one")
     for token in token_ids:

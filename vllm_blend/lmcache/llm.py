@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm_blend.checks import a_type
 from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
@@ -180,9 +181,7 @@ def _scores_by_prompt(relevance: Any, num_prompts: int, is_one: bool) -> list[An
     if relevance is None or is_one:
         return [relevance] * num_prompts
     if isinstance(relevance, str | bytes | Mapping) or not isinstance(relevance, Sequence):
-        raise TypeError(
-            f"relevance is a {type(relevance).__name__}: give a list with the scores of each prompt, or None"
-        )
+        raise TypeError(f"relevance is {a_type(relevance)}: give a list with the scores of each prompt, or None")
     if len(relevance) != num_prompts:
         raise ValueError(
             f"relevance has {len(relevance)} entries for {num_prompts} prompts: give the scores of each prompt, or None"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from vllm_blend.checks import a_type
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.lmcache.config import load_config
 from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
@@ -29,7 +30,7 @@ class OfflineKVPreCompute:
         if the text is not a string, and ValueError if it is empty or too long for the model.
         """
         if not isinstance(text_chunk, str):
-            raise TypeError(f"text_chunk is a {type(text_chunk).__name__}: give a string")
+            raise TypeError(f"text_chunk is {a_type(text_chunk)}: give a string")
         pieces = split_prompt(text_chunk, load_config().separator)
         if not pieces:
             raise ValueError("text_chunk is empty: there is nothing to compute")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_blend.checks import a_type
 from vllm_blend.lmcache.config import load_config
 from vllm_blend.prompt_parser import parse_relevance
 
@@ -64,11 +65,11 @@ def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:
     all of them are empty.
     """
     if isinstance(prompt_chunks, str) or not isinstance(prompt_chunks, Sequence):
-        raise TypeError(f"prompt_chunks is a {type(prompt_chunks).__name__}: give a list of strings")
+        raise TypeError(f"prompt_chunks is {a_type(prompt_chunks)}: give a list of strings")
     pieces: list[str] = []
     for index, chunk in enumerate(prompt_chunks):
         if not isinstance(chunk, str):
-            raise TypeError(f"prompt_chunks[{index}] is a {type(chunk).__name__}: give strings")
+            raise TypeError(f"prompt_chunks[{index}] is {a_type(chunk)}: give strings")
         pieces += chunk.pieces if isinstance(chunk, BlendPrompt) else [str(chunk)]
     if not any(pieces):
         raise ValueError("prompt_chunks holds no text: give at least the question")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm_blend.checks import a_type
 from vllm_blend.models.gguf.header import read_header
 from vllm_blend.models.gguf.tensors import GGUFTensor, gguf_tensors
 from vllm_blend.ops.fp8 import QuantizedRows
@@ -144,11 +145,11 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping) and set(content) == {"state_dict"}:
         content = content["state_dict"]
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} must hold a dict of tensors, but holds a {type(content).__name__}")
+        raise ValueError(f"{path} must hold a dict of tensors, but holds {a_type(content)}")
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(
-                f"{path} must hold a dict of tensors, but {name!r} is a {type(tensor).__name__}: give the weights alone"
+                f"{path} must hold a dict of tensors, but {name!r} is {a_type(tensor)}: give the weights alone"
             )
         _check_dense(path, name, tensor)
     return dict(content)

@@ -119,7 +119,8 @@ def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> 
         if source == "passages" and isinstance(ctx, str):
             ctx = {"text": ctx}
         if not isinstance(ctx, dict):
-            raise bad(field, f"must be an object with title and text, not {_kind_of(ctx)}")
+            texts = "a string, or " if source == "passages" else ""
+            raise bad(field, f"must be {texts}an object with title and text, not {_kind_of(ctx)}")
         title, text, page = ctx.get("title", ""), ctx.get("text"), ctx.get(page_id_key)
         if not isinstance(text, str) or not text.strip():
             raise bad(f"{field}.text", f"must be a non-empty string, not {_kind_of(text)}; fill it or drop the passage")

@@ -48,8 +48,9 @@ def read_questions(path: str | Path, style: str | None = None, limit: int | None
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the number of samples is {limit}: use 1 or more")
+    loaded = load_dataset(path)  # first: a file that is not there has no style either
     found = find_style(style, path)
-    samples = [normalize_sample(raw, index) for index, raw in enumerate(load_dataset(path))]
+    samples = [normalize_sample(raw, index) for index, raw in enumerate(loaded)]
     if any(sample.kind == ALL for sample in samples):
         raise ValueError(f"data set {path}: the kind {ALL!r} stands for all questions here: give it another name")
     return Questions(Path(path).stem, found, tuple(_interleave_kinds(samples)[:limit]))

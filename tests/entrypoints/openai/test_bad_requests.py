@@ -49,6 +49,13 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     (COMPLETIONS, b"{}", 400, "prompt is missing", "prompt"),
     (COMPLETIONS, prompt(prompt=5), 400, "prompt is 5", "prompt"),
     (COMPLETIONS, prompt(prompt=None), 400, "prompt is None", "prompt"),
+    (
+        COMPLETIONS,
+        prompt(prompt={"chunks": "a"}),
+        400,
+        "prompt.chunks is 'a': it should be a valid list",
+        "prompt.chunks",
+    ),
     (COMPLETIONS, prompt(prompt=[]), 400, "prompt is an empty list", "prompt"),
     (COMPLETIONS, prompt(prompt=[[]]), 400, "cannot be empty", None),
     (COMPLETIONS, prompt(prompt=[-1]), 400, "out of vocabulary", "prompt"),

@@ -103,7 +103,8 @@ def _validation_error(error: RequestValidationError) -> APIError:
         return bad_request(f"{param} is missing" if param else "the body is missing: send a JSON object", param or None)
     if not param:
         return bad_request("the body is not a JSON object: send {...}", code="invalid_type")
-    wanted = dict.fromkeys(entry["msg"].partition(" should ")[2] or entry["msg"] for entry in deepest)
+    asked = [entry for entry in deepest if entry["type"] != "missing"]  # of alternatives, what is there tells more
+    wanted = dict.fromkeys(entry["msg"].partition(" should ")[2] or entry["msg"] for entry in asked)
     wanted = {text.replace(" after validation", ""): None for text in wanted}
     message = f"{param} is {_shown(first.get('input'))}: it should {' or '.join(wanted).replace(' or be ', ' or ')}"
     return bad_request(message, param, "invalid_type" if first["type"].endswith("_type") else None)

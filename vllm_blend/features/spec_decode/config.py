@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from vllm_blend.checks import check_field_types, check_keys
+from vllm_blend.checks import a_type, check_field_types, check_keys
 from vllm_blend.config import FeatureConfig
 from vllm_blend.features.spec_decode.drafters import Drafter, make_drafter
 from vllm_blend.features.spec_decode.length import ROW_COST
@@ -91,7 +91,7 @@ class SpeculativeConfig(FeatureConfig):
             return cls()
         if not isinstance(options, Mapping):
             raise TypeError(
-                f"speculative_config is a {type(options).__name__}: give a dict such as "
+                f"speculative_config is {a_type(options)}: give a dict such as "
                 '{"method": "ngram", "num_speculative_tokens": 8}'
             )
         check_keys("speculative_config", options, [item.name for item in fields(cls)])

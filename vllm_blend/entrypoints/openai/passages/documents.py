@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.checks import closest, is_number, is_whole
+from vllm_blend.checks import a_type, closest, is_number, is_whole
 from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
 
 _TEXT_KEYS = (
@@ -62,7 +62,7 @@ def parse_documents(
     if documents is None:
         return []
     if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Sequence):
-        raise TypeError(f"documents is a {type(documents).__name__}: give a list of documents")
+        raise TypeError(f"documents is {a_type(documents)}: give a list of documents")
     parsed = [_parse(each, index, find_chunk) for index, each in enumerate(documents)]
     if not any(mark in template for mark in _READS_EVERY_KEY):
         for index, document in enumerate(parsed):
@@ -88,7 +88,7 @@ def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | 
         return Document(text := _check_text(given, name), fields={"text": text})
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise TypeError(
-            f"{name} is a {type(given).__name__}: give a string, or an object such as {{'title': '...', 'text': '...'}}"
+            f"{name} is {a_type(given)}: give a string, or an object such as {{'title': '...', 'text': '...'}}"
         )
     fields = {key: value for key, value in given.items() if key != "data"}
     data = given.get("data")
@@ -100,7 +100,7 @@ def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | 
     continues = _check_continues(fields.pop("continues", None), index, f"{name}.continues")
     title = fields.get("title")
     if not isinstance(title, str | None):
-        raise TypeError(f"{name}.title is a {type(title).__name__}: give a string")
+        raise TypeError(f"{name}.title is {a_type(title)}: give a string")
     title = None if title is None else _check_surrogates(title.strip(), f"{name}.title") or None
     key = next((key for key in _TEXT_KEYS if fields.get(key) is not None), None)
     if key is not None:
@@ -142,7 +142,7 @@ def _swapped(key: str, known: Sequence[str]) -> str | None:
 
 def _check_text(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{name} is a {type(text).__name__}: give a string")
+        raise TypeError(f"{name} is {a_type(text)}: give a string")
     if not text.strip():
         raise ValueError(f"{name} has no text: leave it out, or give it some")
     return _check_surrogates(text.strip(), name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from vllm_blend.blend.selectors import make_selector
-from vllm_blend.checks import check_ratio, closest, is_number
+from vllm_blend.checks import a_type, check_ratio, closest, is_number
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import parse_continues, parse_relevance
 
@@ -135,5 +135,5 @@ def _as_object(value: Any, name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is a {type(value).__name__}: give an object, such as {{'mode': 'blend'}}")
+        raise TypeError(f"{name} is {a_type(value)}: give an object, such as {{'mode': 'blend'}}")
     return value

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllm_blend.checks import closest
+from vllm_blend.checks import a_type, closest
 
 Mode = Literal["none", "auto", "required", "named"]
 _MODES = ("none", "auto", "required")
@@ -165,4 +165,4 @@ def _move_references(schema: Any, root: str) -> Any:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "missing" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    return "missing" if value is None else names.get(type(value), f"{a_type(value)}")
