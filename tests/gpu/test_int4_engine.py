@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.answers import differences
 from tests.gpu.awq_models import quantize_model, write_random_model
 from tests.gpu.test_engine import GREEDY, MODEL, SMALL, TOLERANCE, first_difference, prompts
 from tests.models.int4_models import WIDE
@@ -48,18 +49,7 @@ def linear_layers(llm: LLM) -> list[Linear]:
 
 
 def largest_difference(a: RequestOutput, b: RequestOutput) -> float:
-    """Return the largest difference of log-probabilities of tokens that both report, up to where the answers part: what
-    follows has another context."""
-    left, right = a.outputs[0], b.outputs[0]
-    assert left.logprobs is not None and right.logprobs is not None
-    largest = 0.0
-    for mine, theirs, x, y in zip(left.logprobs, right.logprobs, left.token_ids, right.token_ids, strict=True):
-        shared = mine.keys() & theirs.keys()
-        assert shared
-        largest = max(largest, *(abs(mine[token].logprob - theirs[token].logprob) for token in shared))
-        if x != y:
-            break
-    return largest
+    return max(abs(each) for position in differences(a.outputs[0], b.outputs[0]) for each in position)
 
 
 def test_it_answers_as_the_dequantized_model(model: str, dequantized: list[RequestOutput]) -> None:
