@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_blend.child_process import import_path, logger
+from vllm_blend.child_process import child_environment, send_settings, start_module
 
 MODULES = ("vllm_blend.engine.process.main", "vllm_blend.executor.worker_process")
 LAZY = ("transformers.modeling_utils",)  # which loading a tokenizer imports
@@ -63,7 +63,7 @@ class Forked:
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(0.005)
+            time.sleep(0.005)  # as `Popen.wait` does with a timeout: the system tells of no end in time
         return status
 
     def terminate(self) -> None:
@@ -90,18 +90,14 @@ class ForkServer:
     ) -> Forked:
         """Start a process as `child_process.start_module` does."""
         reading, writing = os.pipe()
-        names = os.environ | {"PYTHONPATH": import_path()} | dict(variables or {})
-        request = Request(module, names, os.getcwd(), (0, 1, 2, *pass_fds))
+        request = Request(module, child_environment(variables), os.getcwd(), (0, 1, 2, *pass_fds))
         try:
             with self._lock:
                 process = Forked(self._fork(request, [reading, 1, 2, *pass_fds]))
         finally:
             os.close(reading)
-        try:
-            with open(writing, "wb") as stdin:
-                stdin.write(settings)
-        except BrokenPipeError:
-            logger.warning("a process of %s did not read its settings", module)
+        with open(writing, "wb") as stdin:
+            send_settings(stdin, settings, module)
         return process
 
     def close(self) -> None:
@@ -121,9 +117,7 @@ class ForkServer:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
-            names = os.environ | {"PYTHONPATH": import_path()}
-            self._server = subprocess.Popen(command, env=names, pass_fds=[theirs.fileno()], start_new_session=True)
+            self._server = start_module(__name__, str(theirs.fileno()).encode(), [theirs.fileno()])
 
     def _ask(self, request: Request, fds: list[int]) -> bytes:
         """Return the server's answer; nothing if there is no server. This process takes in what the process between the
@@ -156,11 +150,11 @@ def serve(control: socket.socket) -> tuple[Request, list[int]]:
         ids, tell = os.pipe()
         between = os.fork()
         if between == 0:
-            server, pid = os.getpid(), os.fork()
+            parent, pid = os.getpid(), os.fork()
             if pid:
                 os.write(tell, str(pid).encode())
                 os._exit(0)
-            while os.getppid() == server:
+            while os.getppid() == parent:  # until that has ended, and the process that asks is the parent
                 time.sleep(0.0005)
             os.close(ids)
             os.close(tell)
@@ -194,4 +188,4 @@ if __name__ == "__main__":
     for each in (*MODULES, *LAZY):
         importlib.import_module(each)
     gc.freeze()  # the processes share what they do not touch
-    sys.exit(run(*serve(socket.socket(fileno=int(sys.argv[1])))))
+    sys.exit(run(*serve(socket.socket(fileno=int(sys.stdin.read())))))

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from vllm_blend.checks import a_type
+
 MAX_PICKLE = 1 << 16  # bytes; a tensor's own takes some 200
 OVERHEAD = 1 << 16  # bytes that a file has besides its numbers, at most
 
@@ -93,7 +95,7 @@ def _read(data: bytes) -> torch.Tensor:
         root = pickles[0].filename.removesuffix("data.pkl")
         tensor = _Describer(io.BytesIO(_record(archive, pickles[0].filename))).load()
         if not isinstance(tensor, _Described) or not isinstance(tensor.storage, _Storage):
-            raise BadTensorFile(f"it holds a {type(tensor).__name__}, not a plain tensor")
+            raise BadTensorFile(f"it holds {a_type(tensor)}, not a plain tensor")
         if f"{root}byteorder" in archive.namelist():
             order = _record(archive, f"{root}byteorder")
             if order != sys.byteorder.encode():
