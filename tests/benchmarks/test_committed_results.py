@@ -97,7 +97,7 @@ def test_samples_give_the_tables_of_servers() -> None:
 def test_samples_of_gpus_give_their_tables() -> None:
     ranks = {int(size): samples for size, samples in load("tensor_parallel_h200.json")["samples"].items()}
     assert "\n".join(tensor_parallel.table(ranks)) in text_of("tensor_parallel_h200.md")
-    for name in ("side_by_side_h100", "side_by_side_h200"):
+    for name in ("side_by_side_h100", "side_by_side_h200", "side_by_side_h200_7b", "side_by_side_h200_ours"):
         assert text_of(f"{name}.md") == side_report.render(load(f"{name}.json"))
     assert "\n".join(sums_gpu.table(load("sums_h200.json")["samples"])) in text_of("tensor_parallel_h200.md")
     graphs = load("step_graphs_h100.json")["samples"]
