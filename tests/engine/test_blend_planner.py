@@ -38,11 +38,19 @@ def test_words_are_remembered_for_their_salt_alone() -> None:
     assert len(set(planner.words._known) - known) == 3
 
 
-@pytest.mark.parametrize("option", ["blend_selector", "blend_encoding_context"])
-def test_a_misspelt_name_costs_no_loading(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"blend_selector": "relevnt_passages"}, "blend_selector"),
+        ({"blend_encoding_context": "relevnt_passages"}, "blend_encoding_context"),
+        ({"blend_selector": "value_deviation", "blend_check_layers": [99]}, "blend_check_layers"),
+        ({"blend_selector": "question_attention", "blend_recompute_ratios": [0.5]}, "blend_recompute_ratios"),
+    ],
+)
+def test_a_wrong_setting_costs_no_loading(options: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> None:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(setup, "make_executor", load)
-    with pytest.raises(ValueError, match=option):
-        new_llm(tiny_model("llama"), **{option: "relevnt_passages"})
+    with pytest.raises(ValueError, match=named):
+        new_llm(tiny_model("llama"), enable_blending=True, **options)

@@ -114,7 +114,7 @@ def test_engine_arguments(arguments: dict[str, Any], message: str) -> None:
         ({"blend_selector": "none", "blend_recompute_ratio": 0.5}, r"'none' always recomputes a share of 0\.0"),
         ({"blend_selector": "full", "blend_recompute_ratio": 0.5}, r"'full' always recomputes a share of 1\.0"),
         ({"blend_selector": "value_deviation", "blend_check_layers": [3]}, r"check_layers=\[3\].*layers 0\.\.2"),
-        ({"blend_selector": "first_tokens", "blend_recompute_ratios": [0.2]}, "'first_tokens' looks at none"),
+        ({"blend_selector": "first_tokens", "blend_recompute_ratios": [0.2]}, "'first_tokens' checks none"),
     ],
 )
 def test_blend_settings_that_exclude_each_other(arguments: dict[str, Any], message: str) -> None:

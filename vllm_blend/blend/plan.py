@@ -241,8 +241,9 @@ def make_plan(
     if recompute_ratios is not None:
         if not selector.looks_at.checks:
             raise ValueError(
-                f"recompute ratios {list(recompute_ratios)} are given per check layer, but the selector "
-                f"{selector.name!r} looks at none: give a single ratio, or choose a selector that compares layers"
+                f"blend_recompute_ratios={list(recompute_ratios)} has a ratio per check layer, but the selector "
+                f"{selector.name!r} checks none: give blend_recompute_ratio, or a selector that checks layers, such as "
+                "value_deviation"
             )
         shares = list(recompute_ratios)
     else:

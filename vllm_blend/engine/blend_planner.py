@@ -18,6 +18,15 @@ from vllm_blend.kv_store.keys import ChunkId, context_id
 from vllm_blend.kv_store.tiers import DISK, MEMORY
 
 
+def check_settings(config: BlendConfig, num_layers: int) -> None:
+    """Raise ValueError for a rule that does not exist and, where prompts are blended, for settings that exclude each
+    other or name layers that the model does not have."""
+    selector = make_selector(config.selector)
+    if config.enable_blending:
+        ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
+        make_plan((), (0,), 0, selector, *ratios, num_layers)
+
+
 @dataclass(frozen=True)
 class BlendPlanner:
     """Plans blends. `rounds`: whether stored KV may come back with fewer bits than it was computed with.
@@ -33,10 +42,7 @@ class BlendPlanner:
     words: WordIndex = field(default_factory=lambda: WordIndex(None))
 
     def __post_init__(self) -> None:
-        config, selector = self.config, make_selector(self.config.selector)
-        if config.enable_blending:  # an error now, not with the first prompt
-            ratios = (config.recompute_ratio, config.check_layers, config.recompute_ratios)
-            make_plan((), (0,), 0, selector, *ratios, self.num_layers)
+        check_settings(self.config, self.num_layers)
 
     def blends(self, parsed: ParsedPrompt) -> bool:
         """Return whether a prompt is blended. Without chunks, or with a context below `min_tokens`, it is not."""

@@ -1,14 +1,13 @@
-"""`LLMEngine`: the parts of an engine, and what callers ask of it.
+"""`LLMEngine`: the parts of an engine, and what callers ask of it under vLLM's names (`ChunkedEngine` has the rest).
 
-The file is long because the public surface is wide (vLLM's methods, and those for chunks). Most methods
-check who calls, and delegate.
+The file is long because that surface is wide. Most methods check who calls, and delegate.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
 from vllm_blend.blend.relevance.words import WordIndex
-from vllm_blend.blend.selectors import make_selector
-from vllm_blend.checks import require
-from vllm_blend.chunks.chunk import Chunk, Deletion
-from vllm_blend.chunks.composition import ChunkComposition
 from vllm_blend.chunks.registry import ChunkRegistry
 from vllm_blend.config import EngineConfig, EngineConfigSource
 from vllm_blend.core.block_manager import BlockManager
@@ -28,21 +23,16 @@ from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import Scheduler
 from vllm_blend.devices import resolve_cache_dtype, resolve_device, resolve_dtype
 from vllm_blend.engine import generation_config, setup
-from vllm_blend.engine.blend_planner import BlendPlanner
-from vllm_blend.engine.chunk_encoding import (
-    ChunkRegistration,
-    begin_encoding,
-    check_chunk,
-    check_registered,
-    encode_chunks,
-)
+from vllm_blend.engine.blend_planner import BlendPlanner, check_settings
+from vllm_blend.engine.chunk_encoding import ChunkRegistration
 from vllm_blend.engine.chunk_stores import make_controller, make_store, store_gauges
+from vllm_blend.engine.chunked_engine import ChunkedEngine
 from vllm_blend.engine.composer import ChunkComposer
-from vllm_blend.engine.driver import Driver, Inbox, OutputStream
+from vllm_blend.engine.driver import Driver
 from vllm_blend.engine.errors import dead_if_lost
 from vllm_blend.engine.extension import EngineParts, Extension, make_extensions
 from vllm_blend.engine.interrupts import interrupts_held_back
-from vllm_blend.engine.lock import FairLock, current, exclusive, with_index
+from vllm_blend.engine.lock import current, exclusive, with_index
 from vllm_blend.engine.metrics import EngineMetrics, Gauge, Metric, StatLogger
 from vllm_blend.engine.output_processor import OutputProcessor
 from vllm_blend.engine.pieces import PieceFinder
@@ -53,19 +43,17 @@ from vllm_blend.engine.step_loop import StepLoop
 from vllm_blend.engine.step_results import StepResults
 from vllm_blend.executor.worker_process import WorkerSettings
 from vllm_blend.inputs import ParsedPrompt, PromptType
-from vllm_blend.kv_store.chunk_kv import ChunkKV
-from vllm_blend.kv_store.keys import ChunkId
 from vllm_blend.models.causal_lm import Decoder
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.outputs import RequestOutput
-from vllm_blend.prompt_parser import parse_context, parse_prompt
+from vllm_blend.prompt_parser import parse_prompt
 from vllm_blend.sampling_params import RequestOutputKind, SamplingParams
 
 E = TypeVar("E", bound=Extension)
 
 
-class LLMEngine:
+class LLMEngine(ChunkedEngine):
     """Continuous batching over one executor. `add_request`, `step` and `abort_request` are as in vLLM.
 
     Any thread may call any public method. What cannot be shared is a RuntimeError at once.
@@ -99,7 +87,7 @@ class LLMEngine:
         self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
         self.eos_token_ids = generation_config.eos_token_ids(generation, self.hf_config, self.tokenizer)
         blend = config.blend
-        make_selector(blend.selector)  # a misspelt name costs no loading
+        check_settings(blend, self.hf_config.num_hidden_layers)  # a mistake costs no loading
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
         settings = WorkerSettings(config, self.hf_config, dtype, device, self.max_model_len)
         self.model_executor = executor = setup.make_executor(config, settings)
@@ -162,12 +150,6 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineConfigSource) -> LLMEngine:
         return cls(args.create_engine_config())
-
-    @property
-    def lock(self) -> FairLock:
-        """Return the lock that a thread holds while it looks at the engine's state or changes it. The tokenizer belongs
-        to that state: not every tokenizer can be used by two threads at a time."""
-        return self.driver.lock
 
     @property
     def decoder(self) -> Decoder:
@@ -249,41 +231,6 @@ class LLMEngine:
         self.metrics.chat_parts_unfound += new.parsed.num_unfound_parts
         self.requests.queue(group)
 
-    @exclusive
-    def generate_from_chunks(
-        self,
-        composition: ChunkComposition,
-        params: SamplingParams,
-        request_id: str,
-        final_only: bool = False,
-        arrival_time: float | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Queue a prompt made of registered chunks. Return an iterator of its outputs, which runs the engine's steps as
-        far as it needs. Its chunks cannot be deleted until it has finished.
-
-        Raises ValueError as `add_request` does, and for chunks that are not registered.
-        """
-        registry, ids = self.chunk_registry, [chunk.id for chunk in composition.chunks]
-        check_registered(composition, registry)
-        release = partial(registry.release, ids)
-        self.add(NewRequest(request_id, composition.parse(), params, arrival_time, final_only, on_end=release))
-        registry.acquire(ids)
-        inbox = Inbox()
-        self.driver.expect(request_id, inbox)
-        return OutputStream(self.driver, inbox)
-
-    @exclusive
-    def register_chunk(self, chunk: Chunk, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Chunk:
-        """Put a chunk into `chunk_registry`, and compute its KV now; see `ChunkRegistration.register`."""
-        with dead_if_lost():
-            return self.registration.register(chunk, name, metadata)
-
-    @exclusive
-    def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
-        """Delete a registered chunk, or have it deleted when the last request that uses it ends."""
-        self.drop_finished()
-        return self.chunk_registry.delete(id_or_name)
-
     def shutdown(self) -> None:
         """Abort all requests, write what the chunk stores still have to write, and free everything. Whatever is asked
         of the engine afterwards is a RuntimeError; threads that wait for answers get it too."""
@@ -329,13 +276,6 @@ class LLMEngine:
         with dead_if_lost():
             self.model_executor.check()
 
-    def check_one_rank(self, what: str) -> None:
-        """Raise ValueError if ranks share the model, for `what` sees the heads of rank 0 only."""
-        size = self.config.tensor_parallel_size
-        require(
-            size == 1, f"{what} needs tensor_parallel_size=1, but it is {size}: this process has a part of the model"
-        )
-
     def has_request(self, request_id: str) -> bool:
         """Return whether a request is unfinished."""
         return request_id in self.requests.by_id
@@ -378,58 +318,6 @@ class LLMEngine:
             self.loop.withdraw_report(group)
             self.requests.forget(group)
         self.loop.settle_if_idle()
-
-    def identify_chunks(
-        self,
-        prefix: str | Sequence[int],
-        chunks: Sequence[str | Sequence[int]],
-        continues: Sequence[int | None] | None = None,
-        encode_after: Sequence[str | Sequence[int]] | None = None,
-        cache_salt: str | None = None,
-    ) -> tuple[ChunkId | None, list[ChunkId]]:
-        """Return how the store names a prompt's prefix (None if it has none) and its chunks. Nothing is computed.
-        `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
-        with self.lock:
-            parsed = self._parse_context(prefix, chunks, continues, encode_after, cache_salt)
-            return self.composer.finder.identify(parsed)
-
-    def encode_chunks(
-        self,
-        prefix: str | Sequence[int],
-        chunks: Sequence[str | Sequence[int]],
-        continues: Sequence[int | None] | None = None,
-        encode_after: Sequence[str | Sequence[int]] | None = None,
-        cache_salt: str | None = None,
-    ) -> list[ChunkKV]:
-        """Return the KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`,
-        unless told otherwise), just as a prompt of these pieces, with this `cache_salt`, would have it done.
-
-        What the chunk store does not have is computed and put there; unfinished requests go on meanwhile. Raises
-        ValueError or TypeError for bad pieces.
-        """
-        self.check_one_rank("encode_chunks")
-        with current(self.device):
-            with self.lock:
-                self.lock.check_between_steps()
-                parsed = self._parse_context(prefix, chunks, continues, encode_after, cache_salt)
-            return encode_chunks(parsed, self.requests, self.driver)
-
-    @exclusive
-    def begin_encoding(self, parsed: ParsedPrompt, on_complete: Callable[[], None]) -> None:
-        """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored by the next steps, as
-        `encode_chunks` does. `on_complete` is called when all are there; in mid-step, or at once.
-
-        Raises ValueError for a chunk that is too long.
-        """
-        begin_encoding(parsed, self.requests, on_complete)
-
-    @exclusive
-    def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:
-        """Put KV that was computed earlier into the chunk store. Raises ValueError if it cannot be this chunk's."""
-        self.check_one_rank("load_chunk")
-        check_chunk(self.fingerprint, chunk, kv)
-        self.chunk_store.put(chunk.key, kv.copy().with_content(chunk))  # the caller may go on to change the tensors
-        self.planner.read_ahead([chunk])
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has anything to do, or to hand over."""
@@ -483,6 +371,3 @@ class LLMEngine:
     def extension(self, kind: type[E]) -> E | None:
         """Return the engine's extension of a class; None if the feature is off."""
         return next((extension for extension in self.extensions if isinstance(extension, kind)), None)
-
-    def _parse_context(self, prefix: Any, chunks: Any, *others: Any) -> ParsedPrompt:
-        return parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size, *others)
