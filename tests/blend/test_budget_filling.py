@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.blend.relevance.texts import CONTINUES, PASSAGES, groups_of, prompt_of
@@ -21,6 +21,15 @@ pytestmark = pytest.mark.cpu_only
     st.integers(1, 80),
     st.randoms(use_true_random=False),
 )
+# A later page's first sentence costs more than all of the budget.
+@example(
+    "Who is director of the company founded by Ada Brix?",
+    ["all", "nothing", "nothing", "nothing", "some"],
+    9,
+    Random(6),
+)
+# A sentence with one candidate comes behind a group that leaves less of the budget than is worth filling.
+@example("Wesgro?", ["all", "some", "all", "nothing", "some"], 28, Random(4))
 def test_each_sentence_that_the_budget_holds_is_chosen(
     question: str, reused: list[str], budget: int, rng: Random
 ) -> None:

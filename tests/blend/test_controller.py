@@ -98,6 +98,15 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     assert not made.recompute(chunk), "it has become fast"
 
 
+def test_a_tier_is_tried_again_after_choices_in_a_row() -> None:
+    """A chunk that loads faster than it is computed measures the tier, so counting begins anew."""
+    made = controller(1.0, 1e-4, tier="disk")
+    slow, fast = ChunkLoad("disk", 100 * BYTES, 100), ChunkLoad("disk", 0, 100)
+    for _ in range(3):
+        assert all(made.recompute(slow) for _ in range(TRY_AGAIN))
+        assert not made.recompute(fast)
+
+
 def test_speeds_are_moving_averages_of_all_but_tiny_steps() -> None:
     average = Average()
     average.add(10.0, 10)

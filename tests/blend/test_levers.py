@@ -11,6 +11,7 @@ import torch
 from tests.blend.prompts import assert_counts_add_up, tiny_prompt
 from tests.engine.compare import assert_logprobs_match
 from tests.engine.engines import DEMO, demo_prompt, engine, greedy, hf_model, run, tiny_model
+from vllm_blend.blend.plan import make_plan
 from vllm_blend.blend.selectors import Evidence, LooksAt, Selector, choose, make_selector, top_indices
 from vllm_blend.blend.selectors.levers.base import above_all
 from vllm_blend.blend.selectors.levers.chunk_heads import ChunkHeads
@@ -168,6 +169,23 @@ def test_what_a_rule_of_ones_own_does_is_kept_under_levers() -> None:
     assert len(choose(composed, evidence(), 8)) == 4
     assert composed.mean_shift() == 0.5
     assert parse_selector("half+mean_shift", selectors).mean_shift() == 1.0
+
+
+@pytest.mark.cpu_only
+def test_a_rule_of_ones_own_that_shifts_is_not_divided() -> None:
+    @dataclass(frozen=True)
+    class Shifting(Selector):
+        name: ClassVar[str] = "shifting"
+        strength: float = 1.0
+
+        def score(self, evidence: Evidence) -> torch.Tensor:
+            return evidence.positions.float()
+
+        def mean_shift(self) -> float:
+            return self.strength
+
+    for strength, is_divisible in ((1.0, False), (0.0, True)):
+        assert make_plan([], [0, 0], 1, Shifting(strength), 0.5, [1], None, 4).is_divisible == is_divisible
 
 
 @pytest.mark.cpu_only

@@ -100,6 +100,17 @@ def test_forgetting_returns_how_many_blocks_become_free() -> None:
     assert manager.num_free_blocks == 4
 
 
+def test_blocks_of_a_forgotten_context_are_reused_before_cached_content() -> None:
+    manager = BlockManager(5, SIZE)
+    contexts = {key: manager.allocate(2) for key in (b"kept", b"forgotten")}
+    for key, table in contexts.items():
+        manager.retain(key, Retained(tuple(table), 2 * SIZE))
+        manager.release(table)
+    manager.forget_retained(b"forgotten")
+    assert sorted(manager.allocate(2)) == sorted(contexts[b"forgotten"])
+    assert set(manager.retained) == {b"kept"}
+
+
 def placed(chunk_id: str, start: int, stop: int) -> StoredPiece:
     return StoredPiece(start, ChunkId(chunk_id, "", tuple(range(start, stop))), ())
 

@@ -169,6 +169,42 @@ def test_retained_chunks_leave_after_all_others() -> None:
     assert len(store) == 1 and "last" in store
 
 
+def test_retention_that_is_renewed_lasts_as_long_as_was_asked_for_last() -> None:
+    now = 0.0
+    store = MemoryChunkStore(2 * TOKEN_BYTES, now=lambda: now)
+    store.retain("renewed", 1, 10)
+    store.retain("renewed", 1, 20)
+    for key in ("renewed", "other"):
+        store.put(key, chunk(1))
+    store.get("other")
+    now = 10.0
+    store.put("next", chunk(1))
+    assert "renewed" in store and "other" not in store
+    now = 20.0
+    store.get("next")
+    store.put("last", chunk(1))
+    assert "renewed" not in store and "next" in store
+
+
+def test_a_cleared_store_retains_nothing() -> None:
+    store = MemoryChunkStore(TOKEN_BYTES)
+    store.retain("a", 9, 1e6)
+    store.put("a", chunk(1))
+    store.clear()
+    assert not store._retained and not store._expiries and store.num_bytes == 0
+
+
+def test_retained_chunks_that_leave_do_not_advance_the_clock() -> None:
+    """They may be of a far higher priority than the chunks that are not retained, which would then count as new."""
+    store = MemoryChunkStore(3 * TOKEN_BYTES)
+    store.retain("hot", 1, 1e6)
+    store.put("hot", chunk(3))
+    for _ in range(9):
+        store.get("hot")
+    store.put("large", chunk(3))
+    assert "hot" not in store and store._clock == 0
+
+
 def test_retention_takes_no_memory() -> None:
     now = 0.0
     store = MemoryChunkStore(4 * TOKEN_BYTES, now=lambda: now)
