@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.scheduler import Scheduler
-from vllm_blend.features.kv_compress.config import CompressionSettings
+from vllm_blend.features.kv_compress.config import CompressionSettings, KVCompressConfig
 from vllm_blend.features.kv_compress.pages import HeadPagePool
-from vllm_blend.features.kv_compress.state import CompressionState, HeadPageTable
+from vllm_blend.features.kv_compress.scheduler import KVCompressScheduler
+from vllm_blend.features.kv_compress.state import COMPRESSION, CompressionState, HeadPageTable
 from vllm_blend.features.kv_compress.tables import HeadTables
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
@@ -97,3 +98,19 @@ def test_head_pages_hold_as_many_tokens_as_they_say(taken: int) -> None:
     assert not pages.grow(most + SIZE + 1) and (state.num_tokens, tables.pool.num_free_pages) == (most, free)
     pages.release()
     assert tables.pool.num_used_pages == 0
+
+
+@pytest.mark.parametrize(("step_tokens", "is_short"), [(13, False), (14, True)])
+def test_what_decodes_in_head_pages_takes_of_the_next_steps_budget(step_tokens: int, is_short: bool) -> None:
+    """So a prompt beside it gets what is left of the budget, and blocks for that many tokens alone."""
+    blocks = BlockManager(NUM_BLOCKS, SIZE)
+    tables = new_tables(blocks)
+    state = CompressionState(CompressionSettings(), num_tokens=6)
+    state.index = tables.open(np.full((LAYERS, HEADS), 6))
+    decoding, prompt = (
+        Request(name, [0] * 40, SamplingParams(), RequestMetrics(0.0), 0, 90) for name in ("decoding", "prompt")
+    )
+    COMPRESSION.set(decoding, state)
+    blocks.allocate(blocks.num_free_blocks - 3)
+    scheduler = KVCompressScheduler(KVCompressConfig(), tables, step_tokens)
+    assert scheduler.is_short([decoding, prompt]) == is_short
