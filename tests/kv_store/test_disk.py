@@ -273,6 +273,16 @@ def test_what_was_once_popular_leaves_in_the_end(tmp_path: Path) -> None:
         assert 20 < last < 100
 
 
+def test_a_use_counts_from_when_it_was(tmp_path: Path) -> None:
+    """When many chunks have left, one that is used again still outlives one that is as new and is not."""
+    with open_store(tmp_path, 2 * PAGE) as store:
+        for number in range(10):
+            store.put(key(number), sized(1), cost=1)
+        assert store.get(key(8)) is not None
+        store.put(key(10), sized(1), cost=1)
+        assert key(8) in store and key(9) not in store
+
+
 def test_long_chunks_are_worth_more_by_default(tmp_path: Path) -> None:
     """Computing them again takes longer for each of their bytes."""
     with open_store(tmp_path, 4 * PAGE) as store:
