@@ -302,6 +302,20 @@ def test_an_answer_becomes_a_chunk_like_any_other() -> None:
         assert second.prompt_token_ids[12:-1] == list(chunk.token_ids)
 
 
+def test_an_answer_that_is_cut_off_becomes_no_chunk() -> None:
+    def fail(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(token_ids) == 2:
+            raise ValueError("no more")
+        return logits
+
+    with chunked_llm() as chunked:
+        context = chunked.register_chunk(random_ids(12, 1))
+        params = greedy(6, ignore_eos=True, logits_processors=[fail])
+        with pytest.raises(RuntimeError, match="the answer is not retained"):
+            chunked.generate_and_retain_output(None, [context.id], query=[9, 8], sampling_params=params)
+        assert [info.chunk.id for info in chunked.list_chunks()] == [context.id]
+
+
 def test_public_names() -> None:
     assert chunks.ChunkedLLM is ChunkedLLM
     assert chunks.__all__ == sorted(chunks.__all__) and set(chunks._LIVES_ABOVE) < set(chunks.__all__)

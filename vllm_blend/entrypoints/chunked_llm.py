@@ -316,12 +316,15 @@ class ChunkedLLM:
     ) -> tuple[RequestOutput, Chunk]:
         """Answer a composition, and register the answer as a chunk of type OUTPUT for later ones. Its KV is computed as
         every chunk's is, from its tokens alone: that of the request saw everything before it. Tokens that end a text
-        are left out."""
+        are left out. Raises RuntimeError if the request fails or is aborted: what there is of the answer is no chunk.
+        """
         arrival_time = time.time()
         with self.lock:
             composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
             outputs = self._start(composition, sampling_params, True, arrival_time)
         output = _last(outputs)
+        if output.outputs[0].finish_reason in ("error", "abort"):
+            raise RuntimeError(f"the answer is not retained: {output.error or 'the request was aborted'}")
         ids = [token for token in output.outputs[0].token_ids if token not in self.llm_engine.eos_token_ids]
         if not ids:
             raise ValueError("the answer is empty: there is nothing to retain")
