@@ -92,6 +92,8 @@ def test_reprs_are_short() -> None:
             f"{preview.num_computed_tokens} to compute)"
         )
         assert repr(llm) == f"ChunkedLLM(2 chunks, {llm.llm!r})"
+        inner = llm.llm_engine
+        assert repr(inner) == f"<LLMEngine of {inner.config.model.model!r}, 0 unfinished requests>"
 
 
 def test_the_signature_of_llm_has_every_option_with_its_type_and_default() -> None:

@@ -450,6 +450,7 @@ def test_shutdown_frees_and_closes_everything(tmp_path: Path, monkeypatch: pytes
     assert store.below == () and disk._pool is None and len(store) == 0
     [result] = waiting()
     assert isinstance(result, RuntimeError) and "has been shut down" in str(result)
+    assert repr(inner) == "<LLMEngine, shut down>"
     llm.shutdown()  # once more
     gc.collect()
     assert model() is None and cache() is None

@@ -17,6 +17,7 @@ from vllm_blend import LLM, SamplingParams
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.kv_store.format import load_chunk
 from vllm_blend.pipeline import build_kv_cache as stage
+from vllm_blend.pipeline.chunk_cache import MOST_NAMED
 from vllm_blend.pipeline.config import PrefillConfig
 from vllm_blend.pipeline.files import read_json
 from vllm_blend.pipeline.stage_inputs import read_stage_input
@@ -89,8 +90,8 @@ def test_a_cause_that_many_chunks_share_is_told_once(stages: Stages, caplog: pyt
     with caplog.at_level(logging.WARNING):
         assert stages.build()["summary"]["recomputed_foreign"] == len(names)
     told = [record.getMessage() for record in caplog.records if "computed again" in record.getMessage()]
-    assert len(told) == stage.MOST_NAMED + 1
-    assert told[-1].startswith(f"{len(names) - stage.MOST_NAMED} more stored chunks are another model's")
+    assert len(told) == MOST_NAMED + 1
+    assert told[-1].startswith(f"{len(names) - MOST_NAMED} more stored chunks are another model's")
 
 
 def test_a_second_run_computes_just_what_is_missing_or_damaged(

@@ -74,6 +74,8 @@ def test_a_verdict_says_what_it_rests_on() -> None:
     assert "a loss of more than 5% is not ruled out: ask about 100 questions" in text  # 9 * (7.5 / 2.5) ** 2 is 81
     assert "of the kind '2hop' alone it loses 50.0%" in text
     assert (verdict.certain, verdict.status, verdict.token_layers) == (False, UNCERTAIN, 0.2)
+    wide = decide([FULL, row(0.1, 0.78, kept_low=-37.0, kept_high=1.02), row(1.0, 0.8)], "rule", 0.05).text
+    assert "it loses 2.5% (of so few questions that any loss is possible)" in wide
 
 
 def test_only_an_interval_within_the_loss_is_certain() -> None:

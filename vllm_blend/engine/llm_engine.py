@@ -147,6 +147,12 @@ class LLMEngine(ChunkedEngine):
             lambda: self.results.last_collected,
         )
 
+    def __repr__(self) -> str:
+        """Return the model, and how much there is to do."""
+        if self.driver.lock.closed is not None:
+            return f"<{type(self).__name__}, shut down>"
+        return f"<{type(self).__name__} of {self.config.model.model!r}, {len(self.requests.by_id)} unfinished requests>"
+
     @classmethod
     def from_engine_args(cls, args: EngineConfigSource) -> LLMEngine:
         return cls(args.create_engine_config())

@@ -304,7 +304,7 @@ def fill_dummy(model: nn.Module) -> None:
 def _check_local_config(directory: Path) -> None:
     path = directory.expanduser() / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+        raise FileNotFoundError(f"{directory} has no config.json: give the directory of a Hugging Face model")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels

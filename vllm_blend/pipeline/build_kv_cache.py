@@ -28,6 +28,7 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.kv_store.format import ChunkMiss, load_chunk, logger, write_chunk
 from vllm_blend.kv_store.keys import ChunkId
+from vllm_blend.pipeline.chunk_cache import MOST_NAMED
 from vllm_blend.pipeline.config import (
     PrefillConfig,
     RetrievalConfig,
@@ -41,7 +42,6 @@ from vllm_blend.pipeline.config import (
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, StageSample, read_stage_input
 
-MOST_NAMED = 3  # stored chunks that are not used, of each kind: the others are counted
 BATCH = 32  # chunks encoded together: enough to fill a step, few enough to lose little when interrupted
 
 

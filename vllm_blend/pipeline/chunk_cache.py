@@ -16,6 +16,7 @@ from vllm_blend.pipeline.stage_inputs import PassageChunk
 logger = logging.getLogger(__name__)
 
 Source = Literal["loaded", "in_memory"] | MissKind
+MOST_NAMED = 3  # stored chunks that are not used, of each kind: the others are counted
 
 
 @dataclass
@@ -29,6 +30,7 @@ class ChunkCache:
     pages: bool = False  # whether chunks were encoded after what precedes them on their pages, too
     counts: Counter[Source] = field(default_factory=Counter)
     _seen: dict[str, Source] = field(default_factory=dict)  # key -> what became of it
+    _misses: Counter[MissKind] = field(default_factory=Counter)
 
     @property
     def num_hits(self) -> int:
@@ -39,7 +41,7 @@ class ChunkCache:
         """Put the prefix and `chunks` into the engine's store. Returns for each chunk where it came from, or why it is
         not there.
 
-        A chunk that is not there is a warning, and the engine computes it when a prompt needs it.
+        The engine computes a chunk that is not there when a prompt needs it. The first of each kind are warnings.
         """
         prefix, ids = self.engine.identify_chunks(
             self.prefix,
@@ -56,7 +58,7 @@ class ChunkCache:
                 try:
                     kv = load_chunk(self.directory / name, chunk_id, self.engine.fingerprint)
                 except ChunkMiss as miss:
-                    logger.warning("stored chunk not used, it will be computed again: %s", miss)
+                    self._warn(miss)
                     source = miss.kind
                 else:
                     self.engine.load_chunk(chunk_id, kv)
@@ -66,3 +68,10 @@ class ChunkCache:
                 self.counts[source] += 1
             sources.append(source)
         return sources[len(sources) - len(chunks) :]
+
+    def _warn(self, miss: ChunkMiss) -> None:
+        self._misses[miss.kind] += 1
+        if self._misses[miss.kind] <= MOST_NAMED:
+            logger.warning("stored chunk not used, it will be computed again: %s", miss)
+        elif self._misses[miss.kind] == MOST_NAMED + 1:
+            logger.warning("more stored chunks are %s and will be computed again: they are only counted", miss.kind)

@@ -4,9 +4,9 @@
 
 answers a data set in full and blended at rising ratios, and names the smallest ratio from which on the score stays
 within the loss; with several rules (--selector A B), for each of them, and which of them costs least. A ratio is only
-"enough" if the whole interval of its loss is within the allowed one. The interval is one for few questions
-(intervals.py); where it reaches further, the verdict is that more questions are needed, and about how many. Fewer than
---min-questions give no verdict at all.
+"enough" if the whole interval of its loss is within the allowed one. The interval is one for few questions; where it
+reaches further, the verdict is that more questions are needed, and about how many. Fewer than --min-questions give no
+verdict at all.
 
 The exit status is 0 if a rule is enough on every data set, 3 if more questions are needed to say so, 1 if the model
 should not be blended (or cannot be judged), and 2 for bad input or too little memory. A model for which recomputing
@@ -257,6 +257,8 @@ def _loss(row: dict[str, Any]) -> str:
     text = f"{100 * (1 - row['kept']) + 0.0:.1f}%"
     if row["kept_low"] is None:
         return text
+    if row["kept_high"] - row["kept_low"] > 1:
+        return f"{text} (of so few questions that any loss is possible)"
     return f"{text} (95% interval {100 * (1 - row['kept_high']) + 0.0:.1f} to {100 * (1 - row['kept_low']) + 0.0:.1f}%)"
 
 
