@@ -29,7 +29,6 @@ LAZY = ("transformers.modeling_utils",)  # which loading a tokenizer imports
 SET_CHILD_SUBREAPER = 36  # as prctl(2) has it
 MESSAGE_BYTES = 1 << 20
 IDLE_SECONDS = 30.0  # after which the server gives its memory back
-FREE = 100  # a descriptor that no process is started with
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,8 @@ def serve(control: socket.socket) -> tuple[Request, list[int]]:
 def run(request: Request, fds: list[int]) -> int:
     """Be the process that is asked for; return its exit status."""
     os.setsid()
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, FREE) for fd in fds]
+    free = max(request.fds) + 1  # what is moved to its own number would be closed behind it
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, free) for fd in fds]
     for fd in fds:
         os.close(fd)
     for fd, number in zip(above, request.fds, strict=True):
