@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu_only
     ],
 )
 def test_a_turn_measures_everything(modes: list[str], params: dict[str, Any]) -> None:
-    spec: dict[str, Any] = {"requests": 4, "prompt": 8, "tokens": 40, "repeats": 1, "seed": 0, "device_ms": 5.0}
+    spec: dict[str, Any] = {"requests": 4, "prompt": 8, "tokens": 40, "repeats": 1, "seed": 0, "device_ms": 20.0}
     spec |= {
         "model": str(MODEL),
         "modes": modes,
@@ -34,7 +34,7 @@ def test_a_turn_measures_everything(modes: list[str], params: dict[str, Any]) ->
     assert list(found) == [name for name in LABELS if "streaming" in modes or name.startswith("offline")]
     assert all(len(samples) == 1 and samples[0] > 0 for samples in found.values())
     if "streaming" in modes:
-        assert found["stream_wall"][0] > 2.5  # the device's time is in it, but for what runs beside it
+        assert found["stream_wall"][0] > 18.0  # the device's time is in it, by another clock than its own
         assert found["stream_tokens_an_output"][0] >= 1.0
 
 

@@ -29,10 +29,8 @@ def check_settings(config: BlendConfig, num_layers: int) -> None:
 
 @dataclass(frozen=True)
 class BlendPlanner:
-    """Plans blends. `rounds`: whether stored KV may come back with fewer bits than it was computed with.
-
-    Raises ValueError for settings that exclude each other.
-    """
+    """Plans blends, by settings that `check_settings` has let pass. `rounds`: whether stored KV may come back with
+    fewer bits than it was computed with."""
 
     config: BlendConfig
     num_layers: int
@@ -40,9 +38,6 @@ class BlendPlanner:
     controller: LoadingController | None = None
     rounds: bool = False
     words: WordIndex = field(default_factory=lambda: WordIndex(None))
-
-    def __post_init__(self) -> None:
-        check_settings(self.config, self.num_layers)
 
     def blends(self, parsed: ParsedPrompt) -> bool:
         """Return whether a prompt is blended. Without chunks, or with a context below `min_tokens`, it is not."""
