@@ -228,11 +228,13 @@ class BlendConfig(OptionGroup):
     min_tokens: int = option(0, "contexts shorter than this are prefilled in full", check=not_negative)
     chunk_cache_gib: float = option(4.0, "memory for stored chunk KV, in GiB", check=positive)
     chunk_device: ChunkDevice = option("auto", "where stored chunk KV is kept; auto is the engine's device")
-    encoding_context: str = option(
-        "page", "what a chunk is encoded after: page, prefix, bos, ordinal, ...; docs/chunks.md lists them"
+    encoding_context: str | None = option(
+        None,
+        "what a chunk is encoded after: filler, page, prefix, bos or given; docs/chunks.md explains them. By default "
+        "filler, or page in an engine without a tokenizer",
     )
     ordinals: list[int] | None = option(
-        None, "store a variant of every chunk for each of these numbers of filler passages before it"
+        None, "numbers of filler passages, for each of which a variant of a chunk may be stored; by default 0 and 2"
     )
     controller: bool = option(
         False,

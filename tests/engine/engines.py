@@ -64,9 +64,14 @@ def hf_model(directory: str) -> Any:
 
 
 def new_llm(model: str = DEMO, **arguments: Any) -> LLM:
-    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise."""
+    """An engine where the run wants it (see `tests/settings.py`), unless the arguments say otherwise.
+
+    Chunks are encoded after their page alone, as most references here expect; `blend_encoding_context=None` is the
+    engine's default.
+    """
+    blending = {"blend_encoding_context": "page"} if arguments.get("enable_blending") else {}
     with patience():
-        llm = LLM(model, **(settings.current().engine_arguments() | arguments))
+        llm = LLM(model, **(settings.current().engine_arguments() | blending | arguments))
     record_chosen(llm)
     return llm
 

@@ -13,7 +13,6 @@ from vllm_blend.blend.selectors import Selector, make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.config import BlendConfig
 from vllm_blend.inputs import ParsedPrompt, reorder_chunks
-from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.kv_store.keys import ChunkId, context_id
 from vllm_blend.kv_store.tiers import DISK, MEMORY
 
@@ -77,12 +76,12 @@ class BlendPlanner:
             plan = replace(plan, segments=tuple(replace(segment, exact=False) for segment in plan.segments))
         return plan
 
-    def plan_after(self, prefix: ChunkKV, token_ids: Sequence[int]) -> BlendPlan:
-        """Return the plan that computes all of `token_ids` but an exact prefix: how a chunk is encoded after one."""
-        segments, selector = [Segment(0, prefix, exact=True)], make_selector("none")
-        return make_plan(
-            segments, token_ids, prefix.num_tokens, selector, None, self.config.check_layers, None, self.num_layers
-        )
+    def plan_after(self, segments: Sequence[Segment], token_ids: Sequence[int]) -> BlendPlan:
+        """Return the plan that computes all of `token_ids` but exact segments at their beginning: how a chunk is
+        encoded after its prefix and its company."""
+        stop = segments[-1].start + segments[-1].kv.num_tokens
+        selector = make_selector("none")
+        return make_plan(segments, token_ids, stop, selector, None, self.config.check_layers, None, self.num_layers)
 
     def plan(self, parsed: ParsedPrompt, segments: Sequence[Segment] = ()) -> BlendPlan:
         """Return the plan that a prompt asks for, which reuses `segments`. Raises ValueError if that cannot be."""

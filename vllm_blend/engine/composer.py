@@ -1,10 +1,10 @@
 """Makes a blend plan from a chunked prompt: finds the stored KV of its pieces, and has missing ones encoded first.
 
 The prefix is a piece of its own, encoded after nothing, and exact. What every chunk is encoded after is decided by an
-encoding context: by default the prefix, so that the first chunk is exact where it stands, and the passages of its
-page. Encoding a chunk after the prefix is itself a blend: the prefix is an exact segment, the chunk is the suffix.
-After anything else it is a plain prefill. Several requests that lack the same chunk in the same context share one
-encoding.
+encoding context: by default the prefix, filler passages (none for the first chunk, which is exact where it stands) and
+the passages of its page. Encoding a chunk after the prefix and its company, the filler, is itself a blend: these are
+exact segments, the chunk is the suffix. After anything else it is a plain prefill. Several requests that lack the same
+chunk in the same context share one encoding.
 
 Where the store has tiers below the memory, what is not in memory is asked for there first, in other threads, and
 encoded when it is not there, damaged or late.
@@ -220,19 +220,35 @@ class ChunkComposer:
         prefix = pending.prefix
         if prefix is not None and prefix.kv is None:
             absent = [piece for piece in absent if piece is prefix]
+        else:
+            absent = self._after_company(absent)
         started = []
         priority = min((each.priority for each in pending.requests), default=0)
         for piece in absent:
             key = piece.id.key
             self._wait_for(key, pending)
             if key not in self._encoding:
-                request = self._encoding[key] = self._encode_request(piece, prefix, pending.parsed.salt)
+                request = self._encoding[key] = self._encode_request(piece, pending)
                 request.priority = priority
                 pending.own.add(key)
                 started.append(request)
             elif priority < self._encoding[key].priority:  # it is as urgent as the most urgent prompt that waits for it
                 self._prioritize(self._encoding[key], priority)
         return started
+
+    def _after_company(self, absent: Sequence[Piece]) -> list[Piece]:
+        """Return those of `absent` whose company is in memory, and the companies of the others."""
+        ready: list[Piece] = []
+        companies: dict[str, Piece] = {}
+        for piece in absent:
+            company = piece.company
+            if company is not None and company.kv is None:
+                company.kv = self.stored.find_in_memory(company.id)
+            if company is None or company.kv is not None:
+                ready.append(piece)
+            else:
+                companies[company.id.key] = company
+        return [*companies.values(), *ready]
 
     def _load_all(self, pending: PendingBlend, pieces: Sequence[Piece]) -> list[Piece]:
         """Have pieces loaded by other threads. Return those that have to be encoded."""
@@ -278,16 +294,18 @@ class ChunkComposer:
         if pending not in waiting:
             waiting.append(pending)
 
-    def _encode_request(self, piece: Piece, prefix: Piece | None, salt: bytes) -> Request:
-        if prefix is None or piece is prefix or piece.context is not None:
-            ids, plan = [*(piece.context or ()), *piece.id.token_ids], None
-        else:
-            assert prefix.kv is not None
-            ids = [*prefix.id.token_ids, *piece.id.token_ids]
-            plan = self.planner.plan_after(prefix.kv, ids)
-        start = len(ids) - len(piece.id.token_ids)
+    def _encode_request(self, piece: Piece, pending: PendingBlend) -> Request:
+        before: list[int] = [*(piece.context or ())]
+        plan = None
+        if piece.context is None:
+            first = [each for each in (pending.prefix, piece.company) if each is not None and each is not piece]
+            before = [token for each in first for token in each.id.token_ids]
+            if first:
+                segments = [Segment(each.start, each.kv, exact=True) for each in first if each.kv is not None]
+                plan = self.planner.plan_after(segments, [*before, *piece.id.token_ids])
+        ids = [*before, *piece.id.token_ids]
         metrics = RequestMetrics(arrival_time=time.time())
-        return Request(piece.id.key, ids, None, metrics, salt=salt, blend=plan, collect_from=start)
+        return Request(piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before))
 
     def _finish(self, pending: PendingBlend) -> None:
         if not pending.requests:

@@ -28,7 +28,10 @@ class Piece:
     kv: ChunkKV | None = None
     found_in: str | None = None  # where the KV was found, None if it was computed for this prompt
     in_place: bool = False  # computed where it stands unless it is stored
-    context: tuple[int, ...] | None = None  # the tokens it is encoded after, where that is not the prefix
+    context: tuple[int, ...] | None = (
+        None  # the tokens it is encoded after, unless prefix and `company` are all of them
+    )
+    company: Piece | None = None  # what it is encoded after behind the prefix; its KV is stored, too
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,24 @@ class PieceFinder:
         chunks = tuple(whole[start:stop] for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         all_in_place = frozenset(parsed.in_place_chunks)
-        context: Tokens | None = None
-        identity = ""
+        companies: dict[int, Piece] = {}  # by the object that holds the tokens, which all chunks of an ordinal share
+        identities: dict[int, tuple[Tokens, str]] = {}
         for index, (start, stop) in enumerate(parsed.chunk_bounds):
-            earlier, context = context, self.encoding.before(given, index, self.max_model_len - (stop - start))
-            if earlier is None or (context is not earlier and context != earlier):  # mostly it is the prefix itself
-                identity = context_id(context, salt)
-            chunk = ChunkId.from_context(identity, self.model, chunks[index])
-            own = None if context is given.prefix or context == given.prefix else context
-            is_exact = begins_with(ids, start, context)
-            in_place = index in all_in_place
-            pieces.append(Piece(start, chunk, is_exact, in_place=in_place, context=own))
+            context = self.encoding.before(given, index, self.max_model_len - (stop - start))
+            company = self.encoding.company(given, index)
+            if id(context) not in identities:
+                identities[id(context)] = context, context_id(context, salt)
+            chunk = ChunkId.from_context(identities[id(context)][1], self.model, chunks[index])
+            piece = Piece(start, chunk, begins_with(ids, start, context), in_place=index in all_in_place)
+            if company and context is given.after_company(company):
+                piece.company = companies.setdefault(id(company), self._company(given.prefix, company, salt))
+            elif context is not given.prefix and context != given.prefix:
+                piece.context = context
+            pieces.append(piece)
         return pieces
+
+    def _company(self, prefix: Tokens, company: Tokens, salt: bytes) -> Piece:
+        return Piece(len(prefix), ChunkId.from_tokens(self.model, prefix, company, salt=salt), exact=True)
 
     def identify(self, parsed: ParsedPrompt) -> tuple[ChunkId | None, list[ChunkId]]:
         """Return the ids of a prompt's prefix (None if it has none) and of its chunks."""
@@ -103,13 +112,19 @@ class PendingBlend:
     def num_tokens(self) -> int:
         return sum(len(piece.id.token_ids) for piece in self.pieces)
 
+    @property
+    def companies(self) -> list[Piece]:
+        """Return what chunks that have no KV yet are encoded after, behind the prefix."""
+        companies = {id(piece.company): piece.company for piece in self.pieces if piece.kv is None and piece.company}
+        return list(companies.values())
+
     def leave_out(self, keys: Container[str]) -> None:
         """Have chunks of these keys computed where they stand, if they may be."""
         self.pieces = [piece for piece in self.pieces if not (piece.in_place and piece.id.key in keys)]
 
     def fill(self, key: str, kv: ChunkKV | None, found_in: str) -> None:
         """Take the KV of a chunk that has arrived from `found_in`. It is None if the chunk will not arrive."""
-        for piece in self.pieces:
+        for piece in [*self.pieces, *self.companies]:
             if piece.id.key == key:
                 self.take(piece, kv, found_in)
 

@@ -14,9 +14,8 @@ from vllm_blend.blend.encoding_contexts import (
 )
 from vllm_blend.blend.encoding_contexts.base import MAX_PAGE_BEFORE, EncodingContext
 from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
-from vllm_blend.blend.encoding_contexts.filler import COUNT, Filler
-from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller, AfterFillerAndNeighbour, AfterFillerAndPage
-from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterNeighbour, AfterPage
+from vllm_blend.blend.encoding_contexts.filler import ORDINALS, PASSAGES, AfterFiller
+from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterPage
 
 pytestmark = pytest.mark.cpu_only
 
@@ -24,12 +23,19 @@ PREFIX = (0, 9)
 CHUNKS = ((1, 1), (2, 2, 2), (3,), (4, 4))
 PIECES = ContextPieces(PREFIX, CHUNKS, (None, 0, None, 1))  # 0, 1 and 3 are a page
 ROOM = 100_000
-FILLER = Filler(lambda text: [1000 + ord(c) for c in text])
+
+
+def after_filler(*ordinals: int) -> AfterFiller:
+    return AfterFiller(lambda text: [1000 + ord(c) for c in text], ordinals or ORDINALS)
 
 
 def filler_before(context: tuple[int, ...]) -> str:
     """The filler in a context, as text."""
     return "".join(chr(token - 1000) for token in context if token >= 1000)
+
+
+def filler(count: int) -> str:
+    return "".join(f"{text}\n\n" for text in PASSAGES[:count])
 
 
 def test_after_the_prefix_or_bos_alone() -> None:
@@ -45,7 +51,7 @@ def test_after_the_passages_of_the_same_page() -> None:
     assert AfterPage().before(ContextPieces(PREFIX, CHUNKS), 3, ROOM) == PREFIX
 
 
-@pytest.mark.parametrize("context", [AfterPage(), AfterFillerAndPage(FILLER)])
+@pytest.mark.parametrize("context", [AfterPage(), after_filler()])
 def test_of_a_long_page_the_nearest_passages_stand_before_a_chunk(context: EncodingContext) -> None:
     """So the work grows with the prompt's length, not with its square."""
     count = 3 * MAX_PAGE_BEFORE
@@ -64,59 +70,48 @@ def test_after_what_is_given() -> None:
     assert AfterGiven().before(PIECES, 1, ROOM) == PREFIX
 
 
-def test_after_the_neighbour() -> None:
-    expected = [PREFIX, (*PREFIX, 1, 1), (*PREFIX, 2, 2, 2), (*PREFIX, 3)]
-    assert [AfterNeighbour().before(PIECES, i, ROOM) for i in range(4)] == expected
-
-
 def test_passages_far_from_the_chunk_are_left_out_where_there_is_no_room() -> None:
     assert AfterPage().before(PIECES, 3, 7) == (*PREFIX, 1, 1, 2, 2, 2)
     assert AfterPage().before(PIECES, 3, 6) == (*PREFIX, 2, 2, 2)
     assert AfterPage().before(PIECES, 3, 4) == PREFIX
     assert AfterPage().before(PIECES, 3, 1) == PREFIX
     for limit in range(2, 1000, 7):
-        context = AfterFiller(FILLER).before(PIECES, 3, limit)
+        context = after_filler(0, 4).before(PIECES, 2, limit)
         assert context[:2] == PREFIX and len(context) <= limit
 
 
-def test_as_many_fillers_as_chunks_stand_before() -> None:
-    for index in range(4):
-        text = filler_before(AfterFiller(FILLER).before(PIECES, index, ROOM))
-        assert text.count("\n\n") == index
-        neighbour = AfterFillerAndNeighbour(FILLER).before(PIECES, index, ROOM)
-        assert filler_before(neighbour).count("\n\n") == max(0, index - 1)
-        assert neighbour[len(neighbour) - len(CHUNKS[index - 1]) :] == CHUNKS[index - 1] or index == 0
+def test_as_many_filler_passages_as_the_nearest_ordinal_says() -> None:
+    context = after_filler(0, 3, 8)
+    assert [context.ordinal(i) for i in range(12)] == [0, 0, 3, 3, 3, 3, 8, 8, 8, 8, 8, 8]
+    assert after_filler(2).ordinal(0) == 2
+    pieces = ContextPieces(PREFIX, tuple((i,) for i in range(12)))
+    for index in range(12):
+        before = context.before(pieces, index, ROOM)
+        assert before[:2] == PREFIX and filler_before(before) == filler(context.ordinal(index))
+    assert after_filler().before(PIECES, 0, ROOM) is PREFIX  # so that the first chunk is exact
+
+
+def test_all_chunks_of_an_ordinal_share_their_company() -> None:
+    """It is stored once, and its digest is computed once."""
+    context = after_filler(0, 2)
+    pieces = ContextPieces(PREFIX, CHUNKS)
+    assert context.company(pieces, 2) is context.company(pieces, 3) is context.company(PIECES, 2)
+    assert context.before(pieces, 2, ROOM) is context.before(pieces, 3, ROOM)
 
 
 def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_page() -> None:
-    context = AfterFillerAndPage(FILLER)
-    first, second, other, third = (context.before(PIECES, i, ROOM) for i in range(4))
-    assert second == (*first, *CHUNKS[0]) and third == (*second, *CHUNKS[1])
-    assert filler_before(other).count("\n\n") == 2
+    context = after_filler(0, 2)
+    pieces = ContextPieces(PREFIX, CHUNKS, (None, None, None, 2))
+    third, fourth = (context.before(pieces, i, ROOM) for i in (2, 3))
+    assert fourth == (*third, *CHUNKS[2]) and filler_before(third) == filler(2)
+    first, second = (context.before(PIECES, i, ROOM) for i in (0, 1))
+    assert second == (*first, *CHUNKS[0])
 
 
-def test_the_nearest_ordinal_is_taken() -> None:
-    context = AfterFiller(FILLER, (0, 3, 8))
-    assert [context.ordinal(i) for i in range(12)] == [0, 0, 3, 3, 3, 3, 8, 8, 8, 8, 8, 8]
-    assert AfterFiller(FILLER, (2,)).ordinal(0) == 2
-    pieces = ContextPieces(PREFIX, tuple((i,) for i in range(12)))
-    assert filler_before(context.before(pieces, 11, ROOM)).count("\n\n") == 8
-
-
-def test_fillers_are_others_for_every_chunk_and_the_same_for_the_same_chunk() -> None:
-    context = AfterFiller(FILLER, (3,))
-    fillers = [filler_before(context.before(PIECES, i, ROOM)) for i in range(4)]
-    assert len(set(fillers)) == 4
-    elsewhere = ContextPieces(PREFIX, (CHUNKS[2], CHUNKS[0]))
-    assert [filler_before(context.before(elsewhere, i, ROOM)) for i in range(2)] == [fillers[2], fillers[0]]
-    assert len(set(FILLER.passages(COUNT, 5))) == COUNT
-    assert len(FILLER.passages(COUNT + 1, 5)) == COUNT
-
-
-@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5], [0, "a"]])
+@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5], [0, "a"], [len(PASSAGES) + 1]])
 def test_ordinals_that_cannot_be(ordinals: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"blend_ordinals=.* must be ascending"):
-        check_encoding_context("ordinal", ordinals)
+        check_encoding_context("filler", ordinals)
 
 
 def test_settings_of_another_type_are_named() -> None:
@@ -126,16 +121,16 @@ def test_settings_of_another_type_are_named() -> None:
     wrong: list[Any] = [3, "0, 2"]
     for ordinals in wrong:
         with pytest.raises(ValueError, match=r"blend_ordinals=.* must be a list of numbers"):
-            check_encoding_context("ordinal", ordinals)
+            check_encoding_context("filler", ordinals)
 
 
 def test_settings_that_cannot_be() -> None:
     known = r"use one of \['bos', .*'page', 'prefix'\]"
     with pytest.raises(ValueError, match=f"blend_encoding_context='nonesuch' is unknown: {known}"):
         check_encoding_context("nonesuch", None)
-    with pytest.raises(ValueError, match="which blend_encoding_context='page' does not use: leave it out"):
+    with pytest.raises(ValueError, match="which blend_encoding_context='page' does not have: leave it out"):
         check_encoding_context("page", [0, 1])
-    for name in ("bos", "ordinal", "ordinal_page", "ordinal_neighbour"):
+    for name in ("bos", "filler"):
         with pytest.raises(ValueError, match=f"{name}.* needs a tokenizer, and the engine has none"):
             make_encoding_context(name, None)
     assert {name: kind.name for name, kind in ENCODING_CONTEXTS.items()} == {n: n for n in ENCODING_CONTEXTS}

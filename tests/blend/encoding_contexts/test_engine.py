@@ -67,9 +67,7 @@ def test_ratio_1_is_full_prefill_where_there_is_hardly_room_for_a_context(name: 
         assert_logprobs_match(output, hf_model(tiny))
 
 
-@pytest.mark.parametrize(
-    ("name", "exact"), [("prefix", [0]), ("page", [0, 1]), ("ordinal_page", [0, 1]), ("neighbour", [0, 1]), ("bos", [])]
-)
+@pytest.mark.parametrize(("name", "exact"), [("prefix", [0]), ("page", [0, 1]), ("filler", [0, 1]), ("bos", [])])
 def test_a_chunk_that_stands_where_it_was_encoded_is_exact(name: str, exact: list[int]) -> None:
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
         run(llm, prompt(), PARAMS)
@@ -88,18 +86,35 @@ def test_a_page_that_is_the_whole_prompt_is_full_prefill_without_recomputing() -
         assert_logprobs_match(output, hf_model(DEMO))
 
 
-def test_pages_are_used_where_a_prompt_names_them_and_nothing_changes_where_it_does_not() -> None:
-    """By default. Keys name what a chunk was encoded after, so equal ones hold equal KV."""
+def test_by_default_chunks_are_encoded_after_filler_and_their_page() -> None:
+    """Keys name what a chunk was encoded after, so equal ones hold equal KV."""
     keys: dict[str, list[list[str]]] = {}
-    for name in ("", "page", "prefix"):
-        options = {"blend_encoding_context": name} if name else {}
-        with engine(enable_blending=True, **options) as llm:
+    for name in ("", "filler", "page", "prefix"):
+        with engine(enable_blending=True, blend_encoding_context=name or None) as llm:
             inner, given = llm.llm_engine, prompt()
             asked = [inner.identify_chunks(given["prefix"], given["chunks"], page) for page in (CONTINUES, None)]
             keys[name] = [[chunk.key for chunk in chunks] for _, chunks in asked]
-    assert keys[""] == keys["page"]
+    assert keys[""] == keys["filler"]
+    assert [key in keys["filler"][0] for key in keys["page"][0]] == [True, True, False, False, False]
     assert [key in keys["prefix"][0] for key in keys["page"][0]] == [before is None for before in CONTINUES]
     assert keys["page"][1] == keys["prefix"][1] == keys["prefix"][0]
+
+
+def test_without_a_tokenizer_there_is_no_filler() -> None:
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "blend_encoding_context": None}
+    with engine(tiny_model("llama"), enable_blending=True, **options) as llm:
+        assert llm.llm_engine.composer.finder.encoding.name == "page"
+
+
+def test_filler_is_computed_once_for_a_prefix() -> None:
+    """Chunks wait for it, also those of prompts that come together, and of another prefix there is another."""
+    tiny = [tiny_prompt(cache_salt=salt) for salt in ("a" * 32, "a" * 32, "b" * 32)]
+    roomy = tiny_model("llama", max_position_embeddings=1024)
+    with engine(roomy, enable_blending=True, blend_encoding_context=None) as llm:
+        inner = llm.llm_engine
+        encoded, rows = inner.composer.num_encoded, len(tiny[0]["chunks"])
+        run(llm, tiny, greedy(1))
+        assert inner.composer.num_encoded - encoded == 2 * (1 + 1 + rows)  # prefix, filler and chunks, for each salt
 
 
 def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str) -> None:
@@ -126,18 +141,18 @@ def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
             encoded = inner.composer.num_encoded
             for _ in range(2):
                 run(llm, prompt(), greedy(1))
-            assert inner.composer.num_encoded - encoded == 1 + PASSAGES
+            assert inner.composer.num_encoded - encoded == 1 + PASSAGES + (name == "filler")
             _, ids = inner.identify_chunks(prompt()["prefix"], prompt()["chunks"], CONTINUES, AFTER)
             keys[name] = [chunk.key for chunk in ids]
-    assert len({key for name in ("prefix", "bos", "ordinal", "neighbour") for key in keys[name][2:]}) == 4 * 3
-    assert keys["page"][0] == keys["ordinal"][0] == keys["prefix"][0]  # after the prefix in each of the three
-    assert keys["page"][1] == keys["neighbour"][1] == keys["ordinal_page"][1]
+    assert len({key for name in ("prefix", "bos", "filler") for key in keys[name][2:]}) == 3 * 3
+    assert keys["page"][0] == keys["filler"][0] == keys["prefix"][0]  # after the prefix in each of the three
+    assert keys["page"][1] == keys["filler"][1]
     assert keys["given"][0] == keys["prefix"][0] and keys["given"][1] not in (keys["prefix"][1], keys["page"][1])
-    assert keys["page"][3] not in (keys["ordinal"][3], keys["ordinal_page"][3])
+    assert keys["page"][3] != keys["filler"][3]
 
 
 def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
-    with engine(enable_blending=True, blend_encoding_context="ordinal", blend_ordinals=[0, 3]) as llm:
+    with engine(enable_blending=True, blend_encoding_context="filler", blend_ordinals=[0, 3]) as llm:
         inner = llm.llm_engine
         pieces = prompt()["chunks"]
         seen = set()
@@ -183,7 +198,7 @@ def test_settings_that_cannot_be_are_errors_at_the_start() -> None:
     with pytest.raises(ValueError, match="blend_encoding_context='alone' is unknown"):
         new_llm(tiny, enable_blending=True, blend_encoding_context="alone")
     with pytest.raises(ValueError, match=r"blend_ordinals=\[3, 1\] must be ascending"):
-        new_llm(tiny, enable_blending=True, blend_encoding_context="ordinal", blend_ordinals=[3, 1])
+        new_llm(tiny, enable_blending=True, blend_encoding_context="filler", blend_ordinals=[3, 1])
 
 
 @pytest.mark.parametrize("same", [True, False])

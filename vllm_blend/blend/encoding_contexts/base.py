@@ -1,10 +1,10 @@
-"""The base of all encoding contexts: a method that says which passages stand before a chunk when it is encoded."""
+"""The base of all encoding contexts: methods that say what stands before a chunk when it is encoded."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ class ContextPieces:
     chunks: tuple[Tokens, ...]
     continues: tuple[int | None, ...] = ()  # for each chunk, the earlier one of its page that it continues
     encode_after: tuple[Tokens, ...] = ()  # for each chunk, the text that the prompt has it encoded after
+    _joined: dict[int, Tokens] = field(default_factory=dict, repr=False)
 
     def page_before(self, index: int) -> list[int]:
         """Return the chunks that chunk `index` continues, in the order of their page: the nearest `MAX_PAGE_BEFORE`."""
@@ -32,6 +33,15 @@ class ContextPieces:
             previous = self.continues[previous]
         return before[::-1]
 
+    def after_company(self, company: Tokens) -> Tokens:
+        """Return the prefix and `company`, which is kept by its encoding context. The same object is returned each
+        time, so that its digest need not be computed for each chunk."""
+        if not company:
+            return self.prefix
+        if id(company) not in self._joined:
+            self._joined[id(company)] = self.prefix + company
+        return self._joined[id(company)]
+
 
 class EncodingContext(ABC):
     """The base of all encoding contexts. A subclass is a dataclass, whose fields are its settings, with a `name` and
@@ -41,20 +51,28 @@ class EncodingContext(ABC):
 
     @abstractmethod
     def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
-        """Return what stands between the head and chunk `index` while that is encoded; the last passage is right before
-        it."""
+        """Return what stands right before chunk `index` while that is encoded; the last passage is the nearest."""
 
     def head(self, pieces: ContextPieces) -> Tokens:
         """Return the tokens that every chunk is encoded after."""
         return pieces.prefix
 
+    def company(self, pieces: ContextPieces, index: int) -> Tokens:
+        """Return the tokens between the prefix and the passages of chunk `index`. Many chunks share them, so that their
+        KV is stored."""
+        return ()
+
     def before(self, pieces: ContextPieces, index: int, limit: int) -> Tokens:
         """Return the token ids that stand before chunk `index` while it is encoded: at most `limit`, or the head alone.
-        Passages that do not fit are left out, the farthest first."""
+        What does not fit is left out, the farthest first: the company, then passages."""
+        passages, company = self.passages(pieces, index), self.company(pieces, index)
+        head = pieces.after_company(company) if company else self.head(pieces)
+        if not passages and len(head) <= limit:
+            return head
         head = self.head(pieces)
         limit -= len(head)
         kept: list[Tokens] = []
-        for passage in reversed(self.passages(pieces, index)):
+        for passage in reversed([company, *passages]):
             limit -= len(passage)
             if limit < 0:
                 break

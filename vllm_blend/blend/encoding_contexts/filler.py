@@ -1,66 +1,100 @@
-"""Write neutral passages, which stand for others while a chunk is encoded."""
+"""Encode a chunk in company: after neutral passages, the same for all chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from random import Random
+from itertools import accumulate
+from operator import add
+from typing import ClassVar
+
+from vllm_blend.blend.encoding_contexts.base import ContextPieces, Tokens
+from vllm_blend.blend.encoding_contexts.related import AfterPage
 
 Encode = Callable[[str], "list[int]"]
 
-COUNT = 320  # of different passages
+ORDINALS = (0, 2)  # docs/selection.md has the others that were tried
+SEPARATOR = "\n\n"  # after each passage
 
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_STARTS = _words("Al Ber Cor Dan El Far Gal Hol Ing Jor Kal Lin Mar Nor Ost Pel Quin Ros Sal Tor Ul Ver Wes Yar Zel")
-_ENDS = _words("bert dale den field gard ham holm ia ion land ley lin mar mond more na ra rick sen stead ton vale wick")
-_TRADES = _words("baker carpenter doctor editor farmer gardener judge librarian miller painter pilot singer teacher")
-_GOODS = _words("bricks buttons cables chairs cheese cloth coal hats ink knives maps paint ropes soap tea wire")
-_THINGS = _words("bridge church clock tower garden harbour library market mill museum school station theatre")
-_TEXTS = (
-    "{a} {b} was a {trade} from {c}. {b} was born in {year}. The work was steady and the days were long.",
-    "{a} is a town near {b}. The {thing} was built in {year}. Its mayor is {c} {d}.",
-    "{a} and Sons sells {goods}. The shop opened in {year} in {b}. It is run by {c} {d}.",
-    "{a} {b}, a {trade}, lived in {c} for many years. Later {b} married {d} {e}. Their house still stands.",
-    "The {thing} of {a} dates from {year}. It was designed by {b} {c}. Many people visit it every summer.",
-    "{a} is a village in {b}. The people there make {goods}. The river {c} is not far away.",
-    "{a} {b} wrote a book about {goods}. It was printed in {c} in {year}. Few copies are left.",
-    "The firm of {a} was founded by {b} {c} in {year}. It made {goods} until a fire. It has {number} workers today.",
-    "Every year a fair is held in {a}. It began in {year}. People come from {b} and from {c} to buy {goods}.",
-    "{a} {b} and {c} {b} were brother and sister. One became a {trade}. The other stayed in {d}.",
+# Written for this purpose. They read like an encyclopaedia, but what they are about does not exist, so that they cannot
+# answer a question. Changing one changes the keys of all chunks that are encoded after it.
+PASSAGES = (
+    "The harbour town of Kerrin lies at the mouth of the river Aldo. It has about twelve thousand inhabitants, most of "
+    "whom work in fishing, trade and shipbuilding. The town hall was built in 1884 and burned down twice. Every autumn "
+    "a market is held on the main square, and visitors come from the neighbouring valleys to buy wool, cheese and "
+    "tools.",
+    "Margaret Ellison (12 March 1871 - 4 June 1946) was an English botanist and illustrator. She was born in Leeds, "
+    "studied at Owens College and later taught in Bristol. Her best known work is a guide to the mosses of northern "
+    "Europe, published in 1909 with more than three hundred drawings. A species of liverwort is named after her.",
+    "The Corliss Building is an office building in the centre of Dunmore. It was designed by the firm of Hale and "
+    "Whitcomb and finished in 1927. The building has fourteen floors and a limestone facade with reliefs of ships. "
+    "Since 1988 it has been listed as a protected monument, and the ground floor houses a small museum of printing.",
+    "Silver Roads is the third studio album by the Canadian folk group The Lanterns, released in October 2003. It was "
+    "recorded in Halifax over a period of six weeks and contains eleven songs. Critics praised the arrangements for "
+    "strings. The album reached number nineteen in the national charts and was followed by a tour of forty concerts.",
+    "Photometry is the measurement of light as it is perceived by the human eye. It differs from radiometry, which "
+    "measures radiant energy in absolute terms. In photometry the power at each wavelength is weighted by a luminosity "
+    "function that models the sensitivity of the eye. The standard was agreed on in 1924 and has been revised several "
+    "times.",
+    "The 1958 regional elections were held in the province of Tarrow on 18 May. The Farmers' Union won 31 of 60 seats "
+    "and formed a government under Thomas Brandt, who had led the party since 1951. Turnout was 74 percent. The main "
+    "questions of the campaign were the price of grain, the new railway and the reform of the schools.",
+    "The northern grey warbler is a small bird of the family Acanthizidae. It lives in forests and gardens from sea "
+    "level to about 1,500 metres and feeds on insects, which it takes from leaves and in flight. The nest is closed "
+    "and hangs from thin branches. Two broods a year are common, and cuckoos often lay their eggs in the nests.",
+    "The battle of Ostrava Pass was fought on 9 September 1762 between the armies of two coalitions. General Lindner "
+    "held the heights with eight thousand men while the cavalry crossed the river further south. The fighting lasted "
+    "six hours and ended when reinforcements arrived from the east. Both sides claimed victory, and peace was signed "
+    "the next spring.",
+    "Hollis Manufacturing was an American maker of bicycles and later of typewriters, based in Springfield. The "
+    "company was founded in 1891 by the brothers George and Henry Hollis. At its height it employed two thousand "
+    "people. After the war the market changed, and in 1953 the plant was sold to a competitor and closed two years "
+    "later.",
+    "Lake Varna is a freshwater lake in the south of the country, about forty kilometres long and up to nine "
+    "kilometres wide. It was formed at the end of the last glacial period. Three rivers flow into it, and the outflow "
+    "feeds a hydroelectric station. The lake is known for trout, for sailing and for thin ice in late winter.",
 )
 
 
 @dataclass(frozen=True)
-class Filler:
-    """Short passages about made-up people, places and firms.
+class AfterFiller(AfterPage):
+    """Encode a chunk after the prefix, the first few of `PASSAGES`, and those passages of its own page that it
+    continues and the prompt has.
 
-    They name about as many entities as passages of an encyclopaedia do, and state no fact that a question could ask
-    for.
+    How many of `PASSAGES`: that of `ordinals` which is nearest to the number of chunks before it in the prompt, or
+    before the first passage of its page. With the ordinal 0 the first chunk of a prompt is exact.
+
+    A chunk that was encoded alone has KV of a kind that no full prefill gives its tokens: it is the first text after
+    the instruction. With other passages before it, the KV is of the right kind, though they are the wrong ones. Feng
+    and Steinhardt ("How do Language Models Bind Entities in Context?", ICLR 2024) describe a part of this: an ordinal
+    by which a model tells entities apart. All chunks share the same passages, so these are computed once for a prefix.
     """
 
+    name: ClassVar[str] = "filler"
+
     encode: Encode = field(repr=False)
-    separator: str = "\n\n"  # after each passage
+    ordinals: tuple[int, ...] = ORDINALS
+
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(i, int) and 0 <= i <= len(PASSAGES) for i in self.ordinals)
+        if not self.ordinals or not numbers or list(self.ordinals) != sorted(set(self.ordinals)):
+            raise ValueError(
+                f"blend_ordinals={list(self.ordinals)} must be ascending numbers of passages from 0 to "
+                f"{len(PASSAGES)}, at least one: for example {list(ORDINALS)}"
+            )
+
+    def ordinal(self, index: int) -> int:
+        """Return the ordinal that is nearest to `index`, the place of a chunk in the prompt; of two, the smaller
+        one."""
+        return min(self.ordinals, key=lambda ordinal: abs(ordinal - index))
+
+    def company(self, pieces: ContextPieces, index: int) -> Tokens:
+        page = pieces.page_before(index)
+        return self._companies[self.ordinal(page[0] if page else index)]
 
     @cached_property
-    def _all(self) -> list[tuple[int, ...]]:
-        rng = Random(0)
-        return [tuple(self.encode(self.text(number, rng) + self.separator)) for number in range(COUNT)]
-
-    def text(self, number: int, rng: Random) -> str:
-        """Return the text of passage `number`."""
-        return _fill(_TEXTS[number % len(_TEXTS)], rng)
-
-    def passages(self, count: int, seed: int) -> list[tuple[int, ...]]:
-        """Return the token ids of `count` passages (at most COUNT), chosen by the seed."""
-        return [self._all[i] for i in Random(seed).sample(range(COUNT), min(count, COUNT))]
-
-
-def _fill(text: str, rng: Random) -> str:
-    names = {letter: rng.choice(_STARTS) + rng.choice(_ENDS) for letter in "abcde"}
-    words = {"trade": rng.choice(_TRADES), "goods": rng.choice(_GOODS), "thing": rng.choice(_THINGS)}
-    return text.format(**names, **words, year=rng.randint(1790, 1990), number=rng.randint(2, 90) * 10)
+    def _companies(self) -> list[Tokens]:
+        """The first 0, 1, 2, ... of `PASSAGES` as token ids."""
+        passages: Sequence[Tokens] = [tuple(self.encode(text + SEPARATOR)) for text in PASSAGES]
+        return list(accumulate(passages, add, initial=()))

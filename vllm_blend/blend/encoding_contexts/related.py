@@ -31,14 +31,3 @@ class AfterGiven(EncodingContext):
 
     def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
         return [pieces.encode_after[index]] if pieces.encode_after else []
-
-
-@dataclass(frozen=True)
-class AfterNeighbour(EncodingContext):
-    """Encode a chunk after the prefix and the chunk that precedes it in this prompt. Its key includes that neighbour,
-    so it serves other prompts only if the two stand side by side again."""
-
-    name: ClassVar[str] = "neighbour"
-
-    def passages(self, pieces: ContextPieces, index: int) -> Sequence[Tokens]:
-        return [pieces.chunks[index - 1]] if index else ()
