@@ -105,7 +105,7 @@ def check_app(options: Mapping[str, Any], replicas: int | None = None) -> AppCon
     count = "replicas" if config.ray.max_replicas is None else "max_replicas"
     engine_config.feature(KVEventsConfig).check_engines(count, config.ray.most_replicas)
     model = engine_config.model
-    if Path(model.model).is_dir():
+    if Path(model.model).exists():
         hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         resolve_max_model_len(model, hf_config)
         check_ranks_fit(hf_config, engine_config.tensor_parallel_size)
