@@ -92,11 +92,11 @@ activations leave float16's range. Metadata that would change the model and are 
 finetune` trains no GGUF files.
 
 **The tokenizer** is byte-level BPE or SentencePiece, and gives the ids of the model's published `tokenizer.json`.
-Text is split by the name of the file's pre-tokenizer (`tokenizer.ggml.pre`); an unknown name is refused. Loading takes
-half a second for Qwen's 151,665 tokens. It differs from `transformers`' conversion of the same file in what that leaves
-out: the normal form NFC of Qwen's text, the single digits of SmolLM and Granite, DeepSeek's splits, and the space with
-which Llama 2's text between special tokens begins. Where a converter has lost something, give `tokenizer`: the model's
-own directory or Hub id, or another GGUF file.
+Text is split by the name of the file's pre-tokenizer (`tokenizer.ggml.pre`); an unknown name is refused. The ids differ
+from those of `transformers`' conversion of the same file by what that leaves out: the normal form NFC of Qwen's text,
+the single digits of SmolLM and Granite, DeepSeek's splits, and the space with which Llama 2's text between special
+tokens begins. Where a converter has lost something, give `tokenizer`: the model's own directory or Hub id, or another
+GGUF file.
 
 **End tokens** are those of the file (`eos`, `eot`, `eom`), special tokens with the usual names (`<|im_end|>`,
 `<end_of_turn>`, `<|eot_id|>`, ...), and the one that the chat template writes after an answer. If `tokenizer` is a

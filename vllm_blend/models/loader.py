@@ -84,8 +84,10 @@ def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
+        hint = f"; of a repository of GGUF files give one, as in {model}:Q4_K_M" if "gguf" in model.lower() else ""
         raise FileNotFoundError(
             f"no config for {model!r}: it is not a local directory and could not be fetched from the Hub ({error})"
+            + hint
         ) from error
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
         fields, _ = PretrainedConfig.get_config_dict(model, revision=revision)
@@ -305,7 +307,9 @@ def fill_dummy(model: nn.Module) -> None:
 def _check_local_config(directory: Path) -> None:
     path = directory.expanduser() / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+        files = sorted(directory.expanduser().glob("*.gguf"))
+        what = f"the path of a GGUF file, {str(files[0])!r}" if files else "the directory of a Hugging Face model"
+        raise FileNotFoundError(f"{directory} has no config.json: give {what}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels

@@ -77,7 +77,7 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
         if isinstance(value, str):
             values[name] = _from_text(value, _ALL[name])
     require("model" in values, "there is no model: give model, a model directory or a Hugging Face id")
-    if Path(str(values["model"])).is_dir():  # workers run in another folder
+    if Path(str(values["model"])).exists():  # workers run in another folder
         values.setdefault("served_model_name", [str(values["model"])])
         values["model"] = str(Path(values["model"]).resolve())
     for name in _FILES:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm_blend.registry import Registry
 
+DEFAULT = "default"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGITS = r"\p{N}"  # each on its own
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -35,7 +36,7 @@ _DEEPSEEK_V3 = (
     r"[一-龥぀-ゟ゠-ヿ]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # llama.cpp's, for files that name none
+_LLAMA_CPP = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # llama.cpp's, for files that name none
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Splits:
 
 
 _ALL = (
-    Splits(("default",), _DEFAULT),
+    Splits((DEFAULT,), _LLAMA_CPP),
     Splits(("qwen2", "deepseek-r1-qwen"), (_QWEN2,), composes=True),
     Splits(("megrez", "kormo"), (_QWEN2,)),
     Splits(
@@ -64,7 +65,7 @@ _ALL = (
         whole_words=True,
         adds_bos=True,
     ),
-    Splits(("dbrx", "smaug-bpe"), (_CL100K,)),  # OLMo 2, Phi-4, Granite 4; SmolLM3
+    Splits(("dbrx", "smaug-bpe"), (_CL100K,)),  # Phi-4; SmolLM3
     Splits(("gpt-4o", "kanana2"), (_O200K,)),  # gpt-oss, Phi-4-mini
     Splits(("tekken",), (_TEKKEN,), whole_words=True, adds_bos=True),
     Splits(("gpt-2", "phi-2", "trillion", "a.x-4.0", "gigachat", "mellum"), (_GPT2,)),

@@ -1,6 +1,6 @@
 """The tokenizer in a GGUF file, as the model's published tokenizer.json has it: byte-level BPE or SentencePiece.
 
-It is built from vocabulary and merges directly. transformers' own conversion takes ten times as long, since it reads
+It is built from vocabulary and merges directly. transformers' own conversion takes many times as long, since it reads
 every string of the file through arrays of NumPy to find the config, and it leaves out what the name of a pre-tokenizer
 implies, such as the normal form NFC of Qwen and the single digits of SmolLM.
 """
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from vllm_blend.models.gguf.header import GGUFHeader, read_array, read_header
-from vllm_blend.models.gguf.splits import SPLITS, Splits
+from vllm_blend.models.gguf.splits import DEFAULT, SPLITS, Splits
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class _Vocabulary:
         return str(self.header.metadata.get("general.architecture"))
 
     @property
+    def splits(self) -> Splits:
+        return SPLITS.find(self.get("pre") or DEFAULT)
+
+    @property
     def is_gemma(self) -> bool:
         return self.model == "llama" and self.family.startswith("gemma")
 
@@ -100,23 +104,18 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
     return vocabulary
 
 
-def _splits(vocabulary: _Vocabulary) -> Splits:
-    name = vocabulary.get("pre") or "default"
-    if name == "default":
+def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+    splits = vocabulary.splits
+    if splits is SPLITS[DEFAULT]:
         logger.warning(
             "%s names no pre-tokenizer (tokenizer.ggml.pre): text is split as llama.cpp does by default, which may not "
             "be as the model's own tokenizer does; to use that, give tokenizer=",
             vocabulary.header.path,
         )
-    return SPLITS.find(name)
-
-
-def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
-    splits = _splits(vocabulary)
     merges = [tuple(merge.split(" ", 1)) for merge in read_array(vocabulary.header, "tokenizer.ggml.merges") or []]
     if not merges or any(len(pair) != 2 for pair in merges):
         raise ValueError("tokenizer.ggml.merges must be an array of pairs of tokens, each as 'left right'")
-    whole_words = splits.whole_words or vocabulary.family == "smollm3"  # whose pre-tokenizer has Llama 3's twin's name
+    whole_words = splits.whole_words or vocabulary.family == "smollm3"  # Llama 3's tokenizer under another name
     backend = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=whole_words))
     if splits.composes:
         backend.normalizer = normalizers.NFC()
@@ -191,7 +190,7 @@ class _Handed:
 
 def _wrapped(vocabulary: _Vocabulary, backend: Tokenizer) -> PreTrainedTokenizerBase:
     special = {f"{theirs}_token": vocabulary.special(name) for theirs, name in _SPECIAL.items()}
-    adds_bos = vocabulary.model == "llama" or _splits(vocabulary).adds_bos
+    adds_bos = vocabulary.model == "llama" or vocabulary.splits.adds_bos
     before = special["bos_token"] if vocabulary.flag("add_bos_token", adds_bos) else None
     after = special["eos_token"] if vocabulary.flag("add_eos_token", False) else None
     single = [token for token in (before, "$A", after) if token is not None]
