@@ -71,10 +71,10 @@ class ModelConfig(OptionGroup):
     title: ClassVar[str] = "Model"
 
     model: str = option(
-        help="model directory, GGUF file or Hugging Face id",
+        help="model directory, GGUF file, Hugging Face id, or id:Q4_K_M for a GGUF file of a repository",
         check=not_empty("give a model directory or a Hugging Face model id"),
     )
-    tokenizer: str | None = option(None, "tokenizer directory or id, if it is not the model's")
+    tokenizer: str | None = option(None, "tokenizer directory, GGUF file or id, if it is not the model's")
     max_logprobs: int = option(
         -1,
         "how many log-probabilities per token a request may ask for at most; -1 for no limit",

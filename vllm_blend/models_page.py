@@ -68,26 +68,40 @@ _GGUF = """
 ## GGUF
 
     pip install 'vllm-blend[gguf]'
-    vllm-blend serve /models/Qwen3-8B-Q8_0.gguf --tokenizer Qwen/Qwen3-8B
+    vllm-blend serve /models/Qwen3-8B-Q8_0.gguf
+    vllm-blend serve Qwen/Qwen3-8B-GGUF:Q8_0          # a file of a repository, by its type or its name
 
-`model` may be the path of a GGUF file of version 2 or 3, in F32, F16, BF16 or any quantized type that the package
-`gguf` can dequantize. Its config comes from its metadata, and its weights are **dequantized at load**, matrix by
-matrix, with a warning. The tokenizer is not read: give `tokenizer`, or `skip_tokenizer_init`. The families are compared
-with the models from which the test files are written, and all but Gemma 3 with `transformers`' reader of GGUF, too.
-Other architectures are refused.
+`model` may be the path of a GGUF file of version 2 or 3, or name one of a repository on the Hub; of a file in several
+parts give the first (`-00001-of-00003.gguf`). It is enough: **config, tokenizer, chat template and end tokens come from
+the file's metadata**. Weights in F32, F16, BF16 or any quantized type that the package `gguf` can dequantize are
+**dequantized at load**, matrix by matrix, with a warning. The families are compared with the models from which the test
+files are written, and some with `transformers`' reader of GGUF, too. Other architectures are refused.
 
 | `general.architecture` | architecture |
 |---|---|
 """
 
 _LATER = """
-RoPE's scaling is read as `linear` (also of a factor without a type, as in llama.cpp) and `yarn`, and as that of Llama
-3.1 and later from the factors that a file has (`rope_freqs.weight`), which `transformers` 5.23 leaves out.
-`dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3, whose activations leave
-float16's range. Metadata that would change the model and are not supported, such as `attention.scale`, are refused.
-Files in several parts must be joined (`llama-gguf-split --merge`), and mixtures of experts are refused. `transformers`
-may know what is refused here: `AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)`
-converts it.
+A `llama` with experts is `MixtralForCausalLM`, and a `mistral3` that scales its queries `Ministral3ForCausalLM`. RoPE's
+scaling is read as `linear` (also of a factor without a type, as in llama.cpp), `yarn` and Phi-3's `longrope`, and as
+that of Llama 3.1 and later from the factors that a file has (`rope_freqs.weight`), which `transformers` 5.23 leaves
+out. `dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3 and gpt-oss, whose
+activations leave float16's range. Metadata that would change the model and are not supported are refused by name.
+`transformers` may know what is refused here:
+`AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it. `vllm-blend
+finetune` trains no GGUF files.
+
+**The tokenizer** is byte-level BPE or SentencePiece, and gives the ids of the model's published `tokenizer.json`.
+Text is split by the name of the file's pre-tokenizer (`tokenizer.ggml.pre`); an unknown name is refused. The ids differ
+from those of `transformers`' conversion of the same file by what that leaves out: the normal form NFC of Qwen's text,
+the single digits of SmolLM and Granite, DeepSeek's splits, and the space with which Llama 2's text between special
+tokens begins. Where a converter has lost something, give `tokenizer`: the model's own directory or Hub id, or another
+GGUF file.
+
+**End tokens** are those of the file (`eos`, `eot`, `eom`), special tokens with the usual names (`<|im_end|>`,
+`<end_of_turn>`, `<|eot_id|>`, ...), and the one that the chat template writes after an answer. If `tokenizer` is a
+directory or Hub id with a `generation_config.json`, that counts instead of names and template, together with its
+sampling settings.
 
 ## Not yet
 

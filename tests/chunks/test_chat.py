@@ -101,6 +101,15 @@ def test_templates_that_cannot_be_split(arguments: dict[str, Any], message: str)
         ChunkedLLM(TINY, **arguments)
 
 
+def test_whether_there_is_a_template_is_for_the_constructor_to_know() -> None:
+    with chunked_llm() as chunked:
+        for call in (chunked.generate_from_chunks, chunked.preview_composition, chunked.generate_and_retain_output):
+            with pytest.raises(TypeError, match=r"use_chat_template holds for all prompts: .* ChunkedLLM\(model, use_"):
+                call(query="Go", use_chat_template=True)
+        with pytest.raises(TypeError, match="chat_template holds for all prompts"):
+            chunked.batch_generate_from_chunks([{"query": "Go", "chat_template": CHATML_LIKE}])
+
+
 def test_a_template_may_refuse_a_system_prompt() -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
     with chunked_llm(chat_template=refuses + "{{ messages[0]['content'] }}:") as chunked:

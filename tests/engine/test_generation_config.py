@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.engine.engines import DEMO, engine, greedy, new_llm, run, tiny_model
 from vllm_blend import ChunkedLLM, SamplingParams
 from vllm_blend.config import ModelConfig
-from vllm_blend.engine.generation_config import default_sampling_settings, eos_token_ids, load_generation_config
+from vllm_blend.engine.generation_config import default_sampling_settings, load_generation_config
 
 TINY = tiny_model("llama")
 RECOMMENDED: dict[str, Any] = {
@@ -116,7 +115,7 @@ def test_models_without_recommendations_keep_vllms_defaults(hub: Path) -> None:
     ends its answers at a newline."""
     (hub / "generation_config.json").unlink(missing_ok=True)
     reuse = f"{DEMO}-reuse"
-    for model, revision, eos in ((REPOSITORY, "v2", 2), (DEMO, None, 1), (reuse, None, [1, 201])):
+    for model, revision, eos in ((REPOSITORY, "v2", None), (DEMO, None, 1), (reuse, None, [1, 201])):
         config = ModelConfig(model, revision=revision)
         hf_config = AutoConfig.from_pretrained(model, revision=revision)
         generation = load_generation_config(config, hf_config)
@@ -177,16 +176,6 @@ def test_bad_generation_configs(content: Any, arguments: dict[str, Any], message
     model = str(write(tmp_path / "model", content))
     with pytest.raises(ValueError, match=message):
         new_llm(model, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"), [(3, 4, {2, 3, 4}), (None, [4, 5], {2, 4, 5}), ([3, 6], None, {2, 3, 6})]
-)
-def test_each_source_of_end_tokens_counts(generation: Any, config: Any, expected: set[int]) -> None:
-    tokenizer: Any = SimpleNamespace(eos_token_id=2)
-    hf_config = LlamaConfig(eos_token_id=config)
-    assert eos_token_ids({"eos_token_id": generation}, hf_config, tokenizer) == expected
-    assert eos_token_ids({"eos_token_id": generation}, hf_config, None) == expected - {2}
 
 
 def test_a_named_folder_without_the_file(tmp_path: Path) -> None:

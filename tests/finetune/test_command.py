@@ -103,6 +103,10 @@ def test_a_checkpoint_is_replaced_by_the_end(model: str, dataset: str, tmp_path:
         (["--worlds", "--steps", "1", "--batch-size", "6", "--accumulate", "4"], "a multiple of --accumulate 4"),
         (["--worlds", "--steps", "1", "--resume"], "has no training_state.pt"),
         (["--worlds", "--steps", "1", "--teacher", DEMO], "without --distill"),
+        (
+            ["--worlds", "--steps", "1", "--distill", "1", "--teacher", "a.gguf"],
+            "'a.gguf' is a GGUF file, and models are",
+        ),
         (["--dataset", MUSIQUE, "--steps", "1", "--target", "0.9"], "--target 0.9 needs development rows"),
         (["--dataset", MUSIQUE, "--steps", "1", "--lora-rank", "-1"], "--lora-rank is -1"),
         (["--dataset", MUSIQUE, "--steps", "1", "--lora-rank", "100000"], "--lora-rank is 100000: use at most 1024"),

@@ -16,6 +16,7 @@ from tests.distributed.ranks import CPU, on_ranks
 from tests.engine.engines import greedy, new_llm, run, tokens_of
 from tests.engine.tiny_tokenizers import byte_level
 from tests.models.gguf_files import BF16, F16, F32, Q4_0, Q8_0, TRAITS, arrays_of, gguf_model, write_gguf
+from tests.models.gguf_vocabularies import entries_of, write_vocabulary
 from tests.models.tiny import CONTEXT, PagedRunner, hf_logits, load_tiny, prompt
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.gguf.families import GGUF_FAMILIES
@@ -42,10 +43,6 @@ def as_transformers_reads(path: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     model.eval()
     return model
-
-
-def test_every_family_is_tested() -> None:
-    assert set(GGUF_FAMILIES) == {"llama", "qwen2", "qwen3", "gemma3"}
 
 
 @pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0, Q4_0], ids=lambda kind: kind.name)
@@ -79,7 +76,7 @@ def test_types_of_256_are_read_as_transformers_reads_them(kind: str, tmp_path: P
     torch.testing.assert_close(ours(path), hf_logits(reference, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", sorted(GGUF_FAMILIES))
+@pytest.mark.parametrize("family", [*sorted(GGUF_FAMILIES), "mixtral"])
 def test_logits_are_those_of_the_model_that_was_written(family: str, tmp_path: Path) -> None:
     model = gguf_model(family)
     path = write_gguf(tmp_path / "model.gguf", family, model)
@@ -99,8 +96,12 @@ def test_traits_of_a_model_are_in_its_config(family: str, tmp_path: Path) -> Non
     assert config.tie_word_embeddings and config.num_key_value_heads == 4 and config.eos_token_id == 2
 
 
+def adding(more: dict[str, np.ndarray]) -> Any:
+    return lambda arrays: arrays.update(more)
+
+
 def with_factors(factors: np.ndarray) -> Any:
-    return lambda arrays: arrays.update({"rope_freqs.weight": factors.astype(np.float32)})
+    return adding({"rope_freqs.weight": factors.astype(np.float32)})
 
 
 def test_llama_3s_rope_is_read_from_its_factors(tmp_path: Path) -> None:
@@ -180,6 +181,62 @@ def test_what_a_file_may_say_of_gemma_3_is_read(
         assert (ours(plain) - expected).abs().max() > 1e-2
 
 
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 4 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 24,
+}
+
+
+def test_phi_3s_rope_and_window_are_read(tmp_path: Path) -> None:
+    """transformers leaves both out: what is compared is the model that the file was written from."""
+    traits = {"rope_parameters": LONG, "original_max_position_embeddings": 24, "sliding_window": None}
+    model = gguf_model("phi3", **traits)
+    factors = {
+        f"rope_factors_{kind}.weight": np.array(LONG[f"{kind}_factor"], np.float32) for kind in ("short", "long")
+    }
+    stated = {
+        "rope.scaling.original_context_length": 24,
+        "rope.scaling.attn_factor": float(model.model.rotary_emb.attention_scaling),
+        "attention.sliding_window": 0,  # Phi-4's
+    }
+    path = write_gguf(tmp_path / "model.gguf", "phi3", model, change=adding(factors), metadata=stated)
+    torch.testing.assert_close(ours(path), hf_logits(model, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
+    assert context_lengths(load_hf_config(path)) == (24, CONTEXT)
+    for change, metadata, message in (
+        ({}, {"rope.scaling.attn_factor": 1.5}, r"phi3\.rope\.scaling\.attn_factor is 1\.5"),
+        ({"rope_factors_long.weight": np.ones(4, np.float32)}, {}, r"rope_factors_long\.weight is of the shape \(4,\)"),
+    ):
+        write_gguf(Path(path), "phi3", model, change=adding(factors | change), metadata=stated | metadata)
+        with pytest.raises(ValueError, match=rf"model\.gguf: {message}"):
+            load_hf_config(path)
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt-oss"])
+def test_ranks_read_their_shares_of_stacked_experts(family: str, tmp_path: Path) -> None:
+    model = gguf_model(family, **({"moe_intermediate_size": 64} if family == "qwen3moe" else {}))
+    path = write_gguf(tmp_path / "model.gguf", family, model, Q8_0)
+
+    def logits(ranks: Any) -> torch.Tensor:
+        model = load_model(load_hf_config(path), path, torch.float32, CPU, max_position=CONTEXT, ranks=ranks)
+        return PagedRunner(model).run(prompt(LENGTH), [LENGTH])
+
+    [expected] = on_ranks(1, logits)
+    shared, _ = on_ranks(2, logits)
+    torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_mistral_small_scales_no_queries(tmp_path: Path) -> None:
+    """The same architecture without what Ministral 3 has."""
+    model = gguf_model("mistral")
+    path = write_gguf(tmp_path / "model.gguf", "mistral3", model)
+    torch.testing.assert_close(ours(path), hf_logits(model, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
+    assert load_hf_config(path).architectures == ["MistralForCausalLM"]
+
+
 def test_a_warning_says_that_weights_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for kind, stores in ((Q8_0, "gguf: Q8_0"), (Q4_0, "gguf: Q4_0"), (F16, None)):
         caplog.clear()
@@ -222,29 +279,71 @@ def test_ranks_have_their_shares(tmp_path: Path) -> None:
     torch.testing.assert_close(shared, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_engine_answers_as_with_the_same_model_in_safetensors(tmp_path: Path) -> None:
+def test_an_engine_needs_the_file_alone(tmp_path: Path) -> None:
+    """It answers as with the same model and tokenizer in a folder: prompts, a blend, and a chat."""
     tokenizer = byte_level()
+    entries = entries_of(tokenizer, "gpt-2", chat_template="{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}")
     model = gguf_model("qwen2", vocab_size=len(tokenizer))
-    model.save_pretrained(tmp_path / "folder")
-    tokenizer.save_pretrained(tmp_path / "folder")
-    path = write_gguf(tmp_path / "model.gguf", "qwen2", model)
-    asked = [{"prompt_token_ids": [(7 * i + start) % len(tokenizer) for i in range(30)]} for start in range(4)]
+    folder = tmp_path / "folder"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(entries["/tokenizer.chat_template"])
+    path = write_gguf(tmp_path / "model-00001-of-00003.gguf", "qwen2", model, vocabulary=entries, parts=3)
+    asked = [{"prompt_token_ids": [(7 * i + start) % len(tokenizer) for i in range(30)]} for start in range(3)]
     blend: dict[str, Any] = {"prefix": "Read.", "chunks": ["One two three.", "Four five."], "suffix": "What?"}
+    prompts = ["The quick brown fox", "<s>naïve café</s> 😀", *asked, blend]
     arguments = {"num_gpu_blocks_override": 64, "enable_blending": True, "blend_recompute_ratio": 1.0}
     answers, digests = [], []
-    for name in (str(tmp_path / "folder"), path):
-        with new_llm(name, tokenizer=str(tmp_path / "folder"), **arguments) as llm:
-            answers.append(tokens_of(run(llm, [*asked, blend], greedy(8))))
+    for name in (str(folder), path):
+        with new_llm(name, **arguments) as llm:
+            chat = llm.chat([{"role": "user", "content": "Where did the dog go?"}], greedy(8), use_tqdm=False)
+            answers.append([*tokens_of(run(llm, prompts, greedy(8))), *tokens_of(chat), chat[0].prompt])
             digests.append(llm.llm_engine.fingerprint)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] and answers[0][-1] == "<s>Where did the dog go?</s>"
     assert digests[1].model == "" and digests[0].weights != digests[1].weights
-    moved = tmp_path / "moved.gguf"
-    moved.write_bytes(Path(path).read_bytes())
-    other = write_gguf(tmp_path / "other.gguf", "qwen2", gguf_model("qwen2", vocab_size=len(tokenizer), seed=1))
-    found = []
-    for name in (str(moved), other):
-        with new_llm(name, skip_tokenizer_init=True, num_gpu_blocks_override=64) as llm:
-            found.append(llm.llm_engine.fingerprint.weights)
-    assert found[1] != digests[1].weights  # of other content
-    with pytest.raises(ValueError, match=r"other\.gguf' is a GGUF file, whose tokenizer is not read: give tokenizer="):
-        new_llm(other)
+    last = tmp_path / "model-00003-of-00003.gguf"
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1  # a bit of the last weight
+    last.write_bytes(content)
+    with new_llm(path, skip_tokenizer_init=True, num_gpu_blocks_override=64) as llm:
+        assert llm.llm_engine.fingerprint.weights != digests[1].weights
+
+
+def test_parts_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
+    model = gguf_model("qwen2")
+    path = write_gguf(tmp_path / "model-00001-of-00003.gguf", "qwen2", model, parts=3)
+    torch.testing.assert_close(ours(path), hf_logits(model, prompt(LENGTH)), rtol=1e-4, atol=2e-4)
+    second, third = (Path(path.replace("00001-of", f"0000{number}-of")) for number in (2, 3))
+    with pytest.raises(
+        ValueError, match=r"00002-of-00003\.gguf is not the first part of its file: give '.*00001-of-00003"
+    ):
+        load_hf_config(str(second))
+    renamed = tmp_path / "model.gguf"
+    renamed.write_bytes(Path(path).read_bytes())
+    with pytest.raises(
+        ValueError, match=r"model\.gguf is one of 3 parts .*must end with -00001-of-00003\.gguf: give the"
+    ):
+        load_hf_config(str(renamed))
+    content = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=r"00003-of-00003\.gguf is not part 3 of model-00001-of-00003\.gguf: fetch"):
+        load_hf_config(path)
+    third.unlink()
+    with pytest.raises(FileNotFoundError, match=r"00003-of-00003\.gguf' does not exist"):
+        load_hf_config(path)
+    third.write_bytes(content[:-40])
+    with pytest.raises(ValueError, match=r"00003-of-00003\.gguf is damaged"):
+        load_hf_config(path)
+
+
+def test_a_tokenizer_may_be_another_files(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    model = gguf_model("qwen2", vocab_size=len(tokenizer))
+    path = write_gguf(tmp_path / "model.gguf", "qwen2", model)
+    with pytest.raises(
+        ValueError, match=r"the tokenizer of .*model\.gguf cannot be read: .*model=None.*give tokenizer="
+    ):
+        new_llm(path)
+    other = write_vocabulary(tmp_path / "other.gguf", entries_of(tokenizer, "gpt-2"))
+    with new_llm(path, tokenizer=str(other), num_gpu_blocks_override=32) as llm:
+        assert llm.get_tokenizer().encode("naïve 😀") == tokenizer.encode("naïve 😀")

@@ -14,11 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.tiny_tokenizers import byte_level
 from tests.models.gguf_files import Q8_0, gguf_model, write_gguf
+from tests.models.gguf_vocabularies import byte_level_entries, entries_of, sentencepiece_entries, write_vocabulary
 from tests.models.tiny import load_tiny
 from vllm_blend.models.gguf.config import gguf_config
 from vllm_blend.models.gguf.header import read_header
 from vllm_blend.models.gguf.tensors import gguf_tensors
+from vllm_blend.models.gguf.tokenizer import load_gguf_tokenizer
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.models.registry import MODEL_REGISTRY
 
@@ -33,8 +36,8 @@ def path(tmp_path: Path) -> Path:
 
 def whole_file() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        model = gguf_model("qwen2", num_hidden_layers=1)
-        return Path(write_gguf(Path(folder) / "model.gguf", "qwen2", model, Q8_0)).read_bytes()
+        model, entries = gguf_model("qwen2", num_hidden_layers=1), entries_of(byte_level(), "qwen2")
+        return Path(write_gguf(Path(folder) / "model.gguf", "qwen2", model, Q8_0, vocabulary=entries)).read_bytes()
 
 
 WHOLE = whole_file()
@@ -88,6 +91,10 @@ def test_any_damage_of_the_header_is_an_error_or_none(changes: list[tuple[int, i
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         path.write_bytes(content)
+        try:
+            load_gguf_tokenizer(path)
+        except ValueError as error:
+            assert "model.gguf" in str(error)
         try:
             header = read_header(path)
             config = gguf_config(header)
@@ -180,8 +187,9 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "qwen2", gguf_model("qwen2"), architecture="qwen2moe")
     with pytest.raises(
         ValueError,
-        match=r"model\.gguf: general\.architecture is 'qwen2moe' \(did you mean 'qwen2'\?\); of GGUF files gemma3, "
-        r"llama, qwen2, qwen3 are read\. .*from_pretrained\('.*', gguf_file='model\.gguf'\)\.save_pretrained",
+        match=r"model\.gguf: general\.architecture is 'qwen2moe' \(did you mean 'qwen3moe'\?\); of GGUF files gemma3, "
+        r"gpt-oss, granite, llama, mistral3, olmo2, phi3, qwen2, qwen3, qwen3moe, smollm3 are read\. "
+        r".*from_pretrained\('.*', gguf_file='model\.gguf'\)\.save_pretrained",
     ):
         load_hf_config(path)
 
@@ -189,7 +197,16 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "metadata", "message"),
     [
-        ("llama", {"expert_count": 8}, r"llama\.expert_count is 8, which is not supported here"),
+        ("llama", {"expert_count": 8}, r"llama\.expert_used_count is missing, where a positive whole number"),
+        ("qwen2", {"expert_count": 8}, r"qwen2\.expert_count is 8, which is not supported here"),
+        ("qwen3moe", {"expert_gating_func": 2}, r"qwen3moe\.expert_gating_func is 2, which is not supported"),
+        ("qwen3moe", {"expert_shared_count": 1}, r"qwen3moe\.expert_shared_count is 1, which is not supported"),
+        ("gpt-oss", {"attention.sliding_window_pattern": 4}, r"gpt-oss\.attention\.sliding_window_pattern is 4"),
+        ("granite", {"rope.scaling.finetuned": False}, r"granite\.rope\.scaling\.finetuned is False"),
+        ("granite", {"logit_scale": None}, r"granite\.logit_scale is missing, where a positive number is needed"),
+        ("olmo2", {"attention.sliding_window": 64}, r"olmo2\.attention\.sliding_window is 64"),
+        ("mistral3", {"rope.scaling.type": None, "rope.scaling.factor": None}, r"temperature_scale needs .* yarn"),
+        ("mistral3", {"attention.temperature_length": 9}, r"mistral3\.attention\.temperature_length is 9"),
         ("llama", {"attention.sliding_window": 64}, r"llama\.attention\.sliding_window is 64, which is not supported"),
         ("llama", {"rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8, which is not supported"),
         ("llama", {"attention.value_length": 8}, r"llama\.attention\.value_length is 8"),
@@ -197,7 +214,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ("qwen2", {"embedding_length": 0}, r"qwen2\.embedding_length is 0, where a positive whole number"),
         ("qwen2", {"attention.head_count": [4, 2]}, r"qwen2\.attention\.head_count is \[4, 2\]"),
         ("qwen2", {"attention.layer_norm_rms_epsilon": float("nan")}, r"rms_epsilon is nan, where a positive number"),
-        ("qwen2", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope': 'linear' and 'yarn' can be"),
+        ("qwen2", {"rope.scaling.type": "longrope"}, r"rope\.scaling\.type is 'longrope': 'linear', 'yarn' and"),
         ("qwen2", {"rope.scaling.type": "linear"}, r"qwen2\.rope\.scaling\.factor is missing"),
         ("llama", {"attention.causal": False}, r"llama\.attention\.causal is False, which is not supported here"),
         ("llama", {"attention.scale": 0.5}, r"llama\.attention\.scale is 0\.5, which is not supported here"),
@@ -218,14 +235,14 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ),
         ("gemma3", {"rope.freq_base_swa": 0.0}, r"gemma3\.rope\.freq_base_swa is 0\.0, where a positive number"),
         ("gemma3", {"attention.sliding_window": None}, r"gemma3\.attention\.sliding_window is missing"),
-        ("qwen2", {"/split.count": 3}, r"model\.gguf is one of 3 parts of a file: join them"),
+        ("qwen2", {"/split.count": 3}, r" is one of 3 parts of a file, so its name must end with -00001-of-00003"),
     ],
 )
 def test_metadata_that_cannot_be_read_are_named(
     family: str, metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", family, gguf_model(family), metadata=metadata)
-    with pytest.raises(ValueError, match=rf"model\.gguf.*{message}" if "parts" not in message else message):
+    with pytest.raises(ValueError, match=rf"model\.gguf.*{message}"):
         load_hf_config(path)
 
 
@@ -233,3 +250,34 @@ def test_the_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"GGUF files need the package gguf .*pip install 'vllm-blend\[gguf\]'"):
         load_hf_config(str(path))
+
+
+BYTES, PIECES = byte_level_entries("qwen2"), sentencepiece_entries()
+
+
+@pytest.mark.parametrize(
+    ("entries", "change", "message"),
+    [
+        (BYTES, {"model": "bert"}, r"tokenizer\.ggml\.model='bert': gpt2 \(byte-level BPE\) and llama"),
+        (BYTES, {"pre": "qwen3"}, r"tokenizer\.ggml\.pre='qwen3' is unknown: .*did you mean 'qwen2'"),
+        (BYTES, {"pre": 7}, r"tokenizer\.ggml\.pre=7 is unknown"),
+        (BYTES, {"tokens": None}, "tokens must be an array of strings"),
+        (BYTES, {"tokens": list(range(9))}, "tokens must be an array of strings"),
+        (BYTES, {"tokens": ["a", "a"], "token_type": [1, 1]}, "tokens has a token twice"),
+        (BYTES, {"token_type": [1, 2]}, "token_type one of as many numbers"),
+        (BYTES, {"merges": None}, "merges must be an array of pairs of tokens"),
+        (BYTES, {"merges": ["ab"]}, "merges must be an array of pairs of tokens"),
+        (BYTES, {"merges": ["no token"]}, "Token `no` out of vocabulary"),
+        (PIECES, {"scores": [1.0]}, r"scores must be an array of a number for each token"),
+        (PIECES, {"scores": ["high"] * len(PIECES["/tokenizer.ggml.tokens"])}, ""),
+        (PIECES, {"bos_token_id": [1]}, "unhashable"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_read_is_named(
+    entries: dict[str, Any], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    changed = entries | {f"/tokenizer.ggml.{name}": value for name, value in change.items()}
+    path = write_vocabulary(tmp_path / "model.gguf", changed)
+    with pytest.raises(ValueError, match=rf"the tokenizer of .*model\.gguf cannot be read: .*{message}") as raised:
+        load_gguf_tokenizer(path)
+    assert "give tokenizer=, the directory or Hub id of the model that" in str(raised.value)

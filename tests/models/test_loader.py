@@ -197,7 +197,10 @@ def test_a_file_is_not_a_model(checkpoint: Path) -> None:
 
 
 def test_missing_config_json(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json: give the directory of a Hugging Face model"):
+        load_hf_config(str(tmp_path))
+    (tmp_path / "model-Q4_0.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json: give the path of a GGUF file, '.*Q4_0\.gguf'"):
         load_hf_config(str(tmp_path))
 
 
@@ -279,8 +282,10 @@ def test_config_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("someone/tiny is not a valid model identifier")
 
     monkeypatch.setattr("vllm_blend.models.loader.AutoConfig.from_pretrained", from_pretrained)
-    with pytest.raises(FileNotFoundError, match="no config for 'someone/tiny'"):
+    with pytest.raises(FileNotFoundError, match=r"no config for 'someone/tiny'.*identifier\)$"):
         load_hf_config("someone/tiny")
+    with pytest.raises(FileNotFoundError, match="of a repository of GGUF files give one, as in someone/t-GGUF:Q4_K_M"):
+        load_hf_config("someone/t-GGUF")
 
 
 def test_a_mistyped_path_fails_before_the_hub_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

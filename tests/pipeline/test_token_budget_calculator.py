@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.models.gguf_files import gguf_model, write_gguf
 from vllm_blend.pipeline import token_budget_calculator as calculator
 from vllm_blend.pipeline.token_budget_calculator import ModelFootprint, parse_bytes, read_footprint, token_budget
 
@@ -48,6 +49,13 @@ def test_a_7b_shape_from_its_configuration_alone(tmp_path: Path) -> None:
     footprint = read_footprint(str(tmp_path))
     assert footprint.bytes_per_token == 128 * 1024
     assert footprint.num_parameters == 7_241_732_096
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    model = gguf_model("qwen2")
+    footprint = read_footprint(write_gguf(tmp_path / "model.gguf", "qwen2", model))
+    assert footprint.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (footprint.num_kv_heads, footprint.max_positions) == (2, model.config.max_position_embeddings)
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model's generation_config.json: the tokens that end a text, and the sampling settings its authors recommend."""
+"""A model's generation_config.json: the sampling settings its authors recommend, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig
 
-from vllm_blend.checks import is_whole, require
+from vllm_blend.checks import require
 from vllm_blend.config import GENERATION_SETTINGS, ModelConfig
-from vllm_blend.models.gguf.header import gguf_path
+from vllm_blend.models.gguf.names import gguf_path
 from vllm_blend.models.loader import is_local
 from vllm_blend.sampling_params import SamplingParams
 
@@ -22,8 +22,8 @@ FILE_NAME = "generation_config.json"
 
 def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
     """Return what the generation config says: that of the model at its revision, or of the path that
-    `ModelConfig.generation_config` names. A model without one is asked through its config.json, as older models keep
-    these settings there.
+    `ModelConfig.generation_config` names. A GGUF file has none: that of the given tokenizer's folder or repository
+    counts. A model without one is asked for sampling settings through its config.json, as older models keep them there.
 
     Raises ValueError when the file is damaged, and when a named path has none. Warns if the Hub does not say whether
     the model has one.
@@ -31,6 +31,8 @@ def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> 
     own = config.generation_config in ("auto", "vllm")
     source, revision = (config.model, config.revision) if own else (config.generation_config, None)
     try:
+        if own and config.tokenizer is not None and gguf_path(config.model, config.revision) is not None:
+            source = config.tokenizer
         path = _find(source, revision)
     except FileNotFoundError as error:
         if not own:
@@ -48,7 +50,9 @@ def load_generation_config(config: ModelConfig, hf_config: PretrainedConfig) -> 
             f"generation_config={source!r} has no {FILE_NAME}: name a folder or a Hugging Face id that has one, or use "
             "'auto' or 'vllm'",
         )
-        return GenerationConfig.from_model_config(hf_config).to_diff_dict()
+        settings: dict[str, Any] = GenerationConfig.from_model_config(hf_config).to_diff_dict()
+        settings.pop("eos_token_id", None)  # config.json says so, and no generation config
+        return settings
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels
@@ -84,30 +88,12 @@ def default_sampling_settings(config: ModelConfig, generation: dict[str, Any]) -
     return settings
 
 
-def eos_token_ids(
-    generation: dict[str, Any], hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> set[int]:
-    """Return every token that ends a text: of the generation config, the model config and the tokenizer."""
-    found = [generation.get("eos_token_id"), getattr(hf_config, "eos_token_id", None)]
-    if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for entry in found:
-        tokens = entry if isinstance(entry, list) else [] if entry is None else [entry]
-        require(
-            all(is_whole(token) for token in tokens),
-            f"eos_token_id={entry!r} of the model must be a token id or a list of them: see {FILE_NAME}, config.json",
-        )
-        ids.update(tokens)
-    return ids
-
-
 def _find(source: str, revision: str | None) -> Path | None:
     """Return the path of the file in a folder, or of a repository's after downloading it; None if there is none.
 
     Raises FileNotFoundError if the Hub does not say whether a repository has one.
     """
-    if gguf_path(source) is not None:
+    if gguf_path(source, revision) is not None:
         return None
     if is_local(source):
         path = Path(source).expanduser() / FILE_NAME

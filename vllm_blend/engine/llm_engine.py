@@ -29,6 +29,7 @@ from vllm_blend.engine.chunk_stores import make_controller, make_store, store_ga
 from vllm_blend.engine.chunked_engine import ChunkedEngine
 from vllm_blend.engine.composer import ChunkComposer
 from vllm_blend.engine.driver import Driver
+from vllm_blend.engine.end_tokens import eos_token_ids
 from vllm_blend.engine.errors import dead_if_lost
 from vllm_blend.engine.extension import EngineParts, Extension, make_extensions
 from vllm_blend.engine.interrupts import interrupts_held_back
@@ -85,7 +86,7 @@ class LLMEngine(ChunkedEngine):
         self.tokenizer: PreTrainedTokenizerBase | None = setup.load_tokenizer(config.model)
         generation = generation_config.load_generation_config(config.model, self.hf_config)
         self.default_sampling_settings = generation_config.default_sampling_settings(config.model, generation)
-        self.eos_token_ids = generation_config.eos_token_ids(generation, self.hf_config, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(generation, self.hf_config, self.tokenizer)
         blend = config.blend
         check_settings(blend, self.hf_config.num_hidden_layers)  # a mistake costs no loading
         encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)

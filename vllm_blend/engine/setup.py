@@ -24,7 +24,9 @@ from vllm_blend.kv_store.keys import ModelFingerprint, weights_digest
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.rope_frequencies import context_lengths
 from vllm_blend.models.causal_lm import attention_layers
-from vllm_blend.models.gguf.header import gguf_path
+from vllm_blend.models.gguf.header import parts_of
+from vllm_blend.models.gguf.names import gguf_path
+from vllm_blend.models.gguf.tokenizer import load_gguf_tokenizer
 from vllm_blend.models.loader import load_hf_config
 from vllm_blend.models.sharing import check_ranks_fit
 from vllm_blend.worker.worker import Worker
@@ -80,18 +82,17 @@ def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> i
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer named in the config, or the model's own, or None if the config asks for none.
+    """Return the tokenizer named in the config, or the model's own, or None if the config asks for none. It may be that
+    in a GGUF file.
 
-    Raises ValueError saying where it was looked for.
+    Raises ValueError saying where it was looked for, or what is wrong with the file.
     """
     if config.skip_tokenizer_init:
         return None
-    require(
-        config.tokenizer is not None or gguf_path(config.model) is None,
-        f"model={config.model!r} is a GGUF file, whose tokenizer is not read: give tokenizer=, the directory or Hub id "
-        "of the model that it was made of, or skip_tokenizer_init=True",
-    )
     name = config.tokenizer or config.model
+    gguf = gguf_path(name, config.revision)
+    if gguf is not None:
+        return load_gguf_tokenizer(gguf)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:  # transformers raises many types here, from OSError to KeyError
@@ -129,11 +130,11 @@ def make_executor(config: EngineConfig, settings: WorkerSettings) -> Executor:
 
 def fingerprint(config: ModelConfig, worker: Worker, tokenizer: PreTrainedTokenizerBase | None) -> ModelFingerprint:
     """Return what chunk KV of this engine depends on."""
-    local = gguf_path(config.model) or Path(config.model)
+    local = gguf_path(config.model, config.revision) or Path(config.model)
     if config.load_format == "dummy":
         weights = f"dummy-{worker.num_layers}x{worker.shape.kv_heads}x{worker.shape.head_dim}"
     else:
-        weights = weights_digest(local) if local.exists() else f"{config.model}@{config.revision or 'main'}"
+        weights = weights_digest(*parts_of(local)) if local.exists() else f"{config.model}@{config.revision or 'main'}"
     if config.quantization is not None:
         weights += f"/{config.quantization}"
     modules = worker.model_runner.model.get_submodule("").modules()

@@ -223,7 +223,7 @@ class ChunkedLLM:
         """Return what `generate_from_chunks` would run with these arguments: ids, positions, what is reused, whether it
         fits. Runs nothing."""
         template = self.chat_template if self.use_chat_template else None
-        return preview(self.llm_engine, self.compose(*args, **kwargs), self.use_chat_template, template)
+        return preview(self.llm_engine, self.compose(*args, **_of_compose(kwargs)), self.use_chat_template, template)
 
     @overload
     def generate_from_chunks(
@@ -270,7 +270,9 @@ class ChunkedLLM:
         """
         arrival_time = time.time()
         with self.lock:  # no other thread deletes a chunk in between
-            composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+            composition = self.compose(
+                system_chunk_id, context_chunk_ids, query_chunk_id, query, **_of_compose(options)
+            )
             outputs = self._start(composition, sampling_params, not stream, arrival_time)
         return outputs if stream else _last(outputs)
 
@@ -289,7 +291,7 @@ class ChunkedLLM:
         running: list[Iterator[RequestOutput]] = []
         try:
             with self.lock:  # no other thread deletes a chunk in between
-                made = [c if isinstance(c, ChunkComposition) else self.compose(**c) for c in compositions]
+                made = [c if isinstance(c, ChunkComposition) else self.compose(**_of_compose(c)) for c in compositions]
                 each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(made)
                 if len(each) != len(made):
                     raise ValueError(
@@ -320,7 +322,9 @@ class ChunkedLLM:
         """
         arrival_time = time.time()
         with self.lock:
-            composition = self.compose(system_chunk_id, context_chunk_ids, query_chunk_id, query, **options)
+            composition = self.compose(
+                system_chunk_id, context_chunk_ids, query_chunk_id, query, **_of_compose(options)
+            )
             outputs = self._start(composition, sampling_params, True, arrival_time)
         output = _last(outputs)
         if output.outputs[0].finish_reason in ("error", "abort"):
@@ -368,7 +372,7 @@ class ChunkedLLM:
         return tuple(parse_piece("", self.llm_engine.tokenizer, True, "bos", self.llm_engine.hf_config.vocab_size))
 
     def _template_parts(self, with_system: bool) -> tuple[Part, Part, Part]:
-        """Return what the template puts before the system prompt, behind it, and at the end."""
+        """Return what the template puts before the system prompt, after it, and at the end."""
         split = self._split(with_system) if self.use_chat_template else TemplateSplit(self._bos, (), ())
         return Part(split.head, "template"), Part(split.middle, "template"), Part(split.tail, "template")
 
@@ -376,3 +380,11 @@ class ChunkedLLM:
 def _last(outputs: Iterator[RequestOutput]) -> RequestOutput:
     *_, last = outputs
     return last
+
+
+def _of_compose(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a call. Raises TypeError for those that hold for all calls."""
+    for name in ("use_chat_template", "chat_template"):
+        if name in options:
+            raise TypeError(f"{name} holds for all prompts: give it to the constructor, ChunkedLLM(model, {name}=...)")
+    return options

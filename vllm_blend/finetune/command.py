@@ -36,6 +36,7 @@ from vllm_blend.finetune.run import Student, run_training
 from vllm_blend.finetune.sources import Source, WorldOptions, dataset_source, leading_bos, world_source
 from vllm_blend.finetune.state import begin_or_resume
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter, check_vocabulary
+from vllm_blend.models.gguf.names import names_gguf
 from vllm_blend.models.loader import load_hf_config
 
 CONTEXTS = ("prefix", "bos")
@@ -89,6 +90,13 @@ def check_options(args: argparse.Namespace) -> None:
     if args.measure_only:
         args.steps = args.steps or 5
         return
+    for name in (args.model, args.teacher):
+        if name is not None and names_gguf(name):
+            raise ValueError(
+                f"{name!r} is a GGUF file, and models are trained from safetensors: give the directory or Hub id of "
+                "the model that the file was made of, or convert the file with transformers "
+                "(AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(new_path))"
+            )
     if args.output is None:
         raise ValueError("give --output DIR: where the model is to be written")
     if not args.worlds and not args.dataset:

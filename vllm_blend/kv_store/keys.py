@@ -39,8 +39,9 @@ class ModelFingerprint:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def weights_digest(model: Path) -> str:
-    """Return a digest of config.json and of every weight file in a model directory, or of a model that is one file.
+def weights_digest(model: Path, *parts: Path) -> str:
+    """Return a digest of config.json and of every weight file in a model directory, or of a model that is one file, or
+    several `parts` of one.
 
     Files up to 1 GiB are read whole. Of larger ones, the header and 4 KiB of every MiB are: a matrix of a model that
     size spans megabytes, so retraining any of them shows, and start-up stays a matter of seconds.
@@ -50,7 +51,7 @@ def weights_digest(model: Path) -> str:
     if config.is_file():
         digest.update(config.read_bytes())
     if model.is_file():
-        files = [model]
+        files = [model, *parts]
     else:
         files = [path for pattern in ("*.safetensors", "*.bin") for path in model.glob(pattern)]
     for path in sorted(files):

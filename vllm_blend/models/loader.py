@@ -23,7 +23,8 @@ from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.config_sizes import check_config_sizes
 from vllm_blend.models.decoder import DecoderForCausalLM
 from vllm_blend.models.gguf.config import gguf_config
-from vllm_blend.models.gguf.header import gguf_path, read_header
+from vllm_blend.models.gguf.header import read_header
+from vllm_blend.models.gguf.names import gguf_path
 from vllm_blend.models.gguf.tensors import quantized_types
 from vllm_blend.models.hf_overrides import HfOverrides, apply_hf_overrides
 from vllm_blend.models.int4_layers import why_none
@@ -56,14 +57,14 @@ def load_hf_config(
     trust_remote_code: bool = False,
     hf_overrides: HfOverrides | None = None,
 ) -> Any:
-    """Return the transformers config of a local directory, a GGUF file or a Hub id, changed by `hf_overrides`. Of a
-    multimodal model, it is that of the text part.
+    """Return the transformers config of a local directory, a GGUF file (`gguf_path`) or a Hub id, changed by
+    `hf_overrides`. Of a multimodal model, it is that of the text part.
 
     Raises FileNotFoundError if the directory or its config.json is missing or the Hub does not have it, ValueError if
     config.json is damaged, if it or the overrides describe something that transformers does not know, and for the sizes
     that `check_config_sizes` refuses.
     """
-    gguf = gguf_path(model)
+    gguf = gguf_path(model, revision)
     with without_compiler():
         if gguf is not None:
             config = gguf_config(read_header(gguf))
@@ -83,8 +84,10 @@ def _load_hf_config(model: str, revision: str | None, trust_remote_code: bool) -
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
+        hint = f"; of a repository of GGUF files give one, as in {model}:Q4_K_M" if "gguf" in model.lower() else ""
         raise FileNotFoundError(
             f"no config for {model!r}: it is not a local directory and could not be fetched from the Hub ({error})"
+            + hint
         ) from error
     except Exception as error:  # transformers raises a type of its own for every kind of bad field
         fields, _ = PretrainedConfig.get_config_dict(model, revision=revision)
@@ -129,7 +132,7 @@ def load_model(
         raise ValueError(f"{model!r} is quantized in a way that cannot be read: {error}") from error
     check_quantization(quantization, dtype, device)
     model_class = resolve_model_class(hf_config)
-    gguf = gguf_path(model)
+    gguf = gguf_path(model, revision)
     files = []
     if load_format == "auto":
         files = find_weight_files(weights_directory(model, revision)) if gguf is None else [gguf]
@@ -304,7 +307,9 @@ def fill_dummy(model: nn.Module) -> None:
 def _check_local_config(directory: Path) -> None:
     path = directory.expanduser() / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+        files = sorted(directory.expanduser().glob("*.gguf"))
+        what = f"the path of a GGUF file, {str(files[0])!r}" if files else "the directory of a Hugging Face model"
+        raise FileNotFoundError(f"{directory} has no config.json: give {what}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or JSON of too many levels

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from vllm_blend.checks import a_type
 from vllm_blend.models.gguf.header import read_header
-from vllm_blend.models.gguf.tensors import GGUFTensor, gguf_tensors
+from vllm_blend.models.gguf.tensors import FusedExperts, GGUFTensor, gguf_tensors
 from vllm_blend.ops.fp8 import QuantizedRows
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -103,7 +103,7 @@ def opened(files: Iterable[Path]) -> Iterator[dict[str, StoredTensor]]:
         yield found
 
 
-def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor | GGUFTensor]:
+def _tensors(path: Path, stack: ExitStack) -> Iterator[PlainTensor | GGUFTensor | FusedExperts]:
     if path.suffix.lower() == ".gguf":
         yield from gguf_tensors(read_header(path)).values()
     elif path.suffix == ".safetensors":

@@ -67,7 +67,7 @@ class TokenBudget:
 
 
 def read_footprint(model: str, dtype: str = "auto") -> ModelFootprint:
-    """Read a model's `config.json` (directory or hub id) and count its parameters without loading them.
+    """Read a model's config (of a directory, a GGUF file or a hub id) and count its parameters without loading them.
 
     With dtype "auto" the checkpoint's is used. Raises ValueError if there is no such model or its attention has no KV
     heads.
@@ -75,8 +75,11 @@ def read_footprint(model: str, dtype: str = "auto") -> ModelFootprint:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from vllm_blend.models.gguf.names import names_gguf
+    from vllm_blend.models.loader import load_hf_config
+
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = load_hf_config(model) if names_gguf(model) else AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {model!r}: no readable config.json; give a model directory or a hub id ({error})"

@@ -77,7 +77,7 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
         if isinstance(value, str):
             values[name] = _from_text(value, _ALL[name])
     require("model" in values, "there is no model: give model, a model directory or a Hugging Face id")
-    if Path(str(values["model"])).is_dir():  # workers run in another folder
+    if Path(str(values["model"])).exists():  # workers run in another folder
         values.setdefault("served_model_name", [str(values["model"])])
         values["model"] = str(Path(values["model"]).resolve())
     for name in _FILES:
@@ -105,7 +105,7 @@ def check_app(options: Mapping[str, Any], replicas: int | None = None) -> AppCon
     count = "replicas" if config.ray.max_replicas is None else "max_replicas"
     engine_config.feature(KVEventsConfig).check_engines(count, config.ray.most_replicas)
     model = engine_config.model
-    if Path(model.model).is_dir():
+    if Path(model.model).exists():
         hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         resolve_max_model_len(model, hf_config)
         check_ranks_fit(hf_config, engine_config.tensor_parallel_size)

@@ -1,5 +1,5 @@
-"""GGUF files, as llama.cpp has them: config and weights in one file. The weights are dequantized at load.
+"""GGUF files, as llama.cpp has them: config, tokenizer and weights in one file. The weights are dequantized at load.
 
 Unlike transformers' own reader, which leaves out what it does not know, this one accounts for every tensor, and reads
-the RoPE scaling that a file states; tests compare the two where they should agree.
+the RoPE scaling and the pre-tokenizer that a file states; tests compare the two where they should agree.
 """

@@ -5,71 +5,137 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # if the metadata name none
 MAX_DIMENSIONS = 4
-MAX_KEPT = 4096  # entries of an array of numbers that are kept; vocabularies are longer, and of no use here
+MAX_KEPT = 4096  # entries of an array of numbers that `metadata` has; longer ones are a vocabulary's
 _STRING, _ARRAY = 8, 9
 # The types of metadata of one size, as struct calls them.
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a file. `shape` is in torch's order; `kind` is ggml's number of its type."""
+    """Where a tensor lies. `shape` is in torch's order; `kind` is ggml's number of its type."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     start: int
     num_bytes: int
+    path: Path
+
+    def entry(self, index: int) -> TensorPlace:
+        """Return the place of one of the tensors that are stacked in this one."""
+        size = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], start=self.start + index * size, num_bytes=size)
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where an array of metadata lies. `kind` is GGUF's number of the type of its entries."""
+
+    kind: int
+    count: int
+    start: int
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The header of a file. Strings in arrays, and arrays that are long, are left out of `metadata`."""
+    """The header of a file, or of the parts of one. Arrays of strings, and long ones of numbers, are in `arrays`
+    instead of `metadata`: `read_array` reads them."""
 
     path: Path
     metadata: dict[str, Any] = field(repr=False)
+    arrays: dict[str, ArrayPlace] = field(repr=False)
     tensors: dict[str, TensorPlace] = field(repr=False)
 
 
-def gguf_path(model: str) -> Path | None:
-    """Return the path of a GGUF file, None if `model` names a directory or a Hub id instead."""
-    path = Path(model).expanduser()
-    return path if path.suffix.lower() == ".gguf" and not path.is_dir() else None
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model that is split, by the name of the first; of any other file, the file alone."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, _, count, suffix = match.groups()
+    return [path.with_name(f"{stem}{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)] or [path]
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header of a file. Raises FileNotFoundError if there is none, ValueError naming it if it is damaged, is
-    no GGUF file, or needs a package that is missing."""
-    sizes = _block_sizes()
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, path, sizes).header()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"GGUF file {str(path)!r} does not exist: give the path of one") from error
-    except (_Damaged, OSError, ValueError, struct.error) as error:  # ValueError: of mmap for an empty file
-        raise ValueError(f"{path} is damaged or not a GGUF file ({error}): fetch it again") from error
+    """Read the header of a file, and of its parts if it is split. Raises FileNotFoundError if there is no file, or a
+    part is missing, ValueError naming the file if it is damaged, is not a GGUF file, or needs a package that is
+    missing."""
+    header, paths = _read_one(path), parts_of(path)
+    count = header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return header
+    if count != len(paths):
+        raise ValueError(
+            f"{path} is one of {count!r} parts of a file, so its name must end with -00001-of-{count!s:0>5}.gguf: "
+            "give the files their names back, or join them (llama-gguf-split --merge)"
+        )
+    if path != paths[0]:
+        raise ValueError(f"{path} is not the first part of its file: give {str(paths[0])!r}")
+    tensors = dict(header.tensors)
+    for number, part in enumerate(paths[1:], 1):
+        found = _read_one(part)
+        if found.metadata.get("split.no") != number or tensors.keys() & found.tensors.keys():
+            raise ValueError(f"{part} is not part {number + 1} of {path.name}: fetch the parts again")
+        tensors |= found.tensors
+    return replace(header, tensors=tensors)
+
+
+def read_array(header: GGUFHeader, name: str) -> list[Any] | None:
+    """Return an array of the metadata, None if the file has none of this name. Raises ValueError if a string in it is
+    no text."""
+    place = header.arrays.get(name)
+    if place is None:
+        found = header.metadata.get(name)
+        return found if isinstance(found, list) else None
+    with _open(header.path) as data:
+        return _Reader(data, header.path).entries(place)
 
 
 class _Damaged(Exception):
     """Why a file cannot be read."""
 
 
+@contextmanager
+def _open(path: Path) -> Iterator[mmap.mmap]:
+    """Map a file into memory, and name it in the errors of what reads it."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"GGUF file {str(path)!r} does not exist: give the path of one") from error
+    except (_Damaged, OSError, ValueError, struct.error) as error:  # ValueError: of mmap for an empty file
+        raise ValueError(f"{path} is damaged or not a GGUF file ({error}): fetch it again") from error
+
+
+def _read_one(path: Path) -> GGUFHeader:
+    sizes = _block_sizes()
+    with _open(path) as data:
+        return _Reader(data, path).header(sizes)
+
+
 class _Reader:
     """Reads a file from its beginning on."""
 
-    def __init__(self, data: mmap.mmap, path: Path, sizes: dict[int, tuple[int, int]]) -> None:
-        self._data, self._path, self._sizes, self._at = data, path, sizes, 0
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path, self._at = data, path, 0
+        self._arrays: dict[str, ArrayPlace] = {}
 
-    def header(self) -> GGUFHeader:
+    def header(self, sizes: dict[int, tuple[int, int]]) -> GGUFHeader:
         if self._bytes(4) != MAGIC:
             raise _Damaged("it does not begin with GGUF")
         version, num_tensors, num_keys = self._numbers("<IQQ")
@@ -80,7 +146,7 @@ class _Reader:
             name = self._string()
             if name in metadata:
                 raise _Damaged(f"{name[:80]!r} is there twice")
-            metadata[name] = self._value(self._number("<I"))
+            metadata[name] = self._value(name, self._number("<I"))
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
@@ -90,8 +156,15 @@ class _Reader:
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise _Damaged(f"the tensor {name!r} is there twice")
-            tensors[name] = self._place(name, shape, kind, first + offset)
-        return GGUFHeader(self._path, metadata, tensors)
+            tensors[name] = self._place(sizes, name, shape, kind, first + offset)
+        return GGUFHeader(self._path, metadata, self._arrays, tensors)
+
+    def entries(self, place: ArrayPlace) -> list[Any]:
+        """Return the entries of an array, which has been skipped once."""
+        if place.kind != _STRING:
+            self._at = place.start
+            return list(self._numbers(f"<{place.count}{_NUMBERS[place.kind][1]}"))
+        return self._walk(place.start, place.count, lambda start, stop: self._data[start:stop].decode())
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self._string(), self._number("<I")
@@ -101,18 +174,20 @@ class _Reader:
         kind, offset = self._numbers("<IQ")
         return name, shape, kind, offset
 
-    def _place(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorPlace:
-        if kind not in self._sizes:
+    def _place(
+        self, sizes: dict[int, tuple[int, int]], name: str, shape: tuple[int, ...], kind: int, start: int
+    ) -> TensorPlace:
+        if kind not in sizes:
             raise _Damaged(f"the tensor {name!r} has the type {kind}, which the installed package gguf does not know")
-        entries, size = self._sizes[kind]
+        entries, size = sizes[kind]
         if min(shape) < 1 or shape[-1] % entries:
             raise _Damaged(f"the tensor {name!r} has the shape {shape}, in blocks of {entries}")
         num_bytes = math.prod(shape) // entries * size
         if start + num_bytes > len(self._data):
             raise _Damaged(f"the tensor {name!r} ends at byte {start + num_bytes}, but the file has {len(self._data)}")
-        return TensorPlace(name, shape, kind, start, num_bytes)
+        return TensorPlace(name, shape, kind, start, num_bytes, self._path)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, name: str, kind: int) -> Any:
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
@@ -120,16 +195,31 @@ class _Reader:
         if kind != _ARRAY:
             raise _Damaged(f"there is no type {kind} of metadata")
         of, count = self._numbers("<IQ")
+        if of in _NUMBERS and count <= MAX_KEPT:
+            return list(self._numbers(f"<{count}{_NUMBERS[of][1]}"))
+        self._arrays[name] = ArrayPlace(of, count, self._at)
         if of in _NUMBERS:
-            if count <= MAX_KEPT:
-                return list(self._numbers(f"<{count}{_NUMBERS[of][1]}"))
             self._skip(count * struct.calcsize(_NUMBERS[of]))
-            return None
-        if of != _STRING:
+        elif of == _STRING:
+            self._walk(self._at, count)
+        else:
             raise _Damaged(f"an array of metadata has entries of the type {of}")
-        for _ in range(count):
-            self._skip(self._number("<Q"))
         return None
+
+    def _walk(self, start: int, count: int, read: Callable[[int, int], Read] | None = None) -> list[Read]:
+        """Go over an array of strings, and return what `read` makes of the bounds of each. Vocabularies are long: this
+        is a tight loop."""
+        found: list[Read] = []
+        data, length_at, end = self._data, struct.Struct("<Q").unpack_from, len(self._data)
+        for _ in range(count):
+            stop = start + 8 + length_at(data, start)[0]
+            if stop > end:
+                raise _Damaged(f"it ends at byte {end}, within its header")
+            if read is not None:
+                found.append(read(start + 8, stop))
+            start = stop
+        self._at = start
+        return found
 
     def _string(self) -> str:
         return self._bytes(self._number("<Q")).decode()

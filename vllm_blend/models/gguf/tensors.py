@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_blend.checks import closest, is_whole
-from vllm_blend.models.gguf.families import GGUF_FAMILIES, GGUFFamily
+from vllm_blend.models.gguf.families import GGUF_FAMILIES, MIXTRAL, GGUFFamily
 from vllm_blend.models.gguf.header import GGUFHeader, TensorPlace
 from vllm_blend.ops.fp8 import QuantizedRows
 
-IGNORED = ("rope_freqs.weight",)  # the config has them
+IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # the config has them
 FLOATS = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}  # types of ggml that are not quantized
 
 
@@ -30,11 +30,46 @@ class GGUFTensor:
         values = read_tensor(self._header, self._place)
         return values if self._change is None else self._change(values)
 
+    def entry(self, index: int) -> torch.Tensor:
+        """Return one of the tensors that are stacked in this one, and read no other."""
+        return read_tensor(self._header, self._place.entry(index))
+
     def source(self, device: torch.device) -> torch.Tensor:
         return self.read()
 
     def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
         return None
+
+
+class FusedExperts:
+    """gpt-oss' matrices [experts, inputs, outputs], or biases [experts, outputs], of a file's one or two stacks; the
+    outputs of two alternate. They are read expert by expert."""
+
+    def __init__(self, name: str, stacks: list[GGUFTensor]) -> None:
+        self.name, self._stacks = name, stacks
+        experts, outputs, *inputs = stacks[0].shape
+        self.shape = (experts, *inputs, outputs * len(stacks))
+        if any(stack.shape != stacks[0].shape for stack in stacks):
+            raise ValueError(f"{name} is made of tensors of the shapes {[stack.shape for stack in stacks]}")
+
+    def read(self) -> torch.Tensor:
+        return self[()]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        experts, *others = index or (slice(None),)
+        chosen = [self._expert(number) for number in range(self.shape[0])[experts]]
+        part: torch.Tensor = torch.stack(chosen)[(slice(None), *others)]
+        return part
+
+    def source(self, device: torch.device) -> FusedExperts:
+        return self
+
+    def quantized_rows(self, device: torch.device) -> QuantizedRows | None:
+        return None
+
+    def _expert(self, number: int) -> torch.Tensor:
+        rows = torch.stack([stack.entry(number) for stack in self._stacks], 1).flatten(0, 1)
+        return rows.mT if rows.dim() == 2 else rows
 
 
 def family_of(header: GGUFHeader) -> GGUFFamily:
@@ -49,20 +84,52 @@ def family_of(header: GGUFHeader) -> GGUFFamily:
             f"it: AutoModelForCausalLM.from_pretrained({str(header.path.parent)!r}, gguf_file={header.path.name!r})"
             ".save_pretrained(new_path)"
         )
-    return GGUF_FAMILIES[name]
+    is_mixture = name == MIXTRAL.name and header.metadata.get(f"{name}.expert_count") not in (None, 0)
+    return MIXTRAL if is_mixture else GGUF_FAMILIES[name]
 
 
-def gguf_tensors(header: GGUFHeader) -> dict[str, GGUFTensor]:
+def gguf_tensors(header: GGUFHeader) -> dict[str, GGUFTensor | FusedExperts]:
     """Return the tensors by the names that they have in a Hugging Face checkpoint. A tensor without a place there
-    keeps its own name. Raises ValueError if two have the same."""
-    family, found = family_of(header), {}
+    keeps its own name. Raises ValueError if two have the same, or experts do not fit each other."""
+    family, stacks = family_of(header), dict[str, GGUFTensor]()
+    found: dict[str, GGUFTensor | FusedExperts] = {}
     for name, place in header.tensors.items():
-        if name not in IGNORED:
-            theirs = family.checkpoint_name(name)
-            if theirs in found:
+        if name in IGNORED:
+            continue
+        for theirs, part in _parts(family, name, place):
+            if theirs in found or theirs in stacks:
                 raise ValueError(f"{header.path} has {theirs} twice, once as {name}: fetch it again")
-            found[theirs] = GGUFTensor(header, place, theirs, _change_of(header, family, name, place))
-    return found
+            is_stack = family.fuses_experts and ".mlp.experts." in theirs
+            (stacks if is_stack else found)[theirs] = GGUFTensor(
+                header, part, theirs, _change_of(header, family, name, part)
+            )
+    return found | _fused(stacks)
+
+
+def _parts(family: GGUFFamily, name: str, place: TensorPlace) -> Iterator[tuple[str, TensorPlace]]:
+    """Return what a tensor is in a checkpoint: itself, or the matrix of each expert."""
+    theirs = family.checkpoint_name(name)
+    if "{}" not in theirs:
+        yield theirs, place
+    else:
+        for expert in range(place.shape[0]):
+            yield theirs.format(expert), place.entry(expert)
+
+
+def _fused(stacks: dict[str, GGUFTensor]) -> dict[str, GGUFTensor | FusedExperts]:
+    """Return gpt-oss' tensors of the stacks of gate, up and down; a stack without its twin keeps its name."""
+    fused: dict[str, GGUFTensor | FusedExperts] = dict(stacks)
+    for name, gate in stacks.items():
+        stem, _, last = name.rpartition(".")
+        suffix = "" if last == "weight" else f"_{last}"
+        if stem.endswith(".gate") and (up := f"{stem.removesuffix('.gate')}.up.{last}") in stacks:
+            theirs = f"{stem.removesuffix('.gate')}.gate_up_proj{suffix}"
+            fused[theirs] = FusedExperts(theirs, [gate, stacks[up]])
+            del fused[name], fused[up]
+        elif stem.endswith(".down"):
+            fused[f"{stem}_proj{suffix}"] = FusedExperts(f"{stem}_proj{suffix}", [gate])
+            del fused[name]
+    return fused
 
 
 def quantized_types(header: GGUFHeader) -> list[str]:
@@ -78,7 +145,7 @@ def read_tensor(header: GGUFHeader, place: TensorPlace) -> torch.Tensor:
     from gguf import GGMLQuantizationType, dequantize
 
     try:
-        stored = np.memmap(header.path, np.uint8, "r", place.start, (place.num_bytes,))
+        stored = np.memmap(place.path, np.uint8, "r", place.start, (place.num_bytes,))
         rows = stored.reshape(*place.shape[:-1], -1)
         values = dequantize(rows, GGMLQuantizationType(place.kind))
         read: torch.Tensor = torch.from_numpy(np.array(values, np.float32)).reshape(place.shape)
