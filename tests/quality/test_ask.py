@@ -38,7 +38,8 @@ LLAMA = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 )
 PARTS = (
-    "{% for m in messages %}<|im_start|>{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}A:{% endif %}"
 )
 
@@ -95,11 +96,11 @@ def test_a_model_without_a_template_is_asked_in_a_style() -> None:
 
 
 def test_what_cannot_be_asked_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cannot tell how to ask data set 'a.json'"):
+    with pytest.raises(ValueError, match=r"cannot tell how to ask data set 'a\.json'"):
         choose_asking(tokenizer_of(None), "a.json")
     with pytest.raises(ValueError, match="--style 'squad' is unknown"):
         choose_asking(tokenizer_of(CHAT_ML), "a.json", "squad")
-    with pytest.raises(ValueError, match="--template='Why' must hold {question} once"):
+    with pytest.raises(ValueError, match=r"--template='Why' must hold \{question\} once"):
         choose_asking(tokenizer_of(CHAT_ML), "a.json", None, "", "Why")
     with pytest.raises(ValueError, match="does not show the user's message once"):
         by_chat_template(tokenizer_of("{{ messages[0]['content'] | upper }}"))

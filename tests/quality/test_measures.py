@@ -17,7 +17,7 @@ from vllm_blend.quality.measures import LISTS, Measured, measure, total_work
 from vllm_blend.quality.questions import Questions, joined_ids, read_questions, select_fitting
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import Setting
-from vllm_blend.quality.table import make_rows, render, samples_of
+from vllm_blend.quality.table import make_rows, render, columns_of
 
 SETTINGS = [Setting("none", 0.0, "page"), Setting("random", 0.2, "page"), Setting("random", 0.2, "neighbour")]
 COUNT = 5
@@ -91,23 +91,23 @@ def test_rows_say_what_was_measured(measured: Measured) -> None:
         "random 20% (neighbour)",
     ]
     reuse, own = rows[2], measured.settings[SETTINGS[0]]
-    assert reuse["kl"] == pytest.approx(own.values("kl").mean()) and reuse["rule"] == "none"
-    assert reuse["f1_gain"] == pytest.approx(own.values("f1").mean() - measured.full.values("f1").mean())
+    assert reuse["kl"] == pytest.approx(own.values("kl").mean(), rel=1e-4) and reuse["rule"] == "none"
+    assert reuse["f1_gain"] == pytest.approx(own.values("f1").mean() - measured.full.values("f1").mean(), rel=1e-4)
     assert reuse["agreement_low"] < reuse["agreement"] < reuse["agreement_high"]
-    assert reuse["kl_over"] == pytest.approx(reuse["kl"] - rows[3]["kl"]) and rows[3]["kl_over"] == 0
+    assert reuse["kl_over"] == pytest.approx(reuse["kl"] - rows[3]["kl"], rel=1e-3) and rows[3]["kl_over"] == 0
     assert 0 < reuse["work"] < rows[3]["work"] < 1 == rows[0]["work"]
     assert reuse["encoding"] == rows[3]["encoding"] < rows[4]["encoding"]  # each passage after its neighbour
     text = render(rows).splitlines()
     assert len(text) == 7 and text[0].endswith("| KL, difference |") and text[4].startswith("| none (page) | ")
-    samples = samples_of(measured)
-    assert len(samples) == COUNT and samples[0]["none (page)"]["text"] == own.texts[0]
+    columns = columns_of(measured)
+    assert columns["none (page)"]["text"] == own.texts and len(columns["id"]) == COUNT
 
 
 def test_numbers_that_are_none_stay_readable(measured: Measured) -> None:
     damaged = replace(measured, again=replace(measured.again, kl=[float("nan")] * COUNT))
     row = make_rows(damaged)[1]
     assert row["kl"] is None and "? (? to ?)" in render([row])
-    assert samples_of(damaged)[0]["full prefill, other batches"]["kl"] is None
+    assert columns_of(damaged)["full prefill, other batches"]["kl"] == [None] * COUNT
 
 
 def test_questions_are_drawn_by_a_seed(tmp_path: Path) -> None:

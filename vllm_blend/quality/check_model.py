@@ -111,11 +111,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def add_question_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what is asked, how, and of what engine."""
+def add_question_flags(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
+    """Add the flags that say what is asked, how, and what is compared."""
     add = parser.add_argument_group("questions").add_argument
     files = "data sets as published (HotpotQA, 2WikiMultihopQA, MuSiQue, SQuAD, LongBench, CacheBlend's) or of your own"
-    add("--data", "--dataset", dest="data", nargs="+", required=True, metavar="FILE", help=files)
+    add("--data", "--dataset", dest="data", nargs="+", required=is_required, metavar="FILE", help=files)
     add("--samples", type=int, metavar="N", help="questions of each data set, drawn with --seed (default: all)")
     add("--style", help="ask in the words of musique, wikimqa or samsum (default: by the model's chat template)")
     add("--instruction", default="", metavar="TEXT", help="what stands before the passages")

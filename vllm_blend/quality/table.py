@@ -61,21 +61,18 @@ def _row(
 def columns(name: str, estimate: Estimate) -> dict[str, float | None]:
     """Return an estimate and its interval as columns of a row."""
     found = {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return {key: value if math.isfinite(value) else None for key, value in found.items()}
+    return {key: float(f"{value:.6g}") if math.isfinite(value) else None for key, value in found.items()}
 
 
-def samples_of(measured: Measured) -> list[dict[str, Any]]:
-    """Return what was measured of every question: its id, and for each way to answer its text and numbers."""
+def columns_of(measured: Measured) -> dict[str, Any]:
+    """Return what was measured of every question, for a file: the ids, and for each way to answer a list of texts and
+    lists of numbers in the same order."""
     ways = {FULL: measured.full, AGAIN: measured.again}
     ways |= {setting.name: measures for setting, measures in measured.settings.items()}
-    return [
-        {"id": sample.sample_id}
-        | {
-            name: {"text": measures.texts[index]} | {key: _short(getattr(measures, key)[index]) for key in LISTS}
-            for name, measures in ways.items()
-        }
-        for index, sample in enumerate(measured.questions.samples)
-    ]
+    found: dict[str, Any] = {"id": [sample.sample_id for sample in measured.questions.samples]}
+    for name, measures in ways.items():
+        found[name] = {"text": measures.texts} | {key: [*map(_short, getattr(measures, key))] for key in LISTS}
+    return found
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -107,9 +104,9 @@ def _interval(row: Mapping[str, Any], name: str, scale: float, digits: int) -> s
 
 
 def _number(value: float | None, scale: float, digits: int, sign: str = "") -> str:
-    return "?" if value is None else f"{scale * value + 0.0:{sign}.{digits}f}"
+    return "?" if value is None else f"{round(scale * value, digits) + 0.0:{sign}.{digits}f}"
 
 
 def _short(value: float) -> float | None:
-    """Return a number with six digits, which are more than are significant."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    """Return a number with four digits, which are more than are significant."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
