@@ -6,9 +6,7 @@ import multiprocessing
 from multiprocessing import forkserver
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["tests.kv_store.disk_processes", "vllm_blend.quality.parallel", "transformers.modeling_utils"]
-)
+context.set_forkserver_preload(["tests.kv_store.disk_processes", "transformers.modeling_utils"])
 
 
 def end_server() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import threaded_llm
 from tests.engine.engines import threads
 from tests.quality.small import MODEL, write_small
 from vllm_blend.command_line import BAD_INPUT
 from vllm_blend.pipeline.files import read_json
 from vllm_blend.quality import check_model as module
 from vllm_blend.quality.session import Session
-from vllm_blend.quality.true_attention import true_attention
 
 pytestmark = pytest.mark.cpu_only
 
@@ -26,8 +23,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(data: Path, output: Path, size: int) -> tuple[int, dict[str, Any]]:
-    flags = [MODEL, "--dataset", str(data), "--min-questions", "1", "--ratios", "0", "0.15", "1", "--device", "cpu"]
-    flags += ["--selector", "question_attention", "--tensor-parallel-size", str(size), "--output", str(output)]
+    flags = [MODEL, "--data", str(data), "--min-questions", "1", "--rules", "none", "question_attention@0.15"]
+    flags += ["--device", "cpu", "--tensor-parallel-size", str(size), "--output", str(output)]
+    flags += ["--chunk-store-path", str(output.parent)]
     with threads(1):
         status = module.main(flags)
     return status, read_json(output, "rows")
@@ -60,10 +58,3 @@ def test_a_number_of_ranks_that_the_model_cannot_have_is_refused(
         with pytest.raises(SystemExit) as ended:
             check(data, tmp_path / "c.json", size)
         assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
-
-
-def test_the_attention_of_one_ranks_heads_is_not_that_of_full_prefill() -> None:
-    with threads(1), threaded_llm(MODEL, 2) as llm:
-        session: Any = SimpleNamespace(engine=llm.llm_engine)
-        with pytest.raises(ValueError, match="full prefill's attention needs tensor_parallel_size=1, but it is 2"):
-            true_attention(session, [1, 2, 3], num_suffix=1)

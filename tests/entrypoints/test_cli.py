@@ -65,8 +65,8 @@ def test_anything_else_is_an_error_that_names_the_commands(capsys: pytest.Captur
         (["serve", "m", "--request-timeout", "1s"], "serve: error: --request-timeout: '1s' is not a number"),
         (["serve", "m", "--log-format", "xml"], "serve: error: --log-format: invalid choice: 'xml' (choose from"),
         (["serve", "m", "--port"], "serve: error: --port: expected one argument"),
-        (["check-model", "m", "--dataset", "a", "--batch", "4.5"], "check-model: error: --batch: '4.5' is not a whole"),
-        (["check-model", "m"], "check-model: error: the following arguments are required: --dataset"),
+        (["check-model", "m", "--data", "a", "--batch", "4.5"], "check-model: error: --batch: '4.5' is not a whole"),
+        (["check-model", "m"], "check-model: error: the following arguments are required: --data/--dataset"),
         (["finetune", "m", "--minutes", "soon"], "finetune: error: --minutes: 'soon' is not a number"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,25 +12,25 @@ from tests.quality.small import MODEL, write_small
 from vllm_blend.models.llama import LlamaForCausalLM
 from vllm_blend.models.registry import MODEL_REGISTRY
 from vllm_blend.quality import exactness
+from vllm_blend.quality.ask import choose_asking
 from vllm_blend.quality.questions import Questions, read_questions
 from vllm_blend.quality.session import Session
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
-    return read_questions(write_small(tmp_path_factory.mktemp("data")))
+    path = write_small(tmp_path_factory.mktemp("data"))
+    return replace(read_questions(path), asking=choose_asking(None, path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_demo_model_is_far_within_the_limits(questions: Questions, dtype: str) -> None:
     with Session(MODEL, batch=2, dtype=dtype) as session:
-        full, found, limit = exactness.check_exactness(session, questions)
-    assert len(full.answers) == 3 and [d.what.split(",")[0] for d in found] == [
-        "full prefill",
-        "everything recomputed",
-    ]
-    assert all(difference.within(limit) for difference in found)
-    assert all(difference.kl < limit.kl / 10 and difference.same == 1 for difference in found)
+        check = exactness.check_exactness(session, questions)
+        assert session.encode(check.chunked) > 0  # nothing is left behind that the measurement would not count
+    assert check.passes and len(check.truths) == 3
+    assert [each.what.split(",")[0] for each in check.found] == ["full prefill", "everything recomputed"]
+    assert all(each.kl < check.limit.kl / 10 and each.same == 1 for each in check.found)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +46,22 @@ def test_what_is_wrong_is_told_apart(
 ) -> None:
     monkeypatch.setitem(MODEL_REGISTRY, "LlamaForCausalLM", broken)
     with Session(MODEL, batch=4) as session:
-        full, found, limit = exactness.check_exactness(session, questions)
-    assert not found[-1].within(limit) or not found[1].within(limit)
-    text = exactness.explain(MODEL, questions, full, found, limit)
+        check = exactness.check_exactness(session, questions)
+    assert not check.passes and not check.found[-1].within(check.limit)
+    text = exactness.explain(MODEL, check)
     assert text.startswith(reason)
-    assert all(str(difference) in text for difference in found)
+    assert all(str(difference) in text for difference in check.found)
 
 
 def test_what_none_of_that_explains_is_said_too(questions: Questions) -> None:
     with Session(MODEL, batch=4) as session:
-        full, found, limit = exactness.check_exactness(session, questions)
+        check = exactness.check_exactness(session, questions)
     wrong = exactness.Difference("everything recomputed, against full prefill", kl=1.0, same=0.0)
-    text = exactness.explain(MODEL, questions, full, [found[0], wrong, found[1]], limit)
+    text = exactness.explain(MODEL, replace(check, found=[check.found[0], wrong, check.found[1]]))
     assert text.startswith(exactness.WRONG_ELSEWHERE) and "32 tokens at a time: KL" in text
 
 
-def test_nan_is_a_difference(questions: Questions) -> None:
+def test_nan_is_a_difference() -> None:
     limit = exactness.LIMITS[torch.float32]
     assert not exactness.Difference("", float("nan"), 1.0).within(limit)
     assert not exactness.Difference("", 0.0, 0.9).within(limit)

@@ -1,20 +1,24 @@
-"""Data sets in the format of the CacheBlend repository: a JSON list of samples with `ctxs`, `question` and `answers`.
+"""The one door to data sets: `load_dataset(path)` reads every form that `formats` knows.
 
-`load_dataset(path)` returns the samples as they are in the file, checked; `normalize_sample` returns a typed view of
-one. The files published with CacheBlend (MuSiQue, 2WikiMultihopQA, SAMSum) and this project's (`make_datasets`) both
-load. The latter add `id`, the question's `kind`, `gold` (indices of the passages that hold the answer) and each
-passage's `page_id`.
+It returns samples in one form, which is CacheBlend's and that of this project's `make_datasets`: `ctxs`, `question`,
+`answers` and, where the file has them, `id`, the question's `kind` and `gold` (indices of the passages that hold the
+answer). Files of that form are returned as they are, with fields of their own. `normalize_sample` returns a typed view
+of a sample.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_blend.pipeline.files import is_json_lines, read_json, read_json_lines
+from vllm_blend.pipeline.formats import Format, Record, find_format, kind_of, make_record
+
+logger = logging.getLogger(__name__)
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _Complaint = Callable[[str, str], ValueError]  # (field, problem) -> the error to raise
@@ -50,38 +54,75 @@ class Sample:
         return f"{self.sample_id}_chunk{passage}"
 
 
+@dataclass(frozen=True)
+class DataSet:
+    """The samples of a file, as `load_dataset` returns them. `num_unanswerable` questions are left out, as they have no
+    answer to compare with."""
+
+    format: str
+    samples: list[dict[str, Any]]
+    num_unanswerable: int
+
+
 def load_dataset(path: str | Path) -> list[dict[str, Any]]:
     """Return the samples of a data set, or of a stage's output that wraps them as {"results": [...]}, in file order.
 
-    A file that ends in .jsonl has one sample a line. A sample's `passages` are returned as `ctxs`, the rest as it is in
-    the file. Raises FileNotFoundError, or ValueError that names the sample (and its line), the field and the fix.
+    The file is JSON or has JSON in every line. A warning says how many questions are left out because they have no
+    answer. Raises FileNotFoundError, or ValueError that names the place, the field and the fix.
     """
-    lines: list[int] | None = None
+    found = read_dataset(path)
+    if found.num_unanswerable:
+        logger.warning(
+            "%s: %d of %d questions are left out, as the file says that they have no answer",
+            path,
+            found.num_unanswerable,
+            found.num_unanswerable + len(found.samples),
+        )
+    return found.samples
+
+
+def read_dataset(path: str | Path) -> DataSet:
+    """Return what `load_dataset` reads, with the name of the file's format and what was left out."""
+    places = _read_places(path)
+    try:
+        records = [make_record(raw, where) for where, raw in places]
+        form = find_format(records[0])
+        read = _read(form, records)
+        found = [(where, sample) for where, sample in read if sample is not None]
+        if not found:
+            raise ValueError("no question has an answer: give another file")
+        _check_samples(found)
+    except ValueError as error:
+        raise ValueError(f"data set {path}: {error}") from error
+    return DataSet(form.name, [_with_ctxs(sample) for _, sample in found], len(read) - len(found))
+
+
+def _read(form: Format, records: Sequence[Record]) -> list[tuple[str, dict[str, Any] | None]]:
+    """Return the samples of records of one format, which errors name."""
+    try:
+        return list(form.read(records))
+    except ValueError as error:
+        raise ValueError(f"{error} (the file is read as {form.name}, as its first sample has {form.fields})") from error
+
+
+def _read_places(path: str | Path) -> list[tuple[str, Any]]:
+    """Return the entries of a file, each with the place that errors name. Raises FileNotFoundError, or ValueError if
+    there are none."""
     if is_json_lines(path):
         numbered = read_json_lines(path, "data set")
-        lines, data = [number for number, _ in numbered], [raw for _, raw in numbered]
+        places = [(f"line {number}: sample {index}", raw) for index, (number, raw) in enumerate(numbered)]
     else:
         data = read_json(path, "data set")
-    if isinstance(data, dict):
-        data = data.get("results")
-    if not isinstance(data, list) or not data:
+        name = next((name for name in ("results", "data") if isinstance(data, dict) and name in data), None)
+        entries = data if name is None else data[name]
+        label = "data[{}]" if name == "data" else "sample {}"
+        places = [(label.format(i), raw) for i, raw in enumerate(entries)] if isinstance(entries, list) else []
+    if not places:
         raise ValueError(
-            f'data set {path}: expected a non-empty JSON list of samples, or an object with such a list under "results"'
+            f"data set {path}: expected a non-empty JSON list of samples, JSON in every line, or an object with such a "
+            'list under "data" (SQuAD) or "results" (a stage of the pipeline)'
         )
-    seen: dict[str, int] = {}
-    for index, raw in enumerate(data):
-        where = f"data set {path}" if lines is None else f"data set {path}: line {lines[index]}"
-        try:
-            sample = normalize_sample(raw, index)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        first = seen.setdefault(sample.sample_id, index)
-        if first != index:
-            raise ValueError(
-                f"{where}: sample {index}: id {sample.sample_id!r} is also the id of sample {first}; "
-                "make ids unique or leave them out"
-            )
-    return [_with_ctxs(raw) for raw in data]
+    return places
 
 
 def _with_ctxs(raw: dict[str, Any]) -> dict[str, Any]:
@@ -92,27 +133,40 @@ def _with_ctxs(raw: dict[str, Any]) -> dict[str, Any]:
     return {"ctxs": passages, **{key: value for key, value in raw.items() if key != "passages"}}
 
 
-def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> Sample:
+def _check_samples(found: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Raise ValueError for a sample that no stage could use, and for an id that two samples have."""
+    seen: dict[str, str] = {}
+    for index, (where, raw) in enumerate(found):
+        sample = normalize_sample(raw, index, where=where)
+        first = seen.setdefault(sample.sample_id, where)
+        if first != where:
+            raise ValueError(
+                f"{where}: id {sample.sample_id!r} is also the id of {first}; make ids unique or leave them out"
+            )
+
+
+def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id", where: str | None = None) -> Sample:
     """Return the typed view of sample `index` of a file. Its passages are in `ctxs` or, without that field, in
     `passages`, where a string is a passage without a title.
 
-    Raises ValueError that names the sample, the field and the fix.
+    Raises ValueError that names the sample (`where`, if that is given), the field and the fix.
     """
 
     def bad(field: str, problem: str) -> ValueError:
-        return ValueError(f"sample {index}: {field} {problem}")
+        return ValueError(f"{f'sample {index}' if where is None else where}: {field} {problem}")
 
     if not isinstance(raw, dict):
-        raise bad("the sample", f"must be an object with ctxs, question and answers, not {_kind_of(raw)}")
+        raise bad("the sample", f"must be an object with ctxs, question and answers, not {kind_of(raw)}")
     source = "passages" if "passages" in raw and "ctxs" not in raw else "ctxs"
     for field in (source, "question", "answers"):
         if field not in raw:
             raise bad(field, f"is missing; the sample has {', '.join(map(repr, raw)) or 'no fields'}")
     question = raw["question"]
     if not isinstance(question, str) or not question.strip():
-        raise bad("question", f"must be a non-empty string, not {_kind_of(question)}")
+        raise bad("question", f"must be a non-empty string, not {kind_of(question)}")
+    _check_characters(question, "question", bad)
     if not isinstance(raw[source], list) or not raw[source]:
-        raise bad(source, f"must be a non-empty list of {{title, text}}, not {_kind_of(raw[source])}")
+        raise bad(source, f"must be a non-empty list of {{title, text}}, not {kind_of(raw[source])}")
     passages = []
     for i, ctx in enumerate(raw[source]):
         field = f"{source}[{i}]"
@@ -120,21 +174,22 @@ def normalize_sample(raw: Any, index: int = 0, page_id_key: str = "page_id") -> 
             ctx = {"text": ctx}
         if not isinstance(ctx, dict):
             texts = "a string, or " if source == "passages" else ""
-            raise bad(field, f"must be {texts}an object with title and text, not {_kind_of(ctx)}")
+            raise bad(field, f"must be {texts}an object with title and text, not {kind_of(ctx)}")
         title, text, page = ctx.get("title", ""), ctx.get("text"), ctx.get(page_id_key)
         if not isinstance(text, str) or not text.strip():
-            raise bad(f"{field}.text", f"must be a non-empty string, not {_kind_of(text)}; fill it or drop the passage")
+            raise bad(f"{field}.text", f"must be a non-empty string, not {kind_of(text)}; fill it or drop the passage")
         if not isinstance(title, str):
-            raise bad(f"{field}.title", f'must be a string, not {_kind_of(title)}; use "" for none')
+            raise bad(f"{field}.title", f'must be a string, not {kind_of(title)}; use "" for none')
+        _check_characters(title + text, field, bad)
         if page is not None and not isinstance(page, (str, int)):
-            raise bad(f"{field}.{page_id_key}", f"must be a string or an integer, not {_kind_of(page)}")
+            raise bad(f"{field}.{page_id_key}", f"must be a string or an integer, not {kind_of(page)}")
         passages.append(SamplePassage(title, text, None if page is None else str(page)))
     answers = tuple(flatten_answers(raw["answers"], bad))
     if not answers:
         raise bad("answers", "must hold at least one answer")
     kind, gold = raw.get("kind"), raw.get("gold")
     if kind is not None and not isinstance(kind, str):
-        raise bad("kind", f"must be a string, not {_kind_of(kind)}; leave it out if unknown")
+        raise bad("kind", f"must be a string, not {kind_of(kind)}; leave it out if unknown")
     if gold is not None and not (isinstance(gold, list) and all(_is_index(g, len(passages)) for g in gold)):
         raise bad(
             "gold", f"must be a list of indices into {source} (0 to {len(passages) - 1}); leave it out if unknown"
@@ -158,8 +213,16 @@ def flatten_answers(answers: Any, bad: _Complaint | None = None) -> Iterable[str
         for answer in answers:
             yield from flatten_answers(answer, bad)
     else:
-        problem = f"must be a string or a (nested) list of strings, not {_kind_of(answers)}"
+        problem = f"must be a string or a (nested) list of strings, not {kind_of(answers)}"
         raise bad("answers", problem) if bad else ValueError(f"answers {problem}")
+
+
+def _check_characters(text: str, field: str, bad: _Complaint) -> None:
+    """Raise ValueError for text that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad(field, f"holds half of a surrogate pair, which is not a character ({error}); remove it") from error
 
 
 def _sample_id(value: Any, index: int, bad: _Complaint) -> str:
@@ -172,9 +235,3 @@ def _sample_id(value: Any, index: int, bad: _Complaint) -> str:
 
 def _is_index(value: Any, size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
-
-
-def _kind_of(value: Any) -> str:
-    if value is None:
-        return "null or missing"
-    return "empty" if value in ("", [], {}) or (isinstance(value, str) and not value.strip()) else type(value).__name__

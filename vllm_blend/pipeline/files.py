@@ -74,8 +74,21 @@ def read_json(path: str | Path, what: str) -> Any:
 
 
 def is_json_lines(path: str | Path) -> bool:
-    """Return whether a file's name says that each of its lines is JSON."""
-    return Path(path).suffix.lower() == ".jsonl"
+    """Return whether a file has JSON in each of its lines: its name ends in .jsonl, or its first line is an object and
+    others follow."""
+    path = Path(path)
+    if path.suffix.lower() == ".jsonl" or not path.is_file():
+        return path.suffix.lower() == ".jsonl"
+    with path.open("rb") as file:
+        lines = (line for line in file if line.strip())
+        first, another = next(lines, b""), next(lines, None)
+    if another is None or not first.lstrip().startswith(b"{"):
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_json_lines(path: str | Path, what: str) -> list[tuple[int, Any]]:

@@ -35,12 +35,12 @@ from vllm_blend.pipeline.files import write_json
 from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, page_predecessors, read_stage_input
 from vllm_blend.quality.intervals import ratio_of_medians
 from vllm_blend.quality.questions import joined_ids
-from vllm_blend.quality.report import NAMES
 from vllm_blend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_ROUNDS = 3
+NAMES = {"f1": "F1", "rouge_l": "Rouge-L"}
 
 
 @dataclass

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_blend.inputs import PromptType
 from vllm_blend.quality.questions import Questions, joined_ids
-from vllm_blend.quality.session import Answers, Session
-from vllm_blend.quality.settings import RECOMPUTE_ALL, Run
-from vllm_blend.quality.sweep import blended_answers, full_answers, kl_divergence
+from vllm_blend.quality.session import Following, Session, Truth
+from vllm_blend.quality.settings import EVERYTHING, PLAIN_REUSE
 
-NUM_QUESTIONS = 8
+NUM_QUESTIONS = 4
 PIECE = 32  # tokens of a prompt in a step, when it is computed in pieces
 
 
@@ -49,8 +48,8 @@ WRONG_ELSEWHERE = (
 class Limit:
     """The difference that rounding may make. On the demo model it makes far less: see the tests."""
 
-    kl: float  # nats, of the first token, mean over the questions
-    same: float  # share of answers that are word for word the same
+    kl: float  # nats a token, mean over the questions
+    same: float  # share of answers that are the same
 
 
 LIMITS = {
@@ -62,17 +61,16 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two ways to compute the same answers."""
+    """The difference between full prefill and another way to compute the same answers."""
 
     what: str
     kl: float
     same: float
 
     @classmethod
-    def between(cls, what: str, expected: Answers, found: Answers) -> Difference:
-        pairs = list(zip(expected.answers, found.answers, strict=True))
-        kl = statistics.fmean(kl_divergence(a.first, b.first) for a, b in pairs)
-        return cls(what, kl, statistics.fmean(a.token_ids == b.token_ids for a, b in pairs))
+    def of(cls, what: str, followings: Sequence[Following]) -> Difference:
+        kl = statistics.fmean(statistics.fmean(each.kl) for each in followings)
+        return cls(what, kl, statistics.fmean(each.agrees for each in followings))
 
     def within(self, limit: Limit) -> bool:
         return self.kl <= limit.kl and self.same >= limit.same  # with NaN, neither holds
@@ -81,54 +79,64 @@ class Difference:
         return f"{self.what}: KL {self.kl:.1e} nats, {100 * self.same:.0f}% of the answers equal"
 
 
-def check_exactness(session: Session, questions: Questions) -> tuple[Answers, list[Difference], Limit]:
-    """Return full prefill's answers to the first few questions, the comparisons made, and the limit of the model's
-    dtype. If any comparison exceeds the limit, the last one does."""
-    few = replace(questions, samples=questions.samples[:NUM_QUESTIONS])
+@dataclass(frozen=True)
+class Check:
+    """Full prefill's answers to a few questions, the comparisons with them, and the limit of the model's dtype. If any
+    comparison exceeds the limit, the last one does. Prompts are kept in chunks and plain."""
+
+    chunked: list[Any]
+    plain: list[PromptType]
+    truths: list[Truth]
+    found: list[Difference]
+    limit: Limit
+
+    @property
+    def passes(self) -> bool:
+        return all(difference.within(self.limit) for difference in self.found)
+
+
+def check_exactness(session: Session, questions: Questions, count: int = NUM_QUESTIONS) -> Check:
+    """Compare ways to answer the first `count` questions that must give the same."""
+    assert questions.asking is not None
     limit = LIMITS[session.dtype]
-    full = full_answers(session, few, few.samples)
-    found = [Difference.between("full prefill, twice", full, full_answers(session, few, few.samples))]
+    chunked: list[Any] = [questions.prompt(sample) for sample in questions.samples[:count]]
+    plain: list[PromptType] = [{"prompt_token_ids": joined_ids(session.engine, prompt)} for prompt in chunked]
+    max_tokens = questions.asking.max_tokens
+    truths = session.truths(plain, max_tokens)
+    found = [Difference.of("full prefill, twice", session.follow(plain, truths))]
     if found[-1].within(limit):
-        everything = blended_answers(session, few, few.samples, Run(RECOMPUTE_ALL, 1.0))
-        found.append(Difference.between("everything recomputed, against full prefill", full, everything))
+        session.encode(chunked)
+        everything = session.follow([prompt | {"blend_selector": EVERYTHING} for prompt in chunked], truths)
+        found.append(Difference.of("everything recomputed, against full prefill", everything))
     if len(found) == 2 and not found[-1].within(limit):
-        found.append(_first_chunk(session, few))
-    return full, found, limit
+        found.append(_first_chunk(session, chunked, max_tokens))
+    session.engine.composer.store.clear()  # so that what chunks take is counted when settings are measured
+    return Check(chunked, plain, truths, found, limit)
 
 
-def explain(
-    model: str, questions: Questions, full: Answers, found: Sequence[Difference], limit: Limit, **engine_args: Any
-) -> str:
-    """Return why a model failed `check_exactness`, and the comparisons. It starts another engine, so the first must be
-    gone."""
-    if not found[0].within(limit):
-        return _list_differences(NOT_DETERMINISTIC, found)
-    few = questions.samples[: len(full.answers)]
+def explain(model: str, check: Check, **engine_args: Any) -> str:
+    """Return why a model failed a check, and the comparisons. It starts another engine, so the first must be gone."""
+    if not check.found[0].within(check.limit):
+        return _list_differences(NOT_DETERMINISTIC, check.found)
     with Session(model, batch=1, **engine_args | {"max_num_batched_tokens": PIECE}) as session:
-        pieces = Difference.between(
-            f"full prefill, {PIECE} tokens at a time", full, full_answers(session, questions, few)
-        )
-    if not pieces.within(limit):
+        followings = session.follow(check.plain, check.truths)
+    pieces = Difference.of(f"full prefill, {PIECE} tokens at a time", followings)
+    if not pieces.within(check.limit):
         reason = DEPENDS_ON_STEPS
     else:
-        reason = WRONG_WHERE_PLACED if not found[-1].within(limit) else WRONG_ELSEWHERE
-    return _list_differences(reason, [*found, pieces])
+        reason = WRONG_WHERE_PLACED if not check.found[-1].within(check.limit) else WRONG_ELSEWHERE
+    return _list_differences(reason, [*check.found, pieces])
 
 
 def _list_differences(reason: str, differences: Sequence[Difference]) -> str:
     return "\n".join([reason, *(f"  {difference}" for difference in differences)])
 
 
-def _first_chunk(session: Session, questions: Questions) -> Difference:
+def _first_chunk(session: Session, prompts: Sequence[Any], max_tokens: int) -> Difference:
     """Compare prompts of one chunk, which stands where it was encoded: reused as it is, it is what full prefill
     computes."""
-    chunked: list[PromptType] = []
-    plain: list[PromptType] = []
-    for sample in questions.samples:
-        prompt = questions.prompt(sample)
-        prompt["chunks"] = prompt["chunks"][:1]
-        plain.append({"prompt_token_ids": joined_ids(session.engine, prompt)})
-        prompt["blend_selector"] = "none"
-        chunked.append(prompt)
-    answers = [session.answer(prompts, questions.style.max_tokens) for prompts in (plain, chunked)]
-    return Difference.between("one chunk, reused where it was encoded, against full prefill", *answers)
+    chunked = [prompt | {"chunks": prompt["chunks"][:1], "blend_selector": PLAIN_REUSE} for prompt in prompts]
+    plain: list[PromptType] = [{"prompt_token_ids": joined_ids(session.engine, prompt)} for prompt in chunked]
+    truths = session.truths(plain, max_tokens)
+    followings = session.follow(chunked, truths)
+    return Difference.of("one chunk, reused where it was encoded, against full prefill", followings)

@@ -1,4 +1,4 @@
-"""Count what goes through a model: token-layers, and the logits that tokens are drawn from. Nothing is changed."""
+"""Count what goes through a model: token-layers, and rows of logits. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Probe:
     def __init__(self, model: CausalLM) -> None:
         self.token_layers = 0.0
         self.num_drawn = 0  # rows of logits, so far
-        self.logits: list[torch.Tensor] = []  # [rows, vocabulary] each, since the list was cleared
         self.num_layers = len(model.model.layers)
         self._handles = [model.get_submodule("lm_head").register_forward_hook(self._drawn)]
         for index, layer in enumerate(model.model.layers):
@@ -52,7 +51,6 @@ class Probe:
 
     def _drawn(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self.num_drawn += output.shape[0]
-        self.logits.append(output)
 
 
 def _num_weights(module: nn.Module) -> int:

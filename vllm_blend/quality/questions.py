@@ -2,90 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.inputs import ChunkedPrompt
-from vllm_blend.pipeline.datasets import Sample, load_dataset, normalize_sample
-from vllm_blend.pipeline.prompts import PromptStyle, build_qa_prompt, find_style
-from vllm_blend.quality.arrangements import with_pages
-
-ALL = "all"  # the kind, in results, that stands for every question
+from vllm_blend.pipeline.datasets import DataSet, Sample, normalize_sample, read_dataset
+from vllm_blend.quality.ask import Asking
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of one file. `left_out` names samples that the model cannot hold. With `pages`, prompts say which
-    passage continues which, if the data set knows pages."""
+    """The questions of one file. `left_out` has the ids of samples that the model cannot hold, and `asking` is None
+    until the model is known."""
 
     name: str
-    style: PromptStyle
+    path: Path
+    form: str  # of the file
     samples: tuple[Sample, ...]
+    num_unanswerable: int = 0
+    asking: Asking | None = None
     left_out: tuple[str, ...] = ()
-    pages: bool = False
-
-    @property
-    def kinds(self) -> list[str]:
-        """Return the kinds in the order of the file; none if the file does not say them, or if all are of one kind."""
-        kinds = list(dict.fromkeys(sample.kind for sample in self.samples if sample.kind is not None))
-        return kinds if len(kinds) > 1 else []
 
     def prompt(self, sample: Sample) -> ChunkedPrompt:
-        """Return the prompt of a sample over all of its passages, in their order."""
-        prompt = build_qa_prompt(sample, self.style.name)
-        return with_pages(sample, prompt) if self.pages else prompt
+        assert self.asking is not None
+        return self.asking.prompt(sample)
 
 
-def read_questions(path: str | Path, style: str | None = None, limit: int | None = None) -> Questions:
-    """Read at most `limit` samples of a file: equally many of each kind, the first ones. `style` is a name of
-    PROMPT_STYLES, or None if the file's name holds one.
+def read_questions(path: str | Path, limit: int | None = None, seed: int = 0) -> Questions:
+    """Read the questions of a file: all of them, or `limit` that a seed draws, in the order of the file.
 
     Raises FileNotFoundError, or ValueError that names the field and the fix.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"the number of samples is {limit}: use 1 or more")
-    loaded = load_dataset(path)  # first: a file that is not there has no style either
-    found = find_style(style, path)
-    samples = [normalize_sample(raw, index) for index, raw in enumerate(loaded)]
-    if any(sample.kind == ALL for sample in samples):
-        raise ValueError(f"data set {path}: the kind {ALL!r} stands for all questions here: give it another name")
-    return Questions(Path(path).stem, found, tuple(_interleave_kinds(samples)[:limit]))
+        raise ValueError(f"the number of questions is {limit}: use 1 or more")
+    found: DataSet = read_dataset(path)
+    samples = [normalize_sample(raw, index) for index, raw in enumerate(found.samples)]
+    if limit is not None and limit < len(samples):
+        samples = [samples[index] for index in sorted(Random(seed).sample(range(len(samples)), limit))]
+    return Questions(Path(path).stem, Path(path), found.format, tuple(samples), found.num_unanswerable)
 
 
-def read_all(paths: Sequence[str | Path], style: str | None = None, limit: int | None = None) -> list[Questions]:
+def read_all(paths: Sequence[str | Path], limit: int | None = None, seed: int = 0) -> list[Questions]:
     """Read several files, as `read_questions` does. Raises ValueError too if two have the same name, which results go
     by."""
-    data = [read_questions(path, style, limit) for path in paths]
+    data = [read_questions(path, limit, seed) for path in paths]
     for index, questions in enumerate(data):
         if questions.name in [other.name for other in data[:index]]:
             raise ValueError(f"two data sets are called {questions.name!r}, as {paths[index]} is: rename a file")
     return data
 
 
-def select_fitting(questions: Questions, engine: LLMEngine, whole: bool = True) -> Questions:
+def select_fitting(questions: Questions, engine: LLMEngine) -> Questions:
     """Return the questions without the samples whose prompt and answer exceed the model's length. Raises ValueError if
-    none is left of a `whole` data set; a part of one may be empty."""
-    room = engine.max_model_len - questions.style.max_tokens
-    kept: list[Sample] = []
-    left_out: list[Sample] = []
-    for sample in questions.samples:
-        fits = len(joined_ids(engine, questions.prompt(sample))) <= room
-        (kept if fits else left_out).append(sample)
-    if whole and not kept:
-        raise nothing_fits(questions, f"{engine.max_model_len} tokens")
-    names = tuple(sample.sample_id for sample in left_out)
-    return replace(questions, samples=tuple(kept), left_out=names)
-
-
-def nothing_fits(questions: Questions, room: str) -> ValueError:
-    return ValueError(
-        f"none of the {len(questions.samples)} samples of {questions.name} fits the model's {room}: use shorter "
-        "passages, or a model with a longer context"
-    )
+    none is left."""
+    assert questions.asking is not None
+    room = engine.max_model_len - questions.asking.max_tokens
+    fits = [len(joined_ids(engine, questions.prompt(sample))) <= room for sample in questions.samples]
+    kept = tuple(sample for sample, good in zip(questions.samples, fits, strict=True) if good)
+    if not kept:
+        raise ValueError(
+            f"none of the {len(fits)} samples of {questions.name} fits the model's {engine.max_model_len} tokens: use "
+            "shorter passages, or a model with a longer context"
+        )
+    names = tuple(s.sample_id for s, good in zip(questions.samples, fits, strict=True) if not good)
+    return replace(questions, samples=kept, left_out=names)
 
 
 def joined_ids(engine: LLMEngine, prompt: ChunkedPrompt) -> list[int]:
@@ -93,19 +78,3 @@ def joined_ids(engine: LLMEngine, prompt: ChunkedPrompt) -> list[int]:
     pieces: Sequence[Any] = [*prompt["chunks"], prompt["suffix"]]
     prefix, ids = engine.identify_chunks(prompt["prefix"], pieces)
     return [*(prefix.token_ids if prefix is not None else ()), *chain.from_iterable(piece.token_ids for piece in ids)]
-
-
-def place_pieces(engine: LLMEngine, prompt: ChunkedPrompt) -> list[tuple[int, tuple[int, ...]]]:
-    """Return where each chunk of a prompt begins, and its token ids; the suffix is the last. Computes nothing."""
-    prefix, ids = engine.identify_chunks(prompt["prefix"], [*prompt["chunks"], prompt["suffix"]])
-    tokens = [piece.token_ids for piece in ids]
-    starts = accumulate((len(piece) for piece in tokens[:-1]), initial=0 if prefix is None else len(prefix.token_ids))
-    return list(zip(starts, tokens, strict=True))
-
-
-def _interleave_kinds(samples: Iterable[Sample]) -> list[Sample]:
-    """Return one sample of each kind, then the next of each, in the order of the file."""
-    by_kind: dict[str | None, list[Sample]] = {}
-    for sample in samples:
-        by_kind.setdefault(sample.kind, []).append(sample)
-    return [sample for row in zip_longest(*by_kind.values()) for sample in row if sample is not None]

@@ -73,6 +73,9 @@ class ServerOptions(OptionGroup):
         None, "how the model writes its reasoning: qwen3 or deepseek_r1 (default: as its chat template shows)"
     )
     return_tokens_as_token_ids: bool = option(False, "write tokens in log-probabilities as token_id:N")
+    require_verdict: bool = option(
+        False, "do not blend without a verdict of check-model that lets the server's rule, ratio and company pass"
+    )
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
     root_path: str = option("", "path under which a proxy serves this server")
     allowed_origins: list[str] | None = option(

@@ -26,6 +26,7 @@ from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.server import Server
 from vllm_blend.entrypoints.openai.tenancy import Tenants
 from vllm_blend.entrypoints.openai.tracing import Tracing
+from vllm_blend.entrypoints.verdicts import announce
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ def run_server(args: EngineArgs, options: ServerOptions) -> int:
     check_certificate(options)
     endpoint = options.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
+    config = args.create_engine_config()
+    if config.blend.enable_blending:
+        announce(config, options.require_verdict)
     with listening(options) as listener:
         timeouts = Timeouts(options.heartbeat_timeout, options.step_timeout)
         queued = options.max_queued_requests

@@ -1,0 +1,109 @@
+"""Prompts are what the model's own chat template makes of the message, with its special tokens as such."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.engine.tiny_tokenizers import byte_level
+from vllm_blend.pipeline.datasets import Sample, SamplePassage
+from vllm_blend.prompt_parser import parse_prompt
+from vllm_blend.quality.ask import ByChatTemplate, ByStyle, by_chat_template, choose_asking
+
+pytestmark = pytest.mark.cpu_only
+
+SAMPLE = Sample(
+    "s",
+    " Who barks? ",
+    (SamplePassage("Dog", "The dog barks.\n", None), SamplePassage("", "It <s> naps.", None)),
+    ("dog",),
+    None,
+    None,
+)
+MESSAGE = (
+    "Answer the question with a short phrase copied from the passages.\n\nDog\nThe dog barks.\n\nIt <s> naps.\n\n"
+    "Question: Who barks?\nAnswer with a short phrase from the passages."
+)
+CHAT_ML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+PARTS = (
+    "{% for m in messages %}<|im_start|>{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def tokenizer_of(template: str | None) -> PreTrainedTokenizerBase:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def message(template: str) -> list[dict[str, Any]]:
+    content: Any = [{"type": "text", "text": MESSAGE}] if template == PARTS else MESSAGE
+    return [{"role": "user", "content": content}]
+
+
+def asking_of(template: str) -> ByChatTemplate:
+    asking = choose_asking(tokenizer_of(template), "hotpot.jsonl")
+    assert isinstance(asking, ByChatTemplate)
+    return asking
+
+
+@pytest.mark.parametrize("template", [CHAT_ML, LLAMA, PARTS], ids=["chatml", "llama", "parts"])
+def test_a_prompt_is_what_the_chat_template_makes(template: str) -> None:
+    asking, tokenizer = asking_of(template), tokenizer_of(template)
+    options: dict[str, Any] = {"add_generation_prompt": True, "enable_thinking": False}
+    expected = tokenizer.apply_chat_template(message(template), tokenize=False, **options)
+    prefix, chunks, suffix = asking.pieces(SAMPLE)
+    assert "".join([prefix, *chunks, suffix]) == expected
+    assert chunks == ["Dog\nThe dog barks.\n\n", "It <s> naps.\n\n"] and suffix.startswith("Question: Who barks?\n")
+    parsed = parse_prompt(asking.prompt(SAMPLE), tokenizer, len(tokenizer))
+    ids = tokenizer.apply_chat_template(message(template), **options)["input_ids"]
+    assert parsed.token_ids == ids  # BOS only where the template has it; special tokens are special ones
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == expected.count("<|im_end|>") > 0
+    assert [tokenizer.decode(ids[start:stop]) for start, stop in parsed.chunk_bounds] == chunks
+
+
+def test_the_wording_may_be_another_one() -> None:
+    asking = choose_asking(tokenizer_of(LLAMA), "a.json", None, "Read.\\n", "Q: {question}\\nA:")
+    assert isinstance(asking, ByChatTemplate)
+    assert asking.message(SAMPLE) == "Read.\n\nDog\nThe dog barks.\n\nIt <s> naps.\n\nQ: Who barks?\nA:"
+
+
+def test_a_model_without_a_template_is_asked_in_a_style() -> None:
+    asking = choose_asking(tokenizer_of(None), "my_musique.json", None, "", "Q: {question}")
+    assert isinstance(asking, ByStyle) and asking.name == "style musique"
+    assert asking.prompt(SAMPLE) == {
+        "prefix": "You will be asked a question after reading several passages. Answer within five words.\nPassages:\n",
+        "chunks": ["Dog\n\nThe dog barks.\n\n\n", "It <s> naps.\n\n"],
+        "suffix": "Q: Who barks?",
+    }
+    styled = choose_asking(tokenizer_of(CHAT_ML), "a.json", "wikimqa")
+    assert isinstance(styled, ByStyle) and styled.style.name == "wikimqa"
+
+
+def test_what_cannot_be_asked_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"cannot tell how to ask data set 'a\.json'"):
+        choose_asking(tokenizer_of(None), "a.json")
+    with pytest.raises(ValueError, match="--style 'squad' is unknown"):
+        choose_asking(tokenizer_of(CHAT_ML), "a.json", "squad")
+    with pytest.raises(ValueError, match=r"--template='Why' must hold \{question\} once"):
+        choose_asking(tokenizer_of(CHAT_ML), "a.json", None, "", "Why")
+    with pytest.raises(ValueError, match="does not show the user's message once"):
+        by_chat_template(tokenizer_of("{{ messages[0]['content'] | upper }}"))
+    changing = by_chat_template(tokenizer_of("U:{{ messages[0]['content'].replace('dog', 'cat') }}"))
+    with pytest.raises(ValueError, match="s: the chat template changes the text of its message"):
+        changing.prompt(SAMPLE)
