@@ -20,18 +20,18 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
+from vllm_blend.quality.parallel import make_crew, sweep_by
+from vllm_blend.quality.rows import ALL, FULL, estimate_columns, shortened
+from vllm_blend.quality.sweep import Measured, Outcome
 
 from benchmarks.quality import ROOT, describe
 from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS, ORDINALS
 from vllm_blend.blend.encoding_contexts.filler import Filler
-from vllm_blend.blend.encoding_contexts.ordinal import AfterFiller
 from vllm_blend.pipeline.files import check_place, write_json
 from vllm_blend.quality.intervals import Bootstrap, check_seed
-from vllm_blend.quality.parallel import make_crew, sweep_by
 from vllm_blend.quality.questions import read_all
-from vllm_blend.quality.rows import ALL, FULL, estimate_columns, shortened
 from vllm_blend.quality.settings import Run, Setting, find_settings, make_runs
-from vllm_blend.quality.sweep import Measured, Outcome
 
 RATIOS = (0.0, 0.08, 0.15)
 DATASETS = [str(ROOT / "inputs" / name) for name in ("musique_s.json", "wikimqa_s.json")]

@@ -233,9 +233,6 @@ class BlendConfig(OptionGroup):
         "what a chunk is encoded after: filler, page, prefix, bos or given; docs/chunks.md explains them. By default "
         "filler, or page in an engine without a tokenizer",
     )
-    ordinals: list[int] | None = option(
-        None, "numbers of filler passages, for each of which a variant of a chunk may be stored; by default 0 and 2"
-    )
     controller: bool = option(
         False,
         "recompute as much as costs no time while chunks are loading, and compute chunks that would take longer to "

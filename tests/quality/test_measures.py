@@ -17,7 +17,7 @@ from vllm_blend.quality.measures import LISTS, Measured, measure, total_work
 from vllm_blend.quality.questions import Questions, joined_ids, read_questions, select_fitting
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import Setting
-from vllm_blend.quality.table import make_rows, render, columns_of
+from vllm_blend.quality.table import columns_of, make_rows, render
 
 SETTINGS = [Setting("none", 0.0, "page"), Setting("random", 0.2, "page"), Setting("random", 0.2, "neighbour")]
 COUNT = 5

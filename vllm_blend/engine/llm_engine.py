@@ -89,7 +89,7 @@ class LLMEngine(ChunkedEngine):
         self.eos_token_ids = eos_token_ids(generation, self.hf_config, self.tokenizer)
         blend = config.blend
         check_settings(blend, self.hf_config.num_hidden_layers)  # a mistake costs no loading
-        encoding = make_encoding_context(blend.encoding_context, self.tokenizer, blend.ordinals)
+        encoding = make_encoding_context(blend.encoding_context, self.tokenizer)
         settings = WorkerSettings(config, self.hf_config, dtype, device, self.max_model_len)
         self.model_executor = executor = setup.make_executor(config, settings)
         worker = executor.driver_worker

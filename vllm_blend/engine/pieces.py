@@ -31,7 +31,7 @@ class Piece:
     context: tuple[int, ...] | None = (
         None  # the tokens it is encoded after, unless prefix and `company` are all of them
     )
-    company: Piece | None = None  # what it is encoded after behind the prefix; its KV is stored, too
+    company: Piece | None = None  # what it is encoded after, next to the prefix; stored, too
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PendingBlend:
 
     @property
     def companies(self) -> list[Piece]:
-        """Return what chunks that have no KV yet are encoded after, behind the prefix."""
+        """Return what those chunks that have no KV yet are encoded after, beside the prefix."""
         companies = {id(piece.company): piece.company for piece in self.pieces if piece.kv is None and piece.company}
         return list(companies.values())
 

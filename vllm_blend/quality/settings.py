@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_blend.blend.encoding_contexts import ENCODING_CONTEXTS
+from vllm_blend.blend.encoding_contexts import check_encoding_context
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
 from vllm_blend.config import BlendConfig
@@ -50,7 +50,7 @@ def make_settings(
     A rule is any `blend_selector`; "RULE@RATIO,RATIO" has ratios of its own. Raises ValueError that says what is wrong.
     """
     for company in companies:
-        ENCODING_CONTEXTS.find(company)
+        check_encoding_context(company)
     asked = [_parse(text, ratios) for text in rules]
     settings = [
         Setting(rule, ratio, company) for company in companies for rule, shares in asked for ratio in sorted(shares)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 
@@ -108,29 +109,25 @@ def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_pa
     assert second == (*first, *CHUNKS[0])
 
 
-@pytest.mark.parametrize("ordinals", [[], [-1], [2, 1], [1, 1], [0.5], [0, "a"], [len(PASSAGES) + 1]])
-def test_ordinals_that_cannot_be(ordinals: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"blend_ordinals=.* must be ascending"):
-        check_encoding_context("filler", ordinals)
+@pytest.mark.parametrize("ordinals", ["-1", "2, 1", "1,1", str(len(PASSAGES) + 1)])
+def test_ordinals_that_cannot_be(ordinals: str) -> None:
+    with pytest.raises(ValueError, match=r"the filler's ordinals .* must be ascending"):
+        check_encoding_context(f"filler({ordinals})")
 
 
-def test_settings_of_another_type_are_named() -> None:
-    name: Any = ["page"]
-    with pytest.raises(ValueError, match=r"blend_encoding_context=\['page'\] is unknown"):
-        check_encoding_context(name, None)
-    wrong: list[Any] = [3, "0, 2"]
-    for ordinals in wrong:
-        with pytest.raises(ValueError, match=r"blend_ordinals=.* must be a list of numbers"):
-            check_encoding_context("filler", ordinals)
+@pytest.mark.parametrize("ordinals", ["", "0.5", "0, a", "0,"])
+def test_ordinals_that_are_not_numbers(ordinals: str) -> None:
+    with pytest.raises(ValueError, match=r"blend_encoding_context='filler\(.*\)' must name numbers of filler passages"):
+        check_encoding_context(f"filler({ordinals})")
 
 
 def test_settings_that_cannot_be() -> None:
     known = r"use one of \['bos', .*'page', 'prefix'\]"
-    with pytest.raises(ValueError, match=f"blend_encoding_context='nonesuch' is unknown: {known}"):
-        check_encoding_context("nonesuch", None)
-    with pytest.raises(ValueError, match="which blend_encoding_context='page' does not have: leave it out"):
-        check_encoding_context("page", [0, 1])
-    for name in ("bos", "filler"):
-        with pytest.raises(ValueError, match=f"{name}.* needs a tokenizer, and the engine has none"):
+    for name in ("nonesuch", "page(0, 1)", ["page"]):
+        with pytest.raises(ValueError, match=f"blend_encoding_context={re.escape(repr(name))} is unknown: {known}"):
+            check_encoding_context(cast(Any, name))
+    for name in ("bos", "filler", "filler(1)"):
+        with pytest.raises(ValueError, match=f"{re.escape(name)}.* needs a tokenizer, and the engine has none"):
             make_encoding_context(name, None)
+    assert make_encoding_context(None, None) == AfterPage()
     assert {name: kind.name for name, kind in ENCODING_CONTEXTS.items()} == {n: n for n in ENCODING_CONTEXTS}

@@ -152,7 +152,7 @@ def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
 
 
 def test_a_chunk_has_as_many_variants_as_ordinals() -> None:
-    with engine(enable_blending=True, blend_encoding_context="filler", blend_ordinals=[0, 3]) as llm:
+    with engine(enable_blending=True, blend_encoding_context="filler(0, 3)") as llm:
         inner = llm.llm_engine
         pieces = prompt()["chunks"]
         seen = set()
@@ -197,8 +197,8 @@ def test_settings_that_cannot_be_are_errors_at_the_start() -> None:
     tiny = tiny_model("llama")
     with pytest.raises(ValueError, match="blend_encoding_context='alone' is unknown"):
         new_llm(tiny, enable_blending=True, blend_encoding_context="alone")
-    with pytest.raises(ValueError, match=r"blend_ordinals=\[3, 1\] must be ascending"):
-        new_llm(tiny, enable_blending=True, blend_encoding_context="filler", blend_ordinals=[3, 1])
+    with pytest.raises(ValueError, match=r"the filler's ordinals \[3, 1\] must be ascending"):
+        new_llm(tiny, enable_blending=True, blend_encoding_context="filler(3, 1)")
 
 
 @pytest.mark.parametrize("same", [True, False])

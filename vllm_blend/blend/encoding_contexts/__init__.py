@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,32 +15,29 @@ from vllm_blend.registry import Registry
 ENCODING_CONTEXTS: Registry[type[EncodingContext]] = Registry(
     "encoding context", "blend_encoding_context", (AfterFiller, AfterPage, AfterPrefix, AfterBos, AfterGiven)
 )
+_WITH_ORDINALS = re.compile(r"filler\(([^()]*)\)")
 
 
-def check_encoding_context(name: str | None, ordinals: Sequence[int] | None) -> None:
-    """Raise ValueError for an unknown name, for ordinals that the context does not use, and for invalid ordinals."""
-    kind = AfterFiller if name is None else ENCODING_CONTEXTS.find(name)
-    if ordinals is None:
-        return
-    if isinstance(ordinals, str) or not isinstance(ordinals, Sequence):
-        raise ValueError(f"blend_ordinals={ordinals!r} must be a list of numbers, such as {list(ORDINALS)}")
-    if kind is not AfterFiller:
-        raise ValueError(
-            f"blend_ordinals={list(ordinals)} counts filler passages, which blend_encoding_context={name!r} does not "
-            "have: leave it out, or choose 'filler'"
-        )
-    AfterFiller(lambda text: [], tuple(ordinals))
+def check_encoding_context(name: str | None) -> None:
+    """Raise ValueError for an encoding context that does not exist, or for ordinals that cannot be."""
+    ordinals = _ordinals(name)
+    if ordinals is not None:
+        AfterFiller(lambda text: [], ordinals)
+    elif name is not None:
+        ENCODING_CONTEXTS.find(name)
 
 
-def make_encoding_context(
-    name: str | None, tokenizer: PreTrainedTokenizerBase | None, ordinals: Sequence[int] | None = None
-) -> EncodingContext:
-    """Return the encoding context called `name`; of None, the default. Raises ValueError as `check_encoding_context`
-    does, and if the context needs a tokenizer and there is none."""
-    check_encoding_context(name, ordinals)
+def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> EncodingContext:
+    """Return the encoding context called `name`, or "filler(0, 2)" with these ordinals; of None, the default: filler,
+    or page without a tokenizer.
+
+    Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none.
+    """
+    check_encoding_context(name)
     if name is None:
-        name = AfterPage.name if tokenizer is None and ordinals is None else AfterFiller.name
-    kind = ENCODING_CONTEXTS[name]
+        name = AfterPage.name if tokenizer is None else AfterFiller.name
+    ordinals = _ordinals(name)
+    kind = ENCODING_CONTEXTS[name] if ordinals is None else AfterFiller
     if kind not in (AfterBos, AfterFiller):
         return kind()
     if tokenizer is None:
@@ -50,8 +47,24 @@ def make_encoding_context(
         )
     if kind is AfterBos:
         return AfterBos(tokenizer.bos_token_id)
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
-    return AfterFiller(encode, ORDINALS if ordinals is None else tuple(ordinals))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return AfterFiller(encode, ordinals or ORDINALS)
+
+
+def _ordinals(name: object) -> tuple[int, ...] | None:
+    """Return the ordinals that a name gives, None if it gives none."""
+    found = _WITH_ORDINALS.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return None
+    try:
+        return tuple(int(number) for number in found[1].split(","))
+    except ValueError:
+        raise ValueError(
+            f"blend_encoding_context={name!r} must name numbers of filler passages, such as 'filler(0, 2)'"
+        ) from None
 
 
 __all__ = [

@@ -80,8 +80,8 @@ class AfterFiller(AfterPage):
         numbers = all(isinstance(i, int) and 0 <= i <= len(PASSAGES) for i in self.ordinals)
         if not self.ordinals or not numbers or list(self.ordinals) != sorted(set(self.ordinals)):
             raise ValueError(
-                f"blend_ordinals={list(self.ordinals)} must be ascending numbers of passages from 0 to "
-                f"{len(PASSAGES)}, at least one: for example {list(ORDINALS)}"
+                f"the filler's ordinals {list(self.ordinals)} must be ascending numbers of passages from 0 to "
+                f"{len(PASSAGES)}, at least one: for example blend_encoding_context='filler(0, 2)'"
             )
 
     def ordinal(self, index: int) -> int:
