@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from vllm_blend.quality.measures import LISTS, Measured, measure, total_work
 from vllm_blend.quality.questions import Questions, joined_ids, read_questions, select_fitting
 from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import Setting
-from vllm_blend.quality.table import make_rows, render, columns_of
+from vllm_blend.quality.table import columns_of, make_rows, render
 
 SETTINGS = [Setting("none", 0.0, "page"), Setting("random", 0.2, "page"), Setting("random", 0.2, "neighbour")]
 COUNT = 5
@@ -51,11 +52,8 @@ def test_answers_and_scores_are_those_of_the_llm(measured: Measured) -> None:
         for index, raw in enumerate(small_samples(COUNT)):
             sample = normalize_sample(raw)
             prompt = build_qa_prompt(sample, "musique")
-            full, blended = llm.generate(
-                [{"prompt_token_ids": joined_ids(llm.llm_engine, prompt)}, prompt | setting.prompt],  # type: ignore[list-item]
-                params,
-                use_tqdm=False,
-            )
+            asked: list[Any] = [{"prompt_token_ids": joined_ids(llm.llm_engine, prompt)}, prompt | setting.prompt]
+            full, blended = llm.generate(asked, params, use_tqdm=False)
             answer = blended.outputs[0]
             assert measures.texts[index] == answer.text.strip()
             assert measures.agreement[index] == (answer.token_ids == full.outputs[0].token_ids)
