@@ -33,7 +33,7 @@ from vllm_blend.quality.verdict import State, Thresholds, Verdict, as_json, deci
 from vllm_blend.quality.yardstick import Plan, Wording, Yardstick, check_counts, measure_model
 
 MIN_QUESTIONS = 50  # of a data set
-QUICK_QUESTIONS = 20  # of all data sets together: under five minutes for a 0.5B model on two cores
+QUICK_QUESTIONS = 16  # of all data sets together: about nine minutes of CPU time for a model of 0.5B
 QUICK_CHECKED = 2  # of them, for exactness
 
 
