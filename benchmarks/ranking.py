@@ -33,7 +33,7 @@ from vllm_blend.blend.selectors import make_selector
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
 from vllm_blend.quality.episodes import Question
 from vllm_blend.quality.splits import DEVELOPMENT
-from vllm_blend.quality.worlds import STYLES, question_episode
+from vllm_blend.quality.worlds import question_episode
 
 POOL = 3  # times the passages of a prompt: those of all prompts
 RATIO = 0.15
@@ -46,18 +46,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--passages", type=int, default=100)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 45], help="tokens of a passage")
     parser.add_argument("--per-page", type=int, nargs="+", default=[1, 3], help="passages of a page")
-    parser.add_argument("--styles", nargs="+", choices=STYLES, default=STYLES, help="of the worlds")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="number of the world, in the development split")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     print(f"{args.passages} passages, {args.prompts} prompts, process time in ms: least / median / 90%\n")
     choosing = f"rank and choose {RATIO:.0%}"
-    print(f"| world | tokens | a page | rank the pages | {choosing} | found a page | read a new passage |")
-    print("|---|---|---|---|---|---|---|")
-    for style, tokens in itertools.product(args.styles, args.tokens):
+    print(f"| tokens | a page | rank the pages | {choosing} | found a page | read a new passage |")
+    print("|---|---|---|---|---|---|")
+    for tokens in args.tokens:
         rng = DEVELOPMENT.random(args.seed)
-        passages, questions = make_pool(tokenizer, rng, POOL * args.passages, tokens, style)
+        passages, questions = make_pool(tokenizer, rng, POOL * args.passages, tokens)
         index = WordIndex(tokenizer)
         for ids in passages:
             index.read(ids)  # the texts of single tokens are kept, too
@@ -68,13 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         for per_page in args.per_page:
             prompts = make_prompts(index, passages, asked, rng, args.passages, per_page)
-            name = f"{style}, {tokens} tokens, {per_page} a page"
+            name = f"{tokens} tokens, {per_page} a page"
             ranked, num_found = measure(f"rank: {name}", PromptPassages.ranked_pages, prompts, args.prompts)
             chosen, _ = measure(f"choose: {name}", make_choice(tokens * args.passages), prompts, args.prompts)
             found = f"{num_found} of {args.prompts}"
-            print(
-                f"| {style} | {tokens} | {per_page} | {ranked} | {chosen} | {found} | {summary(reading)} |", flush=True
-            )
+            print(f"| {tokens} | {per_page} | {ranked} | {chosen} | {found} | {summary(reading)} |", flush=True)
 
 
 def make_passages(tokenizer: Any, rng: Random, count: int, length: int) -> tuple[list[list[int]], list[int]]:
@@ -84,14 +81,12 @@ def make_passages(tokenizer: Any, rng: Random, count: int, length: int) -> tuple
     return passages, tokenizer.encode(asked.text, add_special_tokens=False)
 
 
-def make_pool(
-    tokenizer: Any, rng: Random, count: int, length: int, style: str = "plain"
-) -> tuple[list[list[int]], list[Question]]:
+def make_pool(tokenizer: Any, rng: Random, count: int, length: int) -> tuple[list[list[int]], list[Question]]:
     """Return `count` passages of `length` tokens each, cut out of the pages of worlds, and all questions about them."""
     ids: list[int] = []
     questions: list[Question] = []
     while len(ids) < count * length:
-        episode = question_episode(rng, 8, style=style)
+        episode = question_episode(rng, 8)
         questions += episode.questions
         for passage in episode.passages:
             ids += tokenizer.encode(passage.text + "\n\n", add_special_tokens=False)

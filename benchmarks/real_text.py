@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("the table").add_argument
     add("--over", metavar="RULE", help="also show the differences to this rule, such as auto@0.15")
     add("--quick", action="store_true", help="few questions and rules, as check-model takes them")
+    add("--name", help="the model's name on the page (default: its file's)")
     add("--note", action="append", default=[], metavar="TEXT", help="a line for the page: the data's licence and split")
     add("--output", type=Path, default=Path("results/real_text"), help="writes this path + .json and .md")
     add("--report", type=Path, metavar="FILE", help="measure nothing: write the Markdown of this .json")
@@ -113,7 +114,7 @@ def describe(args: argparse.Namespace, argv: Sequence[str], yardstick: Yardstick
     return {
         "command": shlex.join(["python", "-m", "benchmarks.real_text", *words]),
         "date": str(date.today()),
-        "model": Path(args.model).name,
+        "model": args.name or Path(args.model).name,
         "dtype": yardstick.dtype,
         "questions": [_named(one) for one in measured],
         "notes": args.note or ["none"],

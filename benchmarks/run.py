@@ -45,7 +45,7 @@ BENCHMARKS = {  # device -> name -> what `python -m` runs
         "chunks": "benchmarks.chunks",
         "disk": "benchmarks.disk_loading",
         COMPRESSION: "benchmarks.kvc_quality --datasets musique_s --samples 12 --metrics kv_compress keydiff random",
-        "quality": "benchmarks.quality --quick --no-picture --output {folder}/quality",
+        "quality": "benchmarks.real_text inputs/demo-model --data inputs/musique_s.json --quick --output {folder}/t",
         "side_by_side": "benchmarks.side_by_side --profile cpu --output {output}_side_by_side",
     },
     "gpu": {

@@ -34,7 +34,7 @@ echo "== 3. answers over all passages, the best ones on the GPU if there is one"
 RETRIEVAL_JSON="$retrieval_json" LOAD_CACHE_DIR="$RESULTS_DIR/kv_caches" \
   OUTPUT="$RESULTS_DIR/decoding/speculative_trace.json" bash scripts/decoding/run_speculative_decode.sh
 echo "== 4. comparison over all passages"
-"$PYTHON" -m vllm_blend.quality.compare --dataset "$DATASET" --model-id "$MODEL_ID" --max-samples "$MAX_SAMPLES" \
+"$PYTHON" -m benchmarks.compare --dataset "$DATASET" --model-id "$MODEL_ID" --max-samples "$MAX_SAMPLES" \
   ${DATASET_STYLE:+--dataset-style "$DATASET_STYLE"} ${INSTRUCTION:+--instruction "$INSTRUCTION"} \
   ${TEMPLATE:+--template "$TEMPLATE"} \
   --load-cache-dir "$RESULTS_DIR/kv_caches" --output "$RESULTS_DIR/comparison/$name.json"

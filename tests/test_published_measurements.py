@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
+from benchmarks import compare
 from tests.checkout import ROOT
-from tests.test_published_claims import REUSE, REUSING, REUSING_40, exact, missing, row
-from vllm_blend.quality import compare
+from tests.test_published_claims import missing
 
 pytestmark = pytest.mark.cpu_only
 
@@ -127,11 +127,6 @@ def formats() -> list[str]:
     ]
 
 
-def reuse() -> list[str]:
-    scores = [f"{exact(row(where, REUSE))} of {exact(row(where, 'full prefill'))}" for where in (REUSING, REUSING_40)]
-    return [f"{scores[0]}% with 20 passages, {scores[1]} with 40"]
-
-
 def quickstart() -> list[str]:
     found = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
     lines = []
@@ -174,7 +169,6 @@ CLAIMS = {
     "docs/cascade.md": cascade,
     "docs/chunk_api.md": compositions,
     "docs/stores.md": formats,
-    "inputs/demo-model-long-reuse/README.md": reuse,
 }
 
 

@@ -150,9 +150,7 @@ def run(args: argparse.Namespace, say: Any) -> None:
     resumed = begin_or_resume(args.output, plan, args.resume)
     shares = args.length_shares or [1.0] * len(args.lengths)
     received = 0 if resumed is None else resumed.rows
-    options = WorldOptions(
-        args.lengths, shares, args.prompts, args.seed, args.workers, args.development_rows, args.wild_share, received
-    )
+    options = WorldOptions(args.lengths, shares, args.prompts, args.seed, args.workers, args.development_rows, received)
     config = starting_config(args)
     if resumed is not None or args.start:
         tokenizer: Any = AutoTokenizer.from_pretrained(args.output if resumed is not None else args.start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from benchmarks import (
     bad_bodies,
     cpu_kernels,
     early_steps,
+    fp8_cache_quality,
     gpu_timeline,
     int4_gpu,
     ray_autoscaling,
     ray_routing,
+    real_text,
     routing_sim,
     step_graphs_gpu,
     stream_cost,
@@ -23,24 +27,11 @@ from benchmarks import (
 )
 from benchmarks.side import report as side_report
 from tests.checkout import ROOT
-from vllm_blend.quality.held_out_budgets import render_budgets
-from vllm_blend.quality.held_out_file import read_held_out
-from vllm_blend.quality.held_out_report import render
 
 pytestmark = pytest.mark.cpu_only
 
 RESULTS = ROOT / "benchmarks" / "results"
-# Each page, the files that it is made of and the setting that others are compared with.
-HELD_OUT = {
-    "held_out_development": (["development", "development_order"], "question_attention@0.125"),
-    "held_out_development_long": (
-        ["development_long_4", "development_long_8", "development_long_wild", "development_third"],
-        None,
-    ),
-    "held_out_development_unnamed": (["development_unnamed", "development_named"], "question_attention@0.155"),
-    "held_out_test": (["test_long", "test_long_wild", "test_third", "test_continued"], "question_attention@0.13"),
-    "held_out_test_long_reuse": (["test_long_reuse"], None),
-}
+MEASURED = sorted(RESULTS.glob("synthetic_*.json")) + sorted(RESULTS.glob("real_*.json"))
 
 
 def load(name: str) -> Any:
@@ -51,21 +42,21 @@ def text_of(name: str) -> str:
     return (RESULTS / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", HELD_OUT)
-def test_held_out_answers_give_their_page(name: str) -> None:
-    files, over = HELD_OUT[name]
-    paths = [RESULTS / f"held_out_{file}.json" for file in files]
-    assert text_of(f"{name}.md").strip() == render([read_held_out(path) for path in paths], over).strip()
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_measured_answers_give_their_page(path: Path) -> None:
+    found = load(path.name)
+    assert text_of(f"{path.stem}.md") == real_text.page(found)
+    assert found["about"]["command"].endswith(f"--output benchmarks/results/{path.stem}")
+    for row in found["rows"]:
+        own = found["questions"][row["dataset"]][row["setting"]]
+        assert row["questions"] == len(own["text"]) == len(found["questions"][row["dataset"]]["id"])
+        for name in ("f1", "exact_match", "agreement", "kl", "first_kl"):
+            assert statistics.fmean(own[name]) == pytest.approx(row[name], rel=1e-3, abs=1e-4)
 
 
-def test_held_out_answers_give_the_budgets() -> None:
-    made = render_budgets([read_held_out(RESULTS / "ceilings_long.json")])
-    assert text_of("ceilings.md").strip() == made.strip()
-
-
-def test_every_file_of_held_out_answers_is_in_a_page() -> None:
-    used = [f"held_out_{file}.json" for files, _ in HELD_OUT.values() for file in files]
-    assert sorted(used) == sorted(path.name for path in RESULTS.glob("held_out*.json"))
+def test_an_fp8_cache_gives_its_page() -> None:
+    for name in ("fp8_cache.json", "fp8_cache_long.json"):
+        assert fp8_cache_quality.page(load(name)) in text_of("fp8_cache.md")
 
 
 def test_simulations_and_replicas_give_their_pages() -> None:

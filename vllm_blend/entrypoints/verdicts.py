@@ -77,8 +77,8 @@ def places(config: EngineConfig, folder: str | None = None) -> list[Path]:
 def writable_place(config: EngineConfig, folder: str | None = None) -> Path | None:
     """Return the first of the `places` that can be written; None if there is none."""
     for path in places(config, folder):
-        folder = next((each for each in (path.parent, *path.absolute().parents) if each.exists()), path.parent)
-        if os.access(path if path.exists() else folder, os.W_OK):
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if os.access(there, os.W_OK):
             return path
     return None
 

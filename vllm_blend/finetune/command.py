@@ -142,9 +142,7 @@ def make_source(
         lengths = [lengths[0] - lengths[0] % LENGTH_MULTIPLE]
     shares = args.length_shares or [1.0] * len(lengths)
     workers = -(-args.workers // replicas.size)
-    options = WorldOptions(
-        lengths, shares, args.prompts, args.seed, workers, args.development_rows, args.wild_share, received, replicas
-    )
+    options = WorldOptions(lengths, shares, args.prompts, args.seed, workers, args.development_rows, received, replicas)
     return world_source(options, backend.to_str(), bos, padding)
 
 

@@ -62,7 +62,6 @@ def add_training_options(parser: argparse.ArgumentParser, defaults: TrainingPlan
         default=64,
         help="development worlds of each length that are asked during training (default: %(default)s)",
     )
-    add("--wild-share", type=float, default=0.0, help="share of worlds in the wild style (default: %(default)s)")
     workers = os.cpu_count() or 1
     add("--prompts", type=int, default=prompts, help="how many worlds to make (default: %(default)s)")
     add("--workers", type=int, default=workers, help="processes that make worlds (default: %(default)s)")

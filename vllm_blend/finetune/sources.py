@@ -37,8 +37,8 @@ class Source:
 @dataclass(frozen=True)
 class WorldOptions:
     """The worlds to train on: the lengths of rows and the share of batches of each, how many rows there are in all, the
-    seed of the run, the number of processes that make them, how many development rows of each length are asked, the
-    share of wild worlds, how many rows a paused run has received before, and the replicas that share the worlds out."""
+    seed of the run, the number of processes that make them, how many development rows of each length are asked,
+    how many rows a paused run has received before, and the replicas that share the worlds out."""
 
     lengths: Sequence[int]
     shares: Sequence[float]
@@ -46,7 +46,6 @@ class WorldOptions:
     seed: int
     workers: int
     development: int
-    wild: float = 0.0
     received: int = 0
     replicas: Replicas = ALONE
 
@@ -59,8 +58,6 @@ class WorldOptions:
             raise ValueError(f"--lengths {self.lengths}: use different multiples of {LENGTH_MULTIPLE}")
         if self.workers < 0:
             raise ValueError(f"--workers is {self.workers}: use 0 or more processes")
-        if not 0 <= self.wild <= 1:
-            raise ValueError(f"--wild-share is {self.wild}: use a share in [0, 1]")
         if self.development < 0:
             raise ValueError(f"--development-rows is {self.development}: use 0 for none, or a number such as 64")
 
@@ -68,7 +65,7 @@ class WorldOptions:
 def world_source(options: WorldOptions, tokenizer_json: str, bos: int | None, padding: int) -> Source:
     """Return a source of worlds. A shorter length makes as many more rows as they are shorter, so that every length is
     used up alike. Raises ValueError if worlds do not fit the rows."""
-    makers = [WorldRows(tokenizer_json, bos, padding, length, options.wild) for length in options.lengths]
+    makers = [WorldRows(tokenizer_json, bos, padding, length) for length in options.lengths]
     for maker in makers:
         maker.check()
     seeds = run_seeds(options.seed, options.prompts)[options.replicas.rank :: options.replicas.size]

@@ -54,21 +54,20 @@ def row_shape(length: int) -> RowShape:
 
 @dataclass(frozen=True)
 class WorldRows:
-    """What a worker needs. `bos` is the id before a prompt, or None; `length` is that of a row, in tokens; `wild` the
-    share of worlds in the wild style, whose questions use other words than the passages."""
+    """What a worker needs. `bos` is the id before a prompt, or None; `length` is that of a row, in
+    tokens."""
 
     tokenizer_json: str
     bos: int | None
     padding: int
     length: int
-    wild: float = 0.0
 
     def shard(self, seed: int, rows: int) -> Rows:
         """Return `rows` rows of one random stream; prompts that are too long are drawn again."""
         rng, encode, shape = Random(seed), self._encode(), row_shape(self.length)
         made: list[Row] = []
         while len(made) < rows:
-            row = episode_row(draw_episode(rng, shape, self.wild), encode, self.bos, self.length)
+            row = episode_row(draw_episode(rng, shape), encode, self.bos, self.length)
             if row is not None:
                 made.append(row)
         return pad_rows(made, self.length, self.padding)
@@ -76,7 +75,7 @@ class WorldRows:
     def check(self) -> None:
         """Raise ValueError if too few worlds fit the rows: drawing them again and again would not end."""
         rng, encode, shape = Random(TRAINING_SEEDS.start), self._encode(), row_shape(self.length)
-        drawn = (draw_episode(rng, shape, self.wild) for _ in range(CHECKED_WORLDS))
+        drawn = (draw_episode(rng, shape) for _ in range(CHECKED_WORLDS))
         fitting = sum(episode_row(episode, encode, self.bos, self.length) is not None for episode in drawn)
         if fitting < CHECKED_WORLDS // 2:
             raise ValueError(
@@ -91,13 +90,12 @@ class WorldRows:
         return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def draw_episode(rng: Random, shape: RowShape, wild: float = 0.0) -> Episode:
+def draw_episode(rng: Random, shape: RowShape) -> Episode:
     """Return a dialogue to summarise, or a world with some of its questions in random order."""
     if rng.random() < shape.summaries:
         return summary_episode(rng)
     families = None if shape.families is None else rng.randint(*shape.families)
-    style = "wild" if wild and rng.random() < wild else "plain"
-    episode = question_episode(rng, families, style=style)
+    episode = question_episode(rng, families)
     questions = list(episode.questions)
     rng.shuffle(questions)
     return Episode(episode.instruction, episode.passages, tuple(questions[: rng.randint(*shape.questions)]))

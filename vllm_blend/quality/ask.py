@@ -23,6 +23,7 @@ from vllm_blend.pipeline.prompts import QUESTION, PromptStyle, check_template, f
 INSTRUCTION = "Answer the question with a short phrase copied from the passages."
 TEMPLATE = f"Question: {QUESTION}\nAnswer with a short phrase from the passages."
 MAX_TOKENS = 24
+BY_NAME = "by-name"  # the style that the file's name contains, also for a model with a chat template
 _MARK = "TheMessageSays0x6c1f93b7"
 
 
@@ -95,13 +96,13 @@ def choose_asking(
     template: str = "",
 ) -> Asking:
     """Return how to ask a data set: in the `style`, if one is named; by the model's chat template, if it has one; else
-    in the style that the file's name contains. `instruction` and `template` replace the wording.
+    in the style that the file's name contains (`BY_NAME`). `instruction` and `template` replace the wording.
 
     Raises ValueError that names the option.
     """
     check_template("--template", template)
     if style is not None or tokenizer is None or tokenizer.chat_template is None:
-        found = find_style(style, path)
+        found = find_style(None if style == BY_NAME else style, path)
         return ByStyle(f"style {found.name}", found.max_tokens, reworded(found, instruction, template))
     return _reworded(by_chat_template(tokenizer), instruction, template)
 

@@ -2,9 +2,9 @@
 
     python -m vllm_blend.quality.make_datasets --output-dir inputs
 
-or, for measuring, questions about worlds of any size and style that nothing else has used:
+or, for measuring, questions about worlds of any size that nothing else has used:
 
-    python -m vllm_blend.quality.make_datasets --split development --families 4 --style wild --output-dir my-data
+    python -m vllm_blend.quality.make_datasets --split development --families 4 --output-dir my-data
 
 The three files are a pure function of the seeds below. These are in the development split (`splits`): the demo model
 has never seen them, but rules were chosen on them. Question kinds take turns: each has a third of the samples. Worlds
@@ -25,15 +25,15 @@ from tqdm.auto import tqdm
 from vllm_blend.pipeline.files import write_json
 from vllm_blend.quality.dialogues import summary_episode
 from vllm_blend.quality.splits import DEVELOPMENT, SPLITS, TEST, TRAINING, Split
-from vllm_blend.quality.worlds import STYLES, Episode, Question, question_episode
+from vllm_blend.quality.worlds import Episode, Question, question_episode
 
 KINDS = ("1hop", "cross", "2hop")
 FAMILIES = 2
 MUSIQUE_SEED, MUSIQUE_SAMPLES = 1_100_000, 150
 WIKIMQA_SEED, WIKIMQA_SAMPLES = 1_200_000, 200
 SAMSUM_SEED, SAMSUM_SAMPLES = 1_300_000, 200
-MOST_FAMILIES, MOST_PER_WORLD = 8, 15
-WORLDS_PER_CELL = 50_000  # of each style and number of families; a split's first 50,000 worlds are for other uses
+MOST_FAMILIES = 8
+WORLDS_PER_CELL = 50_000  # of each number of families; a split's first 50,000 worlds are for other uses
 
 
 def musique_sample(index: int) -> dict[str, Any]:
@@ -86,42 +86,27 @@ def make_datasets() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def make_samples(
-    split: Split, families: int, style: str, samples: int, per_world: int = 1, titles: bool = False
-) -> list[dict[str, Any]]:
-    """Return questions about new worlds of a split, `per_world` about each, whose kinds take turns.
+def make_samples(split: Split, families: int, samples: int) -> list[dict[str, Any]]:
+    """Return questions about new worlds of a split, one about each, whose kinds take turns.
 
-    A sample's `world` is the seed of its world: questions about one world are not independent, so intervals are taken
-    over worlds. Each number of families and each style has worlds of its own. Raises ValueError for a number out of
-    range, an unknown style, or the training split, whose worlds come in streams.
+    Each number of families has worlds of its own. Raises ValueError for a number out of range, and for the training
+    split, whose worlds come in streams.
     """
     if split is TRAINING:
         raise ValueError("models are trained on the training split: measure on development or test")
     if not 1 <= families <= MOST_FAMILIES:
         raise ValueError(f"the number of families is {families}: use 1 to {MOST_FAMILIES} (about 5 to 40 passages)")
-    if style not in STYLES:
-        raise ValueError(f"worlds of style {style!r} are unknown: use one of {', '.join(STYLES)}")
-    if not 1 <= per_world <= MOST_PER_WORLD:
-        raise ValueError(f"the number of questions per world is {per_world}: use 1 to {MOST_PER_WORLD}")
-    if not 1 <= samples <= WORLDS_PER_CELL * per_world:
-        raise ValueError(f"the number of samples is {samples}: use 1 to {WORLDS_PER_CELL * per_world}")
-    first = WORLDS_PER_CELL * (STYLES.index(style) * MOST_FAMILIES + families)
+    if not 1 <= samples <= WORLDS_PER_CELL:
+        raise ValueError(f"the number of samples is {samples}: use 1 to {WORLDS_PER_CELL}")
     made: list[dict[str, Any]] = []
-    for index in range(first, first + -(-samples // per_world)):
-        rng, seed = split.random(index), split.seed(index)
-        episode = question_episode(rng, families, titles, style)
-        left = list(episode.questions)
-        for number in range(min(per_world, samples - len(made))):
-            question = rng.choice(_of_kind(left, KINDS[len(made) % len(KINDS)]))
-            left.remove(question)
-            sample = _as_sample(f"{split.name}-{seed}-{number}", episode, question)
-            made.append({**sample, "gold": episode.gold(question), "world": str(seed)})
+    for number in range(samples):
+        index = WORLDS_PER_CELL * families + number
+        rng = split.random(index)
+        episode = question_episode(rng, families, titles=False)
+        question = rng.choice([q for q in episode.questions if q.kind == KINDS[number % len(KINDS)]])
+        sample = _as_sample(f"{split.name}-{split.seed(index)}", episode, question)
+        made.append({**sample, "gold": episode.gold(question)})
     return made
-
-
-def _of_kind(questions: list[Question], kind: str) -> list[Question]:
-    """Return the questions of a kind; all of them if there is none, as a small wild world may have none of one hop."""
-    return [question for question in questions if question.kind == kind] or questions
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,17 +118,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-dir", type=Path, default=Path("inputs"), help="folder to write to (default: %(default)s)")
     add("--split", choices=[DEVELOPMENT.name, TEST.name], help="write questions about new worlds of this split")
     add("--families", type=int, default=4, help="with --split: 1 to 8, 5 passages each (default: %(default)s)")
-    add("--style", choices=STYLES, default=STYLES[0], help="with --split: style of the worlds (default: %(default)s)")
     add("--samples", type=int, default=500, help="with --split: number of questions (default: %(default)s)")
-    add("--per-world", type=int, default=1, help="with --split: questions about each world (default: %(default)s)")
     args = parser.parse_args(argv)
-    changed = [
-        name
-        for name in ("families", "style", "samples", "per_world")
-        if getattr(args, name) != parser.get_default(name)
-    ]
+    changed = [name for name in ("families", "samples") if getattr(args, name) != parser.get_default(name)]
     if args.split is None and changed:
-        parser.error(f"--{changed[0].replace('_', '-')} is for new worlds: give --split too")
+        parser.error(f"--{changed[0]} is for new worlds: give --split too")
     return args
 
 
@@ -154,13 +133,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_json(args.output_dir / name, samples)
         return
     try:
-        made = make_samples(SPLITS[args.split], args.families, args.style, args.samples, args.per_world)
-        path = args.output_dir / f"musique_{args.split}_{args.style}_{args.families}.json"
+        made = make_samples(SPLITS[args.split], args.families, args.samples)
+        path = args.output_dir / f"musique_{args.split}_{args.families}.json"
         write_json(path, made)
     except (OSError, ValueError) as error:
         print(f"make_datasets: error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{len(made)} questions about {len({sample['world'] for sample in made})} worlds: {path}")
+    print(f"{len(made)} questions: {path}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ PRODUCTS = _words(
     "clocks engines carpets lenses bicycles paper glass radios boats pianos shoes cameras tractors tiles lamps"
 )
 COMPANY_SUFFIXES = (" Works", " Company", " Brothers", " Union")
-SHARED_NAMES = 0.5  # the share of a wild world's names that are drawn from a few
 BOOK_SUBJECTS = [
     "the history of salt",
     "the habits of owls",
@@ -102,17 +101,8 @@ class _Names:
     def word(self, suffix: str = "") -> str:
         return self.unused(lambda: made_up_name(self.rng) + suffix)
 
-    def surname(self) -> str:
-        return self.word()
-
-    def first_name(self, surname: str) -> str:
-        return self.word()
-
     def full_name(self) -> str:
         return self.unused(lambda: f"{made_up_name(self.rng)} {made_up_name(self.rng)}")
-
-    def city(self) -> str:
-        return self.word()
 
     def company(self) -> str:
         return self.word() + self.rng.choice(COMPANY_SUFFIXES)
@@ -124,53 +114,21 @@ class _Names:
         return candidate
 
 
-class _SharedNames(_Names):
-    """Makes up names that are alike: relatives, namesakes, and cities and companies that are called like families.
-
-    Full names of people, of companies and of cities stay unique.
-    """
-
-    def __init__(self, rng: Random, families: int) -> None:
-        super().__init__(rng)
-        self.first_names = [made_up_name(rng) for _ in range(families + 1)]
-        self.surnames = [made_up_name(rng) for _ in range(families // 2 + 1)]
-
-    def surname(self) -> str:
-        return self._shared(self.surnames)
-
-    def first_name(self, surname: str) -> str:
-        name = self.unused(lambda: f"{self._shared(self.first_names)} {surname}")
-        return name.removesuffix(f" {surname}")
-
-    def full_name(self) -> str:
-        surname = self.surname()
-        return f"{self.first_name(surname)} {surname}"
-
-    def city(self) -> str:
-        return self.unused(lambda: self._shared(self.surnames))
-
-    def company(self) -> str:
-        return self.unused(lambda: self._shared(self.surnames) + self.rng.choice(COMPANY_SUFFIXES))
-
-    def _shared(self, names: list[str]) -> str:
-        return self.rng.choice(names) if self.rng.random() < SHARED_NAMES else made_up_name(self.rng)
-
-
 def made_up_name(rng: Random) -> str:
     """Return two random syllables, capitalised."""
     syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(2))
     return "".join(syllables).capitalize()
 
 
-def make_world(rng: Random, families: int, shared_names: bool = False) -> World:
+def make_world(rng: Random, families: int) -> World:
     """Return `families` people, and as many companies and cities. In 60% of the larger worlds two people share a
-    surname; with `shared_names` many more names are alike. Raises ValueError for fewer than one family."""
+    surname. Raises ValueError for fewer than one family."""
     if families < 1:
         raise ValueError(f"a world of {families} families has no facts: use 1 or more (8 have about 40 passages)")
-    names = _SharedNames(rng, families) if shared_names else _Names(rng)
+    names = _Names(rng)
     cities = [
         City(
-            name=names.city(),
+            name=names.word(),
             country=names.word("ia"),
             river=names.word(),
             mayor=names.full_name(),
@@ -178,12 +136,12 @@ def make_world(rng: Random, families: int, shared_names: bool = False) -> World:
         )
         for _ in range(families)
     ]
-    surnames = [names.surname() for _ in range(families)]
+    surnames = [names.word() for _ in range(families)]
     if families >= 2 and rng.random() < 0.6:
         surnames[1] = surnames[0]
     drafts: list[dict[str, Any]] = [
         {
-            "first_name": names.first_name(surname),
+            "first_name": names.word(),
             "surname": surname,
             "female": rng.random() < 0.5,
             "occupation": rng.choice(OCCUPATIONS),

@@ -63,6 +63,7 @@ def measure_model(model: str, data: Sequence[Questions], plan: Plan, say: Say, *
         ready = [_ready(session, questions, plan.wording, say) for questions in data]
         check_counts(ready, plan.least)
         tokens = _fit_batch(session, ready, say)
+        say(f"checking with {plan.num_checked} questions that recomputing everything is exact")
         check = check_exactness(session, ready[0], plan.num_checked)
         facts = str(session.dtype).removeprefix("torch."), str(session.engine.device)
         if check.passes:

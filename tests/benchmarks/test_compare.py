@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import compare as module
 from tests.pipeline.stages import MODEL, ROOT, Stages, demo_samples
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.pipeline import build_qa_prompt, normalize_sample
 from vllm_blend.pipeline.files import read_json
-from vllm_blend.quality import compare as module
 
 NAMES = [method.name for method in module.make_methods(0.15)]
 

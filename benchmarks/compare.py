@@ -1,6 +1,6 @@
 """Compare full prefill, plain reuse and blending: answers, time to first token, and what was recomputed.
 
-    python -m vllm_blend.quality.compare --dataset inputs/musique_s.json
+    python -m benchmarks.compare --dataset inputs/musique_s.json
 
 prints the tables that docs/quickstart.md quotes, and writes results/comparison/<dataset>.json. Every method answers the
 same prompts: all passages of a sample, in order, then the question. Time to first token (TTFT) is measured one request
@@ -284,7 +284,7 @@ def report(output: dict[str, Any], metric: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Compare full prefill, plain reuse and blending on a data set.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add_dataset_flags(parser)
     parser.set_defaults(dataset="inputs/musique_s.json")
