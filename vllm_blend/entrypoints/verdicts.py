@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.blend.encoding_contexts import resolve_name
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.config import EngineConfig
 from vllm_blend.devices import resolve_device, resolve_dtype
 from vllm_blend.engine.setup import checkpoint_dtype
 from vllm_blend.kv_store.keys import weights_digest
-from vllm_blend.models.gguf.names import gguf_path
+from vllm_blend.models.gguf.names import gguf_path, parts_of
 from vllm_blend.models.loader import load_hf_config
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def identity(config: EngineConfig) -> str:
     computes."""
     model = config.model
     local = gguf_path(model.model) or Path(model.model)
-    weights = weights_digest(local) if local.exists() else f"{model.model}@{model.revision or 'main'}"
+    weights = weights_digest(*parts_of(local)) if local.exists() else f"{model.model}@{model.revision or 'main'}"
     hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
     dtype = resolve_dtype(model.dtype, checkpoint_dtype(hf_config), resolve_device(model.device))
     parts = [weights, str(dtype).removeprefix("torch.")]
@@ -155,4 +156,5 @@ def served_setting(config: EngineConfig) -> tuple[str, float, str]:
     blend = config.blend
     selector = make_selector(blend.selector)
     own = selector.default_ratio if blend.recompute_ratio is None else blend.recompute_ratio
-    return blend.selector, own if selector.fixed_ratio is None else selector.fixed_ratio, blend.encoding_context
+    ratio = own if selector.fixed_ratio is None else selector.fixed_ratio
+    return blend.selector, ratio, resolve_name(blend.encoding_context, not config.model.skip_tokenizer_init)

@@ -27,15 +27,18 @@ def check_encoding_context(name: str | None) -> None:
         ENCODING_CONTEXTS.find(name)
 
 
+def resolve_name(name: str | None, has_tokenizer: bool) -> str:
+    """Return the name of an encoding context; of None, that of the default: filler, or page without a tokenizer."""
+    return name or (AfterFiller.name if has_tokenizer else AfterPage.name)
+
+
 def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> EncodingContext:
-    """Return the encoding context called `name`, or "filler(0, 2)" with these ordinals; of None, the default: filler,
-    or page without a tokenizer.
+    """Return the encoding context called `name` (None: the default), or "filler(0, 2)" with these ordinals.
 
     Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none.
     """
     check_encoding_context(name)
-    if name is None:
-        name = AfterPage.name if tokenizer is None else AfterFiller.name
+    name = resolve_name(name, tokenizer is not None)
     ordinals = _ordinals(name)
     kind = ENCODING_CONTEXTS[name] if ordinals is None else AfterFiller
     if kind not in (AfterBos, AfterFiller):
@@ -74,4 +77,5 @@ __all__ = [
     "EncodingContext",
     "check_encoding_context",
     "make_encoding_context",
+    "resolve_name",
 ]
