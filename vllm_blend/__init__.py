@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_blend import openmp as openmp  # first: it sets what OpenMP reads when torch is imported
 from vllm_blend.import_names import warn_of_shadowed_names
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
 from vllm_blend.models.loader import load_model
+from vllm_blend.openmp import limit_spinning
 from vllm_blend.ops.e4m3 import E4M3
 from vllm_blend.ops.graph_capture import CUDAGraphs, drop_graphs
 from vllm_blend.worker.block_pass import BlockPass, Graphs
@@ -67,6 +68,8 @@ class Worker:
             _warn_of_others(Usage.settled(device), config.cache.gpu_memory_utilization)
             if not config.disable_custom_all_reduce:
                 ranks.share_memory(device)
+        else:
+            limit_spinning()
         smaller = "quantization='fp8'" if ranks.size == 1 else f"a tensor_parallel_size above {ranks.size}"
         with must_fit("the model's weights", f"use a smaller model, or {smaller}", device):
             model = load_model(
