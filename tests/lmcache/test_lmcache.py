@@ -143,12 +143,12 @@ def test_the_same_prompt_twice_and_a_third_time(llm: LLM) -> None:
     first, second, third = (ask(llm, [instruction, a, b, c, question]) for _ in range(3))
     assert_same_logprobs(first, whole(first))
     assert first.blend is None and second.blend is not None
-    assert llm.llm_engine.composer.num_encoded == 5, "BOS, the instruction and three documents, once"
+    assert llm.llm_engine.composer.num_encoded == 6, "BOS, filler, the instruction and three documents, once"
     assert_same_logprobs(second, third)
     assert blend_of(second) == blend_of(third) and third.blend is not None
     assert third.blend.num_exact_tokens == 1 + size(llm, instruction)
     ask(llm, [instruction, a, b, c, "Question: Where is it?\nAnswer:"])
-    assert llm.llm_engine.composer.num_encoded == 5, "no question is stored that comes last"
+    assert llm.llm_engine.composer.num_encoded == 6, "no question is stored that comes last"
 
 
 def test_what_one_tenant_has_sent_is_not_known_of_another(llm: LLM) -> None:
@@ -160,7 +160,7 @@ def test_what_one_tenant_has_sent_is_not_known_of_another(llm: LLM) -> None:
         [output] = run(llm, {"prompt": text, "cache_salt": salt}, PARAMS)
         assert output.prompt == text and output.error is None
         encoded.append(llm.llm_engine.composer.num_encoded)
-    assert encoded == [0, 4, 4, 4, 8]
+    assert encoded == [0, 5, 5, 5, 10]
     OfflineKVPreCompute(llm).precompute_kv(b, cache_salt="tenant-c")
     [other], [own] = (run(llm, {"prompt": text, "cache_salt": salt}, PARAMS) for salt in ("tenant-d", "tenant-c"))
     assert other.blend is None and own.blend is not None
@@ -174,7 +174,7 @@ def test_everything_is_stored_twice(llm: LLM) -> None:
     precompute = OfflineKVPreCompute(llm)
     for piece in (instruction, a, b, question, a):
         precompute.precompute_kv(piece)
-    assert llm.llm_engine.composer.num_encoded == 5, "BOS and four pieces: the second time changes nothing"
+    assert llm.llm_engine.composer.num_encoded == 2 + 2 * 4, "BOS, filler and four pieces for both places, once"
     first, second = (ask(llm, [instruction, a, b, question]) for _ in range(2))
     assert_same_logprobs(first, second)
     assert first.blend is not None and blend_of(first) == blend_of(second)
@@ -342,7 +342,7 @@ def test_early_scripts_store_by_asking(llm: LLM) -> None:
     first, second, third = (ask(llm, [instruction, a, b, question]) for _ in range(3))
     assert first.blend is not None
     assert second.blend is not None and second.blend.num_encoded_tokens == size(llm, instruction)
-    assert llm.llm_engine.composer.num_encoded == 4, "BOS, both documents, and the instruction that has come again"
+    assert llm.llm_engine.composer.num_encoded == 5, "BOS, filler, both documents, and the instruction"
     assert third.blend is not None and third.blend.num_exact_tokens == 1 + size(llm, instruction)
 
 
@@ -430,7 +430,7 @@ def test_a_bos_that_a_prompt_writes_takes_its_score_along(llm: LLM) -> None:
 def test_the_parts_of_a_chat_are_pieces(llm: LLM) -> None:
     """They need no separators, and are reused in any order."""
     _, (a, b, c, _), question = texts()
-    for order in ((a, b, c), (c, a, b)):
+    for order in ((a, b, c), (c, a, b), (c, b, a)):
         before = llm.llm_engine.composer.num_encoded
         content = [{"type": "text", "text": text} for text in (*order, question)]
         template = "{% for m in messages %}<s>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"

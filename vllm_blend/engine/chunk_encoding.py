@@ -25,11 +25,11 @@ from vllm_blend.request import Request
 
 
 def begin_encoding(parsed: ParsedPrompt, requests: LiveRequests, on_complete: Callable[[], None]) -> PendingBlend:
-    """Have the chunks of `parsed` encoded by the next steps, and call `on_complete` when nothing is missing. Raises
-    ValueError for a chunk that is too long."""
+    """Have the chunks of `parsed` encoded by the next steps, wherever they may stand in a prompt, and call
+    `on_complete` when nothing is missing. Raises ValueError for a chunk that is too long."""
     check_lengths(parsed, requests.composer.finder.max_model_len)
     pending = PendingBlend(parsed, on_complete=on_complete)
-    pending.pieces = requests.composer.finder.pieces(parsed)
+    pending.pieces = requests.composer.finder.pieces(parsed, everywhere=True)
     try:
         for request in requests.composer.start(pending):
             requests.scheduler.add(request)
@@ -63,14 +63,15 @@ def encode_chunks(parsed: ParsedPrompt, requests: LiveRequests, driver: Driver) 
         return []
     inbox = Inbox()
     with driver.lock:
-        pending = begin_encoding(parsed, requests, inbox.wake)  # another thread's step may encode the last chunk
+        # Another thread's step may encode the last chunk.
+        pending = begin_encoding(parsed, requests, inbox.wake)
     try:
         driver.wait(inbox, lambda: not pending.missing)
     except BaseException:  # also a Ctrl-C: what was queued must not run with the next call
         with driver.lock:
             withdraw(pending, requests)
         raise
-    own = pending.pieces[len(pending.pieces) - len(parsed.chunk_bounds) :]
+    own = pending.chunks[: len(parsed.chunk_bounds)]
     return [piece.kv.copy() for piece in own if piece.kv is not None]  # the store's own must not be changed
 
 

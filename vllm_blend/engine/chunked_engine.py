@@ -125,8 +125,9 @@ class ChunkedEngine(ABC):
         encode_after: Sequence[str | Sequence[int]] | None = None,
         cache_salt: str | None = None,
     ) -> list[ChunkKV]:
-        """Return the KV of `chunks`, each encoded after what the engine's encoding context puts before it (`prefix`,
-        unless told otherwise), just as a prompt of these pieces, with this `cache_salt`, would have it done.
+        """Return the KV of `chunks`, each encoded after what the engine's encoding context puts before it, just as a
+        prompt of these pieces, with this `cache_salt`, would have it done. What they would be encoded after if they
+        stood elsewhere in a prompt is computed, too.
 
         What the chunk store does not have is computed and put there; unfinished requests go on meanwhile. Raises
         ValueError or TypeError for bad pieces.
@@ -139,7 +140,7 @@ class ChunkedEngine(ABC):
             return encode_chunks(parsed, self.requests, self.driver)
 
     @exclusive
-    def begin_encoding(self, parsed: ParsedPrompt, on_complete: Callable[[], None]) -> None:
+    def begin_encoding(self, parsed: ParsedPrompt, on_complete: Callable[[], None], among_others: bool = False) -> None:
         """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored by the next steps, as
         `encode_chunks` does. `on_complete` is called when all are there; in mid-step, or at once.
 

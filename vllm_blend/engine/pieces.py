@@ -42,8 +42,9 @@ class PieceFinder:
     encoding: EncodingContext
     max_model_len: int
 
-    def pieces(self, parsed: ParsedPrompt) -> list[Piece]:
-        """Return the prefix of a prompt, if it has one, and its chunks, without KV."""
+    def pieces(self, parsed: ParsedPrompt, everywhere: bool = False) -> list[Piece]:
+        """Return the prefix of a prompt, if it has one, and its chunks, without KV. With `everywhere`, what the chunks
+        are elsewhere in a prompt comes last: as its first, or as another."""
         ids = parsed.token_ids
         if parsed.pieces:
             return [
@@ -56,29 +57,37 @@ class PieceFinder:
         chunks = tuple(whole[start:stop] for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         all_in_place = frozenset(parsed.in_place_chunks)
-        companies: dict[int, Piece] = {}  # by the object that holds the tokens, which all chunks of an ordinal share
-        identities: dict[int, tuple[Tokens, str]] = {}
-        for index, (start, stop) in enumerate(parsed.chunk_bounds):
-            context = self.encoding.before(given, index, self.max_model_len - (stop - start))
-            company = self.encoding.company(given, index)
+        filler = self.encoding.company(is_first=False)
+        company = self._company(given.prefix, filler, salt) if filler else None
+        identities: dict[int, tuple[Tokens, str]] = {}  # by the object, which many chunks share
+
+        def piece(index: int, is_first: bool) -> Piece:
+            start, stop = parsed.chunk_bounds[index]
+            context = self.encoding.before(given, index, self.max_model_len - (stop - start), is_first)
             if id(context) not in identities:
                 identities[id(context)] = context, context_id(context, salt)
             chunk = ChunkId.from_context(identities[id(context)][1], self.model, chunks[index])
-            piece = Piece(start, chunk, begins_with(ids, start, context), in_place=index in all_in_place)
-            if company and context is given.after_company(company):
-                piece.company = companies.setdefault(id(company), self._company(given.prefix, company, salt))
+            found = Piece(start, chunk, begins_with(ids, start, context), in_place=index in all_in_place)
+            if filler and context is given.after(filler):
+                found.company = company
             elif context is not given.prefix and context != given.prefix:
-                piece.context = context
-            pieces.append(piece)
+                found.context = context
+            return found
+
+        pieces += [piece(index, given.is_first(index)) for index in range(len(chunks))]
+        if everywhere:
+            others = [piece(index, not given.is_first(index)) for index in range(len(chunks))]
+            known = {each.id.key for each in pieces}
+            pieces += {each.id.key: each for each in others if each.id.key not in known}.values()
         return pieces
 
     def _company(self, prefix: Tokens, company: Tokens, salt: bytes) -> Piece:
         return Piece(len(prefix), ChunkId.from_tokens(self.model, prefix, company, salt=salt), exact=True)
 
-    def identify(self, parsed: ParsedPrompt) -> tuple[ChunkId | None, list[ChunkId]]:
-        """Return the ids of a prompt's prefix (None if it has none) and of its chunks."""
-        ids = [piece.id for piece in self.pieces(parsed)]
-        return (ids[0], ids[1:]) if len(ids) > len(parsed.chunk_bounds) else (None, ids)
+    def identify(self, parsed: ParsedPrompt, everywhere: bool = False) -> tuple[ChunkId | None, list[ChunkId]]:
+        """Return the ids of a prompt's prefix (None if it has none) and of its chunks, as `pieces` does."""
+        ids = [piece.id for piece in self.pieces(parsed, everywhere)]
+        return (ids[0], ids[1:]) if parsed.prefix and not parsed.pieces else (None, ids)
 
 
 @dataclass(eq=False)
@@ -115,7 +124,7 @@ class PendingBlend:
     @property
     def companies(self) -> list[Piece]:
         """Return what those chunks that have no KV yet are encoded after, beside the prefix."""
-        companies = {id(piece.company): piece.company for piece in self.pieces if piece.kv is None and piece.company}
+        companies = {piece.company.id.key: piece.company for piece in self.pieces if piece.kv is None and piece.company}
         return list(companies.values())
 
     def leave_out(self, keys: Container[str]) -> None:

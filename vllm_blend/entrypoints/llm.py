@@ -207,8 +207,8 @@ class LLM:
         encode_after: Sequence[str | Sequence[int]] | None = None,
         cache_salt: str | None = None,
     ) -> list[ChunkKV]:
-        """Compute and store the KV of `chunks` as prompts with this `prefix` need it; returns it, chunk by chunk.
-        `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
+        """Compute and store the KV of `chunks` for prompts with this `prefix`, wherever they stand in these. Return the
+        KV that a prompt of these chunks needs. `continues`, `encode_after` and `cache_salt` as in a `ChunkedPrompt`."""
         return self.llm_engine.encode_chunks(prefix, chunks, continues, encode_after, cache_salt)
 
     def load_chunk(self, chunk: ChunkId, kv: ChunkKV) -> None:

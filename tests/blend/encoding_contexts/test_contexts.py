@@ -15,7 +15,7 @@ from vllm_blend.blend.encoding_contexts import (
 )
 from vllm_blend.blend.encoding_contexts.base import MAX_PAGE_BEFORE, EncodingContext
 from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
-from vllm_blend.blend.encoding_contexts.filler import ORDINALS, PASSAGES, AfterFiller
+from vllm_blend.blend.encoding_contexts.filler import COUNT, PASSAGES, AfterFiller
 from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterPage
 
 pytestmark = pytest.mark.cpu_only
@@ -26,8 +26,8 @@ PIECES = ContextPieces(PREFIX, CHUNKS, (None, 0, None, 1))  # 0, 1 and 3 are a p
 ROOM = 100_000
 
 
-def after_filler(*ordinals: int) -> AfterFiller:
-    return AfterFiller(lambda text: [1000 + ord(c) for c in text], ordinals or ORDINALS)
+def after_filler(count: int = COUNT) -> AfterFiller:
+    return AfterFiller(lambda text: [1000 + ord(c) for c in text], count)
 
 
 def filler_before(context: tuple[int, ...]) -> str:
@@ -77,53 +77,38 @@ def test_passages_far_from_the_chunk_are_left_out_where_there_is_no_room() -> No
     assert AfterPage().before(PIECES, 3, 4) == PREFIX
     assert AfterPage().before(PIECES, 3, 1) == PREFIX
     for limit in range(2, 1000, 7):
-        context = after_filler(0, 4).before(PIECES, 2, limit)
+        context = after_filler(4).before(PIECES, 2, limit)
         assert context[:2] == PREFIX and len(context) <= limit
 
 
-def test_as_many_filler_passages_as_the_nearest_ordinal_says() -> None:
-    context = after_filler(0, 3, 8)
-    assert [context.ordinal(i) for i in range(12)] == [0, 0, 3, 3, 3, 3, 8, 8, 8, 8, 8, 8]
-    assert after_filler(2).ordinal(0) == 2
-    pieces = ContextPieces(PREFIX, tuple((i,) for i in range(12)))
-    for index in range(12):
-        before = context.before(pieces, index, ROOM)
-        assert before[:2] == PREFIX and filler_before(before) == filler(context.ordinal(index))
-    assert after_filler().before(PIECES, 0, ROOM) is PREFIX  # so that the first chunk is exact
+def test_filler_stands_between_the_prefix_and_the_page() -> None:
+    context, pieces = after_filler(3), ContextPieces(PREFIX, CHUNKS, (None, None, 1, None))
+    before = [context.before(pieces, i, ROOM) for i in range(4)]
+    assert before[3] == before[1] and before[1][:2] == PREFIX and filler_before(before[1]) == filler(3)
+    assert before[2] == (*before[1], *CHUNKS[1])
+    assert before[3] is before[1] is pieces.after(context.company(False))  # whose digest is then computed once
 
 
-def test_all_chunks_of_an_ordinal_share_their_company() -> None:
-    """It is stored once, and its digest is computed once."""
-    context = after_filler(0, 2)
-    pieces = ContextPieces(PREFIX, CHUNKS)
-    assert context.company(pieces, 2) is context.company(pieces, 3) is context.company(PIECES, 2)
-    assert context.before(pieces, 2, ROOM) is context.before(pieces, 3, ROOM)
+@pytest.mark.parametrize("continues", [(), (None,), (None, 0), (None, 0, 0, 2)])
+def test_the_first_page_has_no_filler_unless_it_is_taken_for_another(continues: tuple[int | None, ...]) -> None:
+    context, chunks = after_filler(), CHUNKS[: max(1, len(continues))]
+    pieces = ContextPieces(PREFIX, chunks, continues)
+    for index in range(len(chunks)):
+        page = AfterPage().before(pieces, index, ROOM)
+        assert context.before(pieces, index, ROOM) == page
+        elsewhere = context.before(pieces, index, ROOM, is_first=False)
+        assert filler_before(elsewhere) == filler(COUNT) and elsewhere[-len(page) + 2 or ROOM :] == page[2:]
 
 
-def test_a_chunk_goes_on_from_just_what_is_stored_of_the_one_before_it_on_its_page() -> None:
-    context = after_filler(0, 2)
-    pieces = ContextPieces(PREFIX, CHUNKS, (None, None, None, 2))
-    third, fourth = (context.before(pieces, i, ROOM) for i in (2, 3))
-    assert fourth == (*third, *CHUNKS[2]) and filler_before(third) == filler(2)
-    first, second = (context.before(PIECES, i, ROOM) for i in (0, 1))
-    assert second == (*first, *CHUNKS[0])
-
-
-@pytest.mark.parametrize("ordinals", ["-1", "2, 1", "1,1", str(len(PASSAGES) + 1)])
-def test_ordinals_that_cannot_be(ordinals: str) -> None:
-    with pytest.raises(ValueError, match=r"the filler's ordinals .* must be ascending"):
-        check_encoding_context(f"filler({ordinals})")
-
-
-@pytest.mark.parametrize("ordinals", ["", "0.5", "0, a", "0,"])
-def test_ordinals_that_are_not_numbers(ordinals: str) -> None:
-    with pytest.raises(ValueError, match=r"blend_encoding_context='filler\(.*\)' must name numbers of filler passages"):
-        check_encoding_context(f"filler({ordinals})")
+@pytest.mark.parametrize("count", [0, len(PASSAGES) + 1])
+def test_numbers_of_passages_that_there_are_not(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"filler\({count}\)': there are 1 to {len(PASSAGES)} filler passages"):
+        check_encoding_context(f"filler({count})")
 
 
 def test_settings_that_cannot_be() -> None:
     known = r"use one of \['bos', .*'page', 'prefix'\]"
-    for name in ("nonesuch", "page(0, 1)", ["page"]):
+    for name in ("nonesuch", "page(1)", "filler()", "filler(0, 2)", ["page"]):
         with pytest.raises(ValueError, match=f"blend_encoding_context={re.escape(repr(name))} is unknown: {known}"):
             check_encoding_context(cast(Any, name))
     for name in ("bos", "filler", "filler(1)"):

@@ -8,21 +8,21 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts.base import ContextPieces, EncodingContext
 from vllm_blend.blend.encoding_contexts.canonical import AfterBos, AfterPrefix
-from vllm_blend.blend.encoding_contexts.filler import ORDINALS, AfterFiller
+from vllm_blend.blend.encoding_contexts.filler import COUNT, AfterFiller
 from vllm_blend.blend.encoding_contexts.related import AfterGiven, AfterPage
 from vllm_blend.registry import Registry
 
 ENCODING_CONTEXTS: Registry[type[EncodingContext]] = Registry(
     "encoding context", "blend_encoding_context", (AfterFiller, AfterPage, AfterPrefix, AfterBos, AfterGiven)
 )
-_WITH_ORDINALS = re.compile(r"filler\(([^()]*)\)")
+_COUNTED = re.compile(r"filler\((\d+)\)")
 
 
 def check_encoding_context(name: str | None) -> None:
-    """Raise ValueError for an encoding context that does not exist, or for ordinals that cannot be."""
-    ordinals = _ordinals(name)
-    if ordinals is not None:
-        AfterFiller(lambda text: [], ordinals)
+    """Raise ValueError for an encoding context that does not exist, or for a number of passages that there is not."""
+    count = _count(name)
+    if count is not None:
+        AfterFiller(lambda text: [], count)
     elif name is not None:
         ENCODING_CONTEXTS.find(name)
 
@@ -33,14 +33,14 @@ def resolve_name(name: str | None, has_tokenizer: bool) -> str:
 
 
 def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> EncodingContext:
-    """Return the encoding context called `name` (None: the default), or "filler(0, 2)" with these ordinals.
+    """Return the encoding context called `name` (None: the default), or "filler(3)" with as many filler passages.
 
     Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none.
     """
     check_encoding_context(name)
     name = resolve_name(name, tokenizer is not None)
-    ordinals = _ordinals(name)
-    kind = ENCODING_CONTEXTS[name] if ordinals is None else AfterFiller
+    count = _count(name)
+    kind = ENCODING_CONTEXTS[name] if count is None else AfterFiller
     if kind not in (AfterBos, AfterFiller):
         return kind()
     if tokenizer is None:
@@ -54,25 +54,17 @@ def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase |
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return AfterFiller(encode, ordinals or ORDINALS)
+    return AfterFiller(encode, COUNT if count is None else count)
 
 
-def _ordinals(name: object) -> tuple[int, ...] | None:
-    """Return the ordinals that a name gives, None if it gives none."""
-    found = _WITH_ORDINALS.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
-        return None
-    try:
-        return tuple(int(number) for number in found[1].split(","))
-    except ValueError:
-        raise ValueError(
-            f"blend_encoding_context={name!r} must name numbers of filler passages, such as 'filler(0, 2)'"
-        ) from None
+def _count(name: object) -> int | None:
+    """Return the number of filler passages that a name gives, None if it gives none."""
+    found = _COUNTED.fullmatch(name) if isinstance(name, str) else None
+    return None if found is None else int(found[1])
 
 
 __all__ = [
     "ENCODING_CONTEXTS",
-    "ORDINALS",
     "ContextPieces",
     "EncodingContext",
     "check_encoding_context",

@@ -22,7 +22,15 @@ class ContextPieces:
     chunks: tuple[Tokens, ...]
     continues: tuple[int | None, ...] = ()  # for each chunk, the earlier one of its page that it continues
     encode_after: tuple[Tokens, ...] = ()  # for each chunk, the text that the prompt has it encoded after
-    _joined: dict[int, Tokens] = field(default_factory=dict, repr=False)
+    _joined: dict[int, Tokens] = field(default_factory=dict, repr=False, compare=False)
+
+    def after(self, company: Tokens) -> Tokens:
+        """Return the prefix and `company`: for the same object the same one, as long as the caller holds it."""
+        if not company:
+            return self.prefix
+        if id(company) not in self._joined:
+            self._joined[id(company)] = self.prefix + company
+        return self._joined[id(company)]
 
     def page_before(self, index: int) -> list[int]:
         """Return the chunks that chunk `index` continues, in the order of their page: the nearest `MAX_PAGE_BEFORE`."""
@@ -33,14 +41,9 @@ class ContextPieces:
             previous = self.continues[previous]
         return before[::-1]
 
-    def after_company(self, company: Tokens) -> Tokens:
-        """Return the prefix and `company`, which is kept by its encoding context. The same object is returned each
-        time, so that its digest need not be computed for each chunk."""
-        if not company:
-            return self.prefix
-        if id(company) not in self._joined:
-            self._joined[id(company)] = self.prefix + company
-        return self._joined[id(company)]
+    def is_first(self, index: int) -> bool:
+        """Return whether chunk `index` is the first, or continues it."""
+        return index == 0 or self.page_before(index)[:1] == [0]
 
 
 class EncodingContext(ABC):
@@ -57,19 +60,19 @@ class EncodingContext(ABC):
         """Return the tokens that every chunk is encoded after."""
         return pieces.prefix
 
-    def company(self, pieces: ContextPieces, index: int) -> Tokens:
-        """Return the tokens between the prefix and the passages of chunk `index`. Many chunks share them, so that their
-        KV is stored."""
+    def company(self, is_first: bool) -> Tokens:
+        """Return the tokens between the head and the passages of a chunk, which is the prompt's first or not. They are
+        the same for all such chunks, so their KV is stored."""
         return ()
 
-    def before(self, pieces: ContextPieces, index: int, limit: int) -> Tokens:
+    def before(self, pieces: ContextPieces, index: int, limit: int, is_first: bool | None = None) -> Tokens:
         """Return the token ids that stand before chunk `index` while it is encoded: at most `limit`, or the head alone.
-        What does not fit is left out, the farthest first: the company, then passages."""
-        passages, company = self.passages(pieces, index), self.company(pieces, index)
-        head = pieces.after_company(company) if company else self.head(pieces)
-        if not passages and len(head) <= limit:
-            return head
-        head = self.head(pieces)
+        What does not fit is left out, the farthest first: the company, then passages. `is_first`: whether the chunk
+        is to be taken for the prompt's first, wherever it stands."""
+        company = self.company(pieces.is_first(index) if is_first is None else is_first)
+        head, passages = self.head(pieces), self.passages(pieces, index)
+        if not passages and head is pieces.prefix and len(whole := pieces.after(company)) <= limit:
+            return whole
         limit -= len(head)
         kept: list[Tokens] = []
         for passage in reversed([company, *passages]):

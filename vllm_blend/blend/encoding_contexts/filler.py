@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from operator import add
 from typing import ClassVar
 
-from vllm_blend.blend.encoding_contexts.base import ContextPieces, Tokens
+from vllm_blend.blend.encoding_contexts.base import Tokens
 from vllm_blend.blend.encoding_contexts.related import AfterPage
 
 Encode = Callable[[str], "list[int]"]
 
-ORDINALS = (0, 2)  # docs/selection.md has the others that were tried
+COUNT = 2  # docs/selection.md has the others that were tried
 SEPARATOR = "\n\n"  # after each passage
 
 # Written for this purpose. They read like an encyclopaedia, but what they are about does not exist, so that they cannot
@@ -59,11 +57,8 @@ PASSAGES = (
 
 @dataclass(frozen=True)
 class AfterFiller(AfterPage):
-    """Encode a chunk after the prefix, the first few of `PASSAGES`, and those passages of its own page that it
-    continues and the prompt has.
-
-    How many of `PASSAGES`: that of `ordinals` which is nearest to the number of chunks before it in the prompt, or
-    before the first passage of its page. With the ordinal 0 the first chunk of a prompt is exact.
+    """Encode a chunk after the prefix, the first `count` of `PASSAGES`, and those passages of its own page that it
+    continues and the prompt has. The first chunk of a prompt has no filler before it, so it is exact.
 
     A chunk that was encoded alone has KV of a kind that no full prefill gives its tokens: it is the first text after
     the instruction. With other passages before it, the KV is of the right kind, though they are the wrong ones. Feng
@@ -74,27 +69,18 @@ class AfterFiller(AfterPage):
     name: ClassVar[str] = "filler"
 
     encode: Encode = field(repr=False)
-    ordinals: tuple[int, ...] = ORDINALS
+    count: int = COUNT
 
     def __post_init__(self) -> None:
-        numbers = all(isinstance(i, int) and 0 <= i <= len(PASSAGES) for i in self.ordinals)
-        if not self.ordinals or not numbers or list(self.ordinals) != sorted(set(self.ordinals)):
+        if not 1 <= self.count <= len(PASSAGES):
             raise ValueError(
-                f"the filler's ordinals {list(self.ordinals)} must be ascending numbers of passages from 0 to "
-                f"{len(PASSAGES)}, at least one: for example blend_encoding_context='filler(0, 2)'"
+                f"blend_encoding_context='filler({self.count})': there are 1 to {len(PASSAGES)} filler passages; "
+                "without any, it is 'page'"
             )
 
-    def ordinal(self, index: int) -> int:
-        """Return the ordinal that is nearest to `index`, the place of a chunk in the prompt; of two, the smaller
-        one."""
-        return min(self.ordinals, key=lambda ordinal: abs(ordinal - index))
-
-    def company(self, pieces: ContextPieces, index: int) -> Tokens:
-        page = pieces.page_before(index)
-        return self._companies[self.ordinal(page[0] if page else index)]
+    def company(self, is_first: bool) -> Tokens:
+        return () if is_first else self._filler
 
     @cached_property
-    def _companies(self) -> list[Tokens]:
-        """The first 0, 1, 2, ... of `PASSAGES` as token ids."""
-        passages: Sequence[Tokens] = [tuple(self.encode(text + SEPARATOR)) for text in PASSAGES]
-        return list(accumulate(passages, add, initial=()))
+    def _filler(self) -> Tokens:
+        return tuple(self.encode("".join(text + SEPARATOR for text in PASSAGES[: self.count])))

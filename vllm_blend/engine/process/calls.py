@@ -29,9 +29,9 @@ def reset_prefix_cache(engine: LLMEngine) -> None:
 
 
 def encode_chunks(engine: LLMEngine, parsed: ParsedPrompt) -> Future[list[dict[str, Any]]]:
-    """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored while other requests go on. The
-    result has the `key` and `num_tokens` of each: their KV stays here."""
-    _, ids = engine.composer.finder.identify(parsed)
+    """Have the chunks of a context (`prompt_parser.parse_context`) computed and stored while other requests go on,
+    wherever they may stand in a prompt. The result has the `key` and `num_tokens` of each: their KV stays here."""
+    _, ids = engine.composer.finder.identify(parsed, everywhere=True)
     done: Future[list[dict[str, Any]]] = Future()
     result = [{"key": chunk.key, "num_tokens": len(chunk.token_ids)} for chunk in ids]
     engine.begin_encoding(parsed, lambda: done.set_result(result))
