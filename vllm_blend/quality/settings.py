@@ -16,10 +16,10 @@ from vllm_blend.config import BlendConfig
 
 PLAIN_REUSE = "none"  # the rule that recomputes nothing
 EVERYTHING = "full"  # and the one that recomputes all
-RULES = (PLAIN_REUSE, "auto", "question_attention", "relevant_passages")
+RULES = (PLAIN_REUSE, "question_attention", "question_attention(mean_shift=0)", "value_deviation")
 RATIOS = (0.05, 0.08, 0.15, 0.30)
 COMPANIES = ("page",)
-QUICK_RULES = (PLAIN_REUSE, "auto@0.08,0.15", f"{BlendConfig.selector}@0.15")
+QUICK_RULES = (PLAIN_REUSE, f"{BlendConfig.selector}@0.08,0.15")
 
 
 @dataclass(frozen=True)
