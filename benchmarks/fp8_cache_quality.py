@@ -34,7 +34,6 @@ from vllm_blend.quality.splits import DEVELOPMENT
 METHODS: dict[str, dict[str, Any]] = {
     "full prefill": {},
     "plain reuse": {"blend_selector": "none"},
-    "relevant_passages, 15%": {"blend_selector": "relevant_passages", "blend_recompute_ratio": 0.15},
     "question_attention, 15%": {"blend_selector": "question_attention", "blend_recompute_ratio": 0.15},
     "value_deviation, 15%": {"blend_selector": "value_deviation", "blend_recompute_ratio": 0.15},
 }
