@@ -6,9 +6,8 @@ prints the tables that docs/quickstart.md quotes, and writes results/comparison/
 same prompts: all passages of a sample, in order, then the question. Time to first token (TTFT) is measured one request
 at a time, after a warm-up, from the first step that works on a request to its first token. Full prefill runs in an
 engine of its own, without prefix caching and blending; the other methods find the KV of instruction and passages in
-memory, and place, choose and recompute within the measured time. Prompts say which passage continues which, if the data
-set knows pages, and each passage is stored as if it stood alone. The methods take turns on every prompt, in rotating
-order.
+memory, and place, choose and recompute within the measured time. Each passage is stored as if it stood alone. The
+methods take turns on every prompt, in rotating order.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from vllm_blend.pipeline.chunk_cache import ChunkCache
 from vllm_blend.pipeline.config import RetrievalConfig, add_dataset_flags, dataset_settings, make_section
 from vllm_blend.pipeline.evaluate import format_table, score_prediction
 from vllm_blend.pipeline.files import write_json
-from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, page_predecessors, read_stage_input
+from vllm_blend.pipeline.stage_inputs import PassageChunk, StageInput, read_stage_input
 from vllm_blend.quality.intervals import ratio_of_medians
 from vllm_blend.quality.questions import joined_ids
 from vllm_blend.sampling_params import SamplingParams
@@ -81,8 +80,7 @@ def make_methods(ratio: float) -> list[Method]:
     return [
         Method("full prefill", None),
         Method("plain reuse", "none"),
-        Method(f"blend, relevant passages, {percent} (the default rule)", "relevant_passages", ratio),
-        Method(f"blend, question attention, {percent}", "question_attention", ratio),
+        Method(f"blend, question attention, {percent} (the default rule)", "question_attention", ratio),
         Method(f"blend, value deviation, {percent} (CacheBlend's rule)", "value_deviation", ratio),
     ]
 
@@ -94,7 +92,6 @@ class Bench:
         self.stage = stage
         common: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "enable_prefix_caching": False}
         self.plain = LLMEngine.from_engine_args(EngineArgs(**common))
-        # What precedes a passage on its page tells the default rule where to look; stage 2 stores KV without it.
         self.blending = LLMEngine.from_engine_args(
             EngineArgs(**common, enable_blending=True, blend_encoding_context="prefix")
         )
@@ -107,7 +104,6 @@ class Bench:
             "prefix": style.instruction,
             "chunks": texts,
             "suffix": style.suffix(question),
-            "continues": page_predecessors(chunks),
         }
 
     def ready(self, chunks: Sequence[PassageChunk]) -> None:

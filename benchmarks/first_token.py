@@ -1,13 +1,12 @@
-"""Measure the first token of rules that look at no KV, in pairs: `relevant_passages` against `first_tokens`.
+"""Measure the first token of rules in pairs: each against `first_tokens`, which looks at nothing.
 
     python -m benchmarks.first_token --lengths 4096 32000 --ratios 0.08 0.15 --output first_token.json
 
 The model has random weights in the shape of a 7B model, unless --model names another. Passages of 512 tokens are cut
 out of generated worlds (synthetic text), and their KV is stored. A time is that of `LLM.generate` for one token, from
-the call to the output: ranking, placing and the forward pass are all in it. The rules take turns, so both see the same
-machine; `relevant_passages` runs with the words of the question, and with given scores, and `first_tokens` also with
-the lever `mean_shift`, whose cost that is. Prints the medians in ms and the median of the paired ratios with a
-bootstrap interval of 95%; --output keeps every sample.
+the call to the output: looking, placing and the forward pass are all in it. The rules take turns, so all see the same
+machine; `question_attention` runs with its mean shift and without. Prints the medians in ms and the median of the
+paired ratios with a bootstrap interval of 95%; --output keeps every sample.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ import numpy as np
 import torch
 
 from benchmarks.engine_gpu import CHUNK, load
-from benchmarks.ranking import make_passages
+from benchmarks.passages import make_passages
 from benchmarks.samples import record
 from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import LLM, SamplingParams
 from vllm_blend.quality.splits import DEVELOPMENT
 
 BASELINE = "first_tokens"
-WHOLE_BUDGET = "relevant_passages(spend=budget)"  # as many tokens as the baseline computes, whatever is asked
+RULES = (BASELINE, "question_attention(mean_shift=0)", "question_attention", "value_deviation")
 WARM_UP = 3  # turns that are not counted: they store the chunks and capture graphs
 PREFIX_TOKENS = 32
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for length in args.lengths:
         prompt = make_prompt(llm.get_tokenizer(), length, args.chunk, args.seed)
         for ratio in args.ratios:
-            times = take_turns(llm, ways(prompt, ratio, args.seed), args.repeats)
+            times = take_turns(llm, ways(prompt, ratio), args.repeats)
             for name, own in times.items():
                 record(f"{length} tokens, {ratio:.0%}, {name}", own)
             samples.append({"tokens": length, "ratio": ratio, "seconds": times})
@@ -76,17 +75,9 @@ def make_prompt(tokenizer: Any, length: int, chunk: int, seed: int) -> dict[str,
     return {"prefix": prefix, "chunks": passages, "suffix": question}
 
 
-def ways(prompt: dict[str, Any], ratio: float, seed: int) -> dict[str, dict[str, Any]]:
+def ways(prompt: dict[str, Any], ratio: float) -> dict[str, dict[str, Any]]:
     """Return the prompts that are compared, by the name of their rule."""
-    asked = prompt | {"blend_recompute_ratio": ratio}
-    rng = Random(seed)
-    scores = [rng.random() for _ in prompt["chunks"]]
-    return {
-        BASELINE: asked | {"blend_selector": BASELINE},
-        f"{BASELINE} + mean_shift": asked | {"blend_selector": f"{BASELINE}+mean_shift"},
-        "relevant_passages, by words": asked | {"blend_selector": WHOLE_BUDGET},
-        "relevant_passages, scores given": asked | {"blend_selector": WHOLE_BUDGET, "relevance": scores},
-    }
+    return {rule: prompt | {"blend_selector": rule, "blend_recompute_ratio": ratio} for rule in RULES}
 
 
 def take_turns(llm: LLM, prompts: dict[str, Any], repeats: int) -> dict[str, list[float]]:

@@ -35,7 +35,7 @@ from vllm_blend.quality.session import Session, Truth
 from vllm_blend.quality.settings import make_settings
 
 FULL = "full prefill"
-RULES = ("none", "auto@0.15", "relevant_passages@0.15", "value_deviation@0.15")
+RULES = ("none", "question_attention@0.15", "value_deviation@0.15")
 CACHES: dict[str, dict[str, Any]] = {
     "again": {"max_num_batched_tokens": 256, "max_num_seqs": 16},
     "fp8": {"kv_cache_dtype": "fp8"},

@@ -30,7 +30,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.engine_gpu import CHUNK, begin_decoding, ids, load
-from benchmarks.first_token import WHOLE_BUDGET, about, make_prompt
+from benchmarks.first_token import about, make_prompt
 from benchmarks.gpu_account import KINDS, Account, check_profiler, cycles_of, profiled, queued
 from benchmarks.shapes import LLAMA_31_8B, MISTRAL_7B, QWEN3_06B
 from benchmarks.side.rows import gpu
@@ -56,22 +56,23 @@ class Work:
 
 def blends(llm: LLM, calls: int) -> Iterator[Work]:
     """Return the works with stored passages."""
-    rng = Random(0)
     prompt = make_prompt(llm.get_tokenizer(), 8 * CHUNK + 64, CHUNK, 0)
-    scores = [rng.random() for _ in prompt["chunks"]]
     for rule, ratio in (
         ("none", 0.0),
-        (WHOLE_BUDGET, 0.08),
-        (WHOLE_BUDGET, 0.15),
+        ("first_tokens", 0.08),
+        ("first_tokens", 0.15),
         ("question_attention", 0.08),
         ("question_attention", 0.15),
-        ("auto", 0.08),
+        ("question_attention(mean_shift=0)", 0.15),
     ):
         asked = prompt | {"blend_selector": rule, "blend_recompute_ratio": ratio}
-        if rule == WHOLE_BUDGET:
-            asked["relevance"] = scores
         yield Work(f"one prompt of 8 passages, {rule}, {ratio:.0%}", [[asked]] * calls, 1)
-    for rule, ratio in (("none", 0.0), (WHOLE_BUDGET, 0.08), (WHOLE_BUDGET, 0.15), ("question_attention", 0.15)):
+    for rule, ratio in (
+        ("none", 0.0),
+        ("first_tokens", 0.15),
+        ("question_attention", 0.08),
+        ("question_attention", 0.15),
+    ):
         batches = make_prompts(llm.get_tokenizer(), calls, 64, rule, ratio)
         yield Work(f"64 such prompts at once, {rule}, {ratio:.0%}, 32 tokens out", batches, 32)
 

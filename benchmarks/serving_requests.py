@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from transformers import AutoTokenizer
 
-from benchmarks.ranking import make_passages
+from benchmarks.passages import make_passages
 from vllm_blend.quality.splits import DEVELOPMENT
 
 PREFIX = "You will be asked a question after reading several passages. Answer within five words.\nPassages:\n"

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine_gpu import CHUNK, ids, load
-from benchmarks.first_token import WHOLE_BUDGET, about, compare, make_prompt
+from benchmarks.first_token import about, compare, make_prompt
 from benchmarks.samples import record
 from benchmarks.shapes import MISTRAL_7B
 from vllm_blend import LLM, SamplingParams
@@ -37,12 +37,11 @@ CONTEXT, NEW = 4064, 32
 WARM_UP = 3  # turns that are not counted: they store the chunks and the context
 RULES: tuple[tuple[str, float], ...] = (
     ("none", 0.0),
-    (WHOLE_BUDGET, 0.08),
-    (WHOLE_BUDGET, 0.15),
     ("first_tokens", 0.08),
+    ("first_tokens", 0.15),
     ("question_attention", 0.08),
     ("question_attention", 0.15),
-    ("auto", 0.08),
+    ("question_attention(mean_shift=0)", 0.15),
 )
 LAUNCHED, REPLAYED = "launched", "replayed"
 
@@ -89,12 +88,9 @@ def works(llm: LLM, seed: int, count: int) -> Iterator[tuple[str, list[Any]]]:
     follow_ups: list[Any] = [{"prompt_token_ids": context + ids(rng, NEW, 32000)} for _ in range(count)]
     yield f"follow-up of {NEW} tokens behind {CONTEXT:,} cached ones", follow_ups
     prompt = make_prompt(llm.get_tokenizer(), 8 * CHUNK + 64, CHUNK, seed)
-    scores = [rng.random() for _ in prompt["chunks"]]
     for rule, ratio in RULES:
         asked = prompt | {"blend_selector": rule} | ({"blend_recompute_ratio": ratio} if ratio else {})
-        if rule == WHOLE_BUDGET:
-            asked["relevance"] = scores
-        yield f"{len(scores)} passages, {rule}{f', {ratio:.0%}' if ratio else ''}", [asked] * count
+        yield f"{len(prompt['chunks'])} passages, {rule}{f', {ratio:.0%}' if ratio else ''}", [asked] * count
 
 
 def take_turns(engines: dict[str, LLM], prompts: Sequence[Any]) -> dict[str, list[float]]:

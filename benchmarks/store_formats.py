@@ -32,7 +32,6 @@ from vllm_blend.pipeline.prompts import prompt_for
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("auto", "fp8", "int8")
-METHODS = {"default rule, 15%": {"blend_selector": "relevant_passages", "blend_recompute_ratio": 0.15}} | BLENDS
 BATCH = 8  # prompts at once: a chunk that waits behind many others for the disk is taken for late, and computed
 
 
@@ -129,7 +128,7 @@ def fill(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, 
 def answer_all(model: str, dataset: str, samples: Sequence[Sample], common: dict[str, Any]) -> dict[str, Answers]:
     llm, store = engine(model, common)
     found = {}
-    for method, settings in METHODS.items():
+    for method, settings in BLENDS.items():
         prompts: list[Any] = [build_qa_prompt(sample, dataset) | settings for sample in samples]
         params = SamplingParams(temperature=0, max_tokens=prompt_for(dataset).max_tokens, stop=["\n"])
         batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]

@@ -7,7 +7,7 @@ measured --rounds times, in turns, so that both see the same machine; a figure i
 
 - a decode step of 64 requests at 2,048 tokens each (host time of the step, to the drawn tokens);
 - a full prefill of 32,000 tokens (wall time of `LLM.generate` for one token);
-- 32 and 128 blends of 8 x 512 tokens at once, of which `relevant_passages` recomputes 15%, with 32 tokens of answer
+- 32 and 128 blends of 8 x 512 tokens at once, of which `question_attention` recomputes 15%, with 32 tokens of answer
   each (wall time of `LLM.generate`; at most 64 run). Passages come from a pool whose KV is stored: synthetic text, each
   prompt in another order.
 
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from benchmarks.engine_gpu import CHUNK, decode, ids, load
-from benchmarks.first_token import PREFIX_TOKENS, WHOLE_BUDGET
-from benchmarks.ranking import make_passages
+from benchmarks.first_token import PREFIX_TOKENS
+from benchmarks.passages import make_passages
 from benchmarks.shapes import LLAMA_33_70B, MISTRAL_7B
 from benchmarks.side.report import interval
 from vllm_blend import LLM, SamplingParams
@@ -90,7 +90,7 @@ def measure(size: int, repeats: int) -> Samples:
 
 
 def make_prompts(
-    tokenizer: Any, batches: int, count: int, rule: str = WHOLE_BUDGET, ratio: float = RATIO
+    tokenizer: Any, batches: int, count: int, rule: str = "question_attention", ratio: float = RATIO
 ) -> list[list[Any]]:
     """Return batches of `count` prompts that share a pool of passages, in orders of their own."""
     rng = Random(1)

@@ -209,11 +209,11 @@ class BlendConfig(OptionGroup):
 
     enable_blending: bool = option(False, "reuse the KV of chunks at any position", name="enable_blending")
     selector: str = option(
-        "relevant_passages", "rule that chooses the tokens to recompute; docs/selection.md compares them"
+        "question_attention", "rule that chooses the tokens to recompute; docs/selection.md compares them"
     )
     recompute_ratio: float | None = option(
         None,
-        "share of the tokens before the question that is recomputed, for relevant_passages at most; by default 0.15",
+        "share of the tokens before the question that is recomputed; by default 0.15",
         check=check_ratio,
     )
     check_layers: list[int] = option(

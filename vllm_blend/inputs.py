@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypedDict
 
 from vllm_blend.kv_store.keys import ChunkId
@@ -35,7 +35,7 @@ class TokensPrompt(_TokensPromptOptions):
 class _ChunkedPromptOptions(_PromptOptions, total=False):
     blend_selector: str
     blend_recompute_ratio: float
-    relevance: Sequence[float | None] | Sequence[Sequence[float | None]]
+    relevance: Sequence[float | None] | Sequence[Sequence[float | None]] | None
     order: Literal["given", "free"]
     chunk_ranking: list[int]
     in_place_chunks: list[int]
@@ -50,13 +50,12 @@ class ChunkedPrompt(_ChunkedPromptOptions):
     end of one piece or the beginning of the next. `output.prompt` shows the whole: the joined pieces if all are text,
     otherwise what the ids decode to.
 
-    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. `relevance` has a score
-    for every chunk, as retrievers and rerankers give them (larger is more relevant, on any scale; None for a chunk that
-    has none, which comes last), or several lists of them, which are fused by reciprocal rank: the selector
-    relevant_passages goes by it. With the `order` "free" chunks may be put into another order: the pages that matter
-    for the question stand first then, by `relevance` or by the question's words, where they are exact or cheap to make
-    exact; `output.prompt` shows the order. `chunk_ranking` has numbers of chunks, most relevant first: if chunks move
-    while decoding, the first ones are on the device at first.
+    `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. With the `order` "free"
+    the chunks of a blended prompt are put into the order of their `relevance`, which has a score for every chunk, as
+    retrievers and rerankers give them (larger is more relevant, on any scale; None for a chunk that has none, which
+    comes last), or several lists of them, which are fused by reciprocal rank. Chunks that `continues` links stay
+    together in their order; `output.prompt` shows the order. `chunk_ranking` has numbers of chunks, most relevant
+    first: if chunks move while decoding, the first ones are on the device at first.
     `in_place_chunks` has numbers of chunks that are not worth storing: if nothing is stored for such a chunk, it is
     computed where it stands, as prefill does it, and leaves nothing in the store. `continues` names, for every chunk,
     the chunk before it in the prompt that it continues on its own page, or None: it may be encoded after that one.
@@ -103,9 +102,6 @@ class ParsedPrompt:
     blend_recompute_ratio: float | None = None
     relevance: tuple[tuple[float, ...], ...] = ()  # by signal, a score for every chunk
     order: Literal["given", "free"] = "given"
-    is_ranked: bool = False  # the chunks stand in the order of their relevance
-    passages: tuple[int, ...] | None = None  # numbers of the chunks that may be ranked; None: all
-    question: tuple[int, int] | None = None  # where the question stands, if that is not the whole suffix
     chunk_ranking: tuple[int, ...] = ()
     in_place_chunks: tuple[int, ...] = ()
     continues: tuple[int | None, ...] = ()  # for every chunk, or empty
@@ -127,32 +123,7 @@ class ParsedPrompt:
         return self.token_ids[: self.chunk_bounds[0][0] if self.prefix_length is None else self.prefix_length]
 
 
-def reorder_chunks(parsed: ParsedPrompt, order: Sequence[int]) -> ParsedPrompt:
-    """Return a prompt with its chunks, which must follow one another, in another order: `order` has their numbers. A
-    chunk must not come before one that it `continues`, and one that is no passage keeps its place."""
-    place = {index: at for at, index in enumerate(order)}
-    start, stop = parsed.chunk_bounds[0][0], parsed.chunk_bounds[-1][1]
-    token_ids, bounds = parsed.token_ids[:start], []
-    for index in order:
-        first, last = parsed.chunk_bounds[index]
-        bounds.append((len(token_ids), len(token_ids) + last - first))
-        token_ids += parsed.token_ids[first:last]
-    before = [parsed.continues[index] for index in order] if parsed.continues else []
-    return replace(
-        parsed,
-        token_ids=token_ids + parsed.token_ids[stop:],
-        text=None,
-        chunk_bounds=tuple(bounds),
-        relevance=tuple(tuple(signal[index] for index in order) for signal in parsed.relevance),
-        chunk_ranking=tuple(place[index] for index in parsed.chunk_ranking),
-        in_place_chunks=tuple(place[index] for index in parsed.in_place_chunks),
-        continues=tuple(None if index is None else place[index] for index in before),
-        encode_after=tuple(parsed.encode_after[index] for index in order) if parsed.encode_after else (),
-        retention=tuple(parsed.retention[index] for index in order) if parsed.retention else (),
-    )
-
-
 def begins_with(token_ids: Sequence[int], count: int, context: Sequence[int]) -> bool:
     """Return whether the first `count` of these tokens are all of `context`: only then is what was encoded after it
-    exact behind them."""
+    exact after them."""
     return len(context) == count and tuple(token_ids[:count]) == tuple(context)

@@ -134,8 +134,7 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         context.chunk_bounds,
         prompt.get("blend_selector"),
         prompt.get("blend_recompute_ratio"),
-        parse_relevance(prompt.get("relevance"), len(context.chunk_bounds)),
-        _check_order(prompt.get("order", "given")),
+        *parse_order(prompt.get("order", "given"), prompt.get("relevance"), len(context.chunk_bounds)),
         chunk_ranking=_check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
         in_place_chunks=_check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
         continues=context.continues,
@@ -143,6 +142,26 @@ def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, 
         salt=context.salt,
         is_composed=True,
     )
+
+
+def parse_order(
+    order: Any, relevance: Any, num_chunks: int
+) -> tuple[tuple[tuple[float, ...], ...], Literal["given", "free"]]:
+    """Return the relevance scores of a prompt, by signal, and the order that its chunks may stand in. Raises TypeError
+    or ValueError if one of them is wrong, or is given without the other."""
+    if order not in ("given", "free"):
+        raise ValueError(
+            f"order is {order!r}: use 'given', or 'free' if chunks may stand in the order of their relevance"
+        )
+    scores = parse_relevance(relevance, num_chunks)
+    if order == "free" and relevance is None:
+        raise ValueError("order is 'free', but relevance is not given: give a score for each chunk, or leave order out")
+    if order == "given" and scores:
+        raise ValueError(
+            "relevance is given, but only the order of the chunks goes by it: set order to 'free', or leave relevance "
+            "out"
+        )
+    return scores, "free" if order == "free" else "given"
 
 
 def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...]:
@@ -184,13 +203,6 @@ def _is_finite(score: Any) -> bool:
         return math.isfinite(score)
     except OverflowError:  # an integer that no float holds
         return False
-
-
-def _check_order(order: Any) -> Literal["given", "free"]:
-    if order not in ("given", "free"):
-        raise ValueError(f"order is {order!r}: use 'given', or 'free' if chunks may be put into another order")
-    found: Literal["given", "free"] = order
-    return found
 
 
 def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:

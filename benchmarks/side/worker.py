@@ -116,13 +116,10 @@ class Ours:
     def _params(self, tokens: int, temperature: float) -> Any:
         return self.module.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
-    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None) -> Any:
         """Return a prompt of a prefix, passages and a question: in pieces where `more` says how to blend."""
         if more is None:
             return {"prompt_token_ids": joined(pieces), "cache_salt": self.salt}
-        more = dict(more)
-        if more.pop("scored", False):
-            more["relevance"] = scores
         asked = {"prefix": pieces[0], "chunks": pieces[1:-1], "suffix": pieces[-1], "cache_salt": self.salt}
         return asked | more
 
@@ -141,7 +138,7 @@ class VLLM(Ours):
 
     package = "vllm"
 
-    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None) -> Any:
         return {"prompt_token_ids": joined(pieces)}
 
     def check(self, prompt: Any, output: Any) -> None:
@@ -171,7 +168,7 @@ class Transformers:
             self.model.generate(ids, attention_mask=self.torch.ones_like(ids), **options)
         return time.perf_counter() - start
 
-    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None, scores: list[float]) -> Any:
+    def prompt(self, pieces: list[Ids], more: dict[str, Any] | None) -> Any:
         return {"prompt_token_ids": joined(pieces)}
 
     def versions(self) -> dict[str, str | None]:
@@ -196,18 +193,15 @@ class Work(ABC):
     def ids(self, rng: random.Random, count: int) -> Ids:
         return [rng.randrange(10, self.vocabulary) for _ in range(count)]
 
-    def asked(self, engine: Any, prompts: list[list[Ids]], scores: list[list[float]] | None = None) -> list[Any]:
+    def asked(self, engine: Any, prompts: list[list[Ids]]) -> list[Any]:
         """Return prompts as the engine takes them, and note their token ids."""
         for pieces in prompts:
             self._digest.update(json.dumps(joined(pieces)).encode())
-        each = scores or [[] for _ in prompts]
-        return [engine.prompt(pieces, self.more, own) for pieces, own in zip(prompts, each, strict=True)]
+        return [engine.prompt(pieces, self.more) for pieces in prompts]
 
-    def run(
-        self, engine: Any, prompts: list[list[Ids]], tokens: list[int], scores: list[list[float]] | None = None
-    ) -> float:
+    def run(self, engine: Any, prompts: list[list[Ids]], tokens: list[int]) -> float:
         """Return the seconds of a call."""
-        asked = self.asked(engine, prompts, scores)
+        asked = self.asked(engine, prompts)
         seconds: float = engine.seconds(asked, tokens, self.work.get("temperature", 0.0))
         return seconds
 
@@ -258,16 +252,16 @@ class Rag(Work):
     """Prompts of one prefix, some passages of a pool in any order, and a question; the unit is a request.
 
     The first sample is preceded by prompts that hold every passage of the pool, so that what an engine can keep of them
-    is kept (their KV, and the words by which a rule ranks them), unless `cold` asks for a new pool in each sample. Many
+    is kept, unless `cold` asks for a new pool in each sample. Many
     prompts draw the pool's first passages most often.
     """
 
     def sample(self, engine: Any) -> float:
-        prompts, scores = self.draw(engine)
-        return self.run(engine, prompts, [self.work["tokens_out"]] * len(prompts), scores) / len(prompts)
+        prompts = self.draw(engine)
+        return self.run(engine, prompts, [self.work["tokens_out"]] * len(prompts)) / len(prompts)
 
-    def draw(self, engine: Any) -> tuple[list[list[Ids]], list[list[float]]]:
-        """Return the next prompts and the scores of their passages, with the pool in store."""
+    def draw(self, engine: Any) -> list[list[Ids]]:
+        """Return the next prompts, with the pool in store."""
         self.count += 1
         work, rng = self.work, self.rng(self.count)
         prefix, size = self.ids(self.rng("prefix"), work["prefix"]), work["passages"]
@@ -278,23 +272,22 @@ class Rag(Work):
             for at in range(0, len(pool), size):
                 passages = pool[at : at + size]
                 asked = [prefix, *passages, self.ids(rng, work["question"])]
-                self.run(engine, [asked], [1], [list(map(float, range(len(passages))))])
-        prompts, scores = [], []
+                self.run(engine, [asked], [1])
+        prompts = []
         for _ in range(work["requests"]):
             passages = zipf(rng, pool, size) if work["requests"] > 1 else rng.sample(pool, size)
             prompts.append([prefix, *passages, self.ids(rng, work["question"])])
-            scores.append([rng.random() for _ in range(size)])
-        return prompts, scores
+        return prompts
 
 
 class Gap(Rag):
     """The 99th percentile of the time between two tokens of a batch that decodes while such prompts arrive."""
 
     def sample(self, engine: Any) -> float:
-        prompts, scores = self.draw(engine)
+        prompts = self.draw(engine)
         rng, work = self.rng(0), self.work
         running = [{"prompt_token_ids": self.ids(rng, work["context"])} for _ in range(work["batch"])]
-        arriving = self.asked(engine, prompts, scores)
+        arriving = self.asked(engine, prompts)
         gaps = sorted(engine.gaps(running, work["running_tokens"], arriving, work["between"]))
         worst: float = gaps[math.ceil(0.99 * len(gaps)) - 1]
         return worst

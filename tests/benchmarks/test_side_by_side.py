@@ -132,11 +132,11 @@ def test_our_engine_beside_another(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     output = tmp_path / "out" / "sides"
     only_two = {VLLM: "9.9"}, [Side(OURS), Side(VLLM, str(program))]
     monkeypatch.setattr(side_by_side, "find_sides", lambda args: only_two)
-    command = ["--profile", "cpu", "--rows", "rag_one_relevant_15", "--turns", "1", "--warm-up", "1", "--repeats", "3"]
+    command = ["--profile", "cpu", "--rows", "rag_one_question_15", "--turns", "1", "--warm-up", "1", "--repeats", "3"]
     assert side_by_side.main([*command, "--output", str(output)]) == 0
     report = json.loads(output.with_suffix(".json").read_text())
     measured = {(turn["side"], row): len(found) for turn in report["turns"] for row, found in turn["samples"].items()}
-    assert measured == {(OURS, "rag_one_relevant_15"): 3, (OURS, "rag_full"): 3, (VLLM, "rag_full"): 3}
+    assert measured == {(OURS, "rag_one_question_15"): 3, (OURS, "rag_full"): 3, (VLLM, "rag_full"): 3}
     prompts = [turn["prompts"]["rag_full"] for turn in report["turns"] if "rag_full" in turn["prompts"]]
     assert len(prompts) == 2 and prompts[0] == prompts[1]
     page = output.with_suffix(".md").read_text()
@@ -188,7 +188,7 @@ def test_blended_and_plain_prompts_have_the_same_tokens() -> None:
         def __init__(self) -> None:
             self.calls: list[list[list[int]]] = []
 
-        def prompt(self, pieces: list[list[int]], more: object, scores: list[float]) -> list[int]:
+        def prompt(self, pieces: list[list[int]], more: object) -> list[int]:
             return joined(pieces)
 
         def seconds(self, prompts: list[list[int]], tokens: list[int], temperature: float) -> float:
@@ -267,7 +267,7 @@ def test_a_gap_row_takes_the_99th_percentile() -> None:
     asked: list[tuple[int, int, int]] = []
 
     class Engine:
-        prompt, seconds = staticmethod(lambda pieces, more, scores: joined(pieces)), staticmethod(lambda *_: 0.0)
+        prompt, seconds = staticmethod(lambda pieces, more: joined(pieces)), staticmethod(lambda *_: 0.0)
 
         def gaps(self, running: list[Any], tokens: int, arriving: list[Any], between: int) -> list[float]:
             asked.append((len(running), len(arriving), between))

@@ -101,7 +101,7 @@ class BlendReference:
             strengths = torch.zeros(start)
         elif rule == "first_tokens":
             strengths = -context.offsets.float()
-        elif rule == "question_attention":
+        elif rule.startswith("question_attention"):
             strengths = self._question_scores(ids, old, start).log()
         chosen = None if strengths is None else self._best(strengths, context, budget)
         active = positions if chosen is None else torch.cat([chosen if instead is None else instead, positions[start:]])
@@ -144,19 +144,20 @@ class BlendReference:
         return torch.stack(logprobs)
 
     def _question_scores(self, ids: Sequence[int], old: LayerKV, start: int) -> torch.Tensor:
-        """Attention that the suffix pays to each context token, mean over the first three quarters of the layers and
-        over heads, summed over the suffix."""
+        """Attention that the suffix pays to each context token, mean over the third quarter of the layers and over
+        heads, summed over the suffix."""
         positions = torch.arange(len(ids))
         suffix = positions[start:]
         hidden = self._embed(ids)[suffix]
         scores = torch.zeros(start)
-        num_layers = -(-3 * len(old) // 4)
-        for layer, (k_old, v_old) in list(zip(self._layers, old, strict=True))[:num_layers]:
+        first, stop = len(old) // 2, -(-3 * len(old) // 4)
+        for index, (layer, (k_old, v_old)) in enumerate(list(zip(self._layers, old, strict=True))[:stop]):
             q, k, v = self._project(layer, hidden)
             k_all, v_all = k_old.clone(), v_old.clone()
             k_all[suffix], v_all[suffix] = k, v
             weights = self._weights(self._rotate(q, suffix), self._rotate(k_all, positions), suffix)
-            scores += weights[:, :, :start].mean(0).sum(0) / num_layers
+            if index >= first:
+                scores += weights[:, :, :start].mean(0).sum(0) / (stop - first)
             hidden = self._finish(layer, hidden, weights, v_all)
         return scores
 

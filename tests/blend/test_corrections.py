@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from tests.blend.prompts import recomputed_positions, tiny_prompt
 from tests.blend.reference import BlendReference
+from tests.blend.rules import KeyDeviation, ShiftingRandom, selectors_restored
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import tiny_hf_model
 from vllm_blend.blend.plan import BlendPlan, Segment
-from vllm_blend.blend.selectors import make_selector
+from vllm_blend.blend.selectors import make_selector, register_selector
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 from vllm_blend.layers.rope_frequencies import rope_spec
 from vllm_blend.layers.rotary import RotaryEmbedding
@@ -30,6 +32,14 @@ PARAMS = greedy(6, logprobs=2, ignore_eos=True)
 LAYERS, HEADS, DIM, SIZE = 2, 2, 16, 8
 
 
+@pytest.fixture(autouse=True)
+def own_rules() -> Iterator[None]:
+    with selectors_restored():
+        register_selector(KeyDeviation)
+        register_selector(ShiftingRandom)
+        yield
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("strength", [1.0, 0.25])
 def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> None:
@@ -38,7 +48,7 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
     chunks = [ChunkKV(torch.randn(LAYERS, n, HEADS, DIM), torch.randn(LAYERS, n, HEADS, DIM)) for n in (3, 5, 5, 2)]
     starts = [0, 3, 8, 13]
     segments = tuple(Segment(s, kv, exact=s == 0) for s, kv in zip(starts, chunks, strict=True))
-    selector = make_selector(f"question_attention+mean_shift(strength={strength})")
+    selector = make_selector(f"question_attention(mean_shift={strength})")
     plan = BlendPlan(segments, tuple(range(17)), 15, selector, 0.5)
     other = Request("other", [1, 2, 3], None, RequestMetrics(arrival_time=0.0), block_table=[5])
     request = Request("one", list(range(17)), None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[3, 1, 4])
@@ -76,21 +86,18 @@ def test_the_mean_change_of_a_chunk_moves_the_rest_of_it(strength: float) -> Non
 
 @pytest.mark.cpu_only
 def test_no_hook_where_no_request_asks_for_one() -> None:
-    plan = BlendPlan((), (1, 2), 1, make_selector("question_attention+smoothing"), 0.5)
+    plan = BlendPlan((), (1, 2), 1, make_selector("question_attention(mean_shift=0)"), 0.5)
     request = Request("one", [1, 2], None, RequestMetrics(arrival_time=0.0), blend=plan, block_table=[0])
     assert mean_shift_hook([Span(request, 0, 2, torch.tensor([1])), Span(request, 0, 2)], []) is None
 
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        "question_attention+mean_shift",
-        "value_deviation+mean_shift(strength=0.5)",
-    ],
+    ["question_attention", "key_deviation"],
 )
 def test_batch_mates_change_nothing(rule: str) -> None:
     """What is stored stays as it is, too: the second time gives the same."""
-    rules = [rule, rule.split("+")[0], rule]
+    rules = [f"{rule}(mean_shift={strength})" for strength in (0.5, 0, 0.5)]
     prompts = [tiny_prompt(blend_selector=each, blend_recompute_ratio=0.3) for each in rules]
     with engine(tiny_model("llama"), enable_blending=True) as llm:
         alone = [run(llm, prompt, PARAMS)[0] for prompt in prompts]
@@ -132,7 +139,7 @@ def shifted_in_float64(prompt: dict[str, Any], chosen: list[int], strength: floa
 @pytest.mark.parametrize("ratio", [0.05, 0.3])
 @pytest.mark.parametrize(
     ("rule", "strength"),
-    [("auto", 1.0), ("question_attention+mean_shift(strength=0.5)", 0.5), ("random+mean_shift", 1.0)],
+    [("auto", 0.5), ("question_attention(mean_shift=1, first_layer=0)", 1.0), ("shifting_random", 1.0)],
 )
 def test_a_prompt_with_shifts_is_what_float64_makes_of_it(rule: str, strength: float, ratio: float) -> None:
     """The reference has transformers' weights, and only the choice is the engine's. What is stored stays as it is."""
@@ -161,9 +168,3 @@ def test_a_prompt_with_shifts_is_what_float64_makes_of_it(rule: str, strength: f
         for key, (k, v) in before.items():
             kv = store.get(key)
             assert kv is not None and torch.equal(kv.k, k) and torch.equal(kv.v, v)
-
-
-@pytest.mark.cpu_only
-def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"mean_shift: strength=2 must be in \(0, 1\]"):
-        make_selector("question_attention+mean_shift(strength=2)")

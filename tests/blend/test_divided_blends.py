@@ -19,7 +19,8 @@ PARAMS = greedy(8, logprobs=3, ignore_eos=True)
 SMALL: dict[str, Any] = {"enable_blending": True, "max_num_batched_tokens": 9, "max_num_seqs": 4}
 LARGE: dict[str, Any] = {"enable_blending": True}
 EARLIER = 96 - BLOCK_SIZE * -(-59 // BLOCK_SIZE) - 3  # tokens of a prompt that soon takes another page
-RULES = ["first_tokens", "question_attention", "relevant_passages", "none", "full"]
+UNSHIFTED = "question_attention(mean_shift=0)"
+RULES = ["first_tokens", UNSHIFTED, "none", "full"]
 
 
 class Scheduled(NamedTuple):
@@ -114,7 +115,7 @@ def test_a_blend_that_is_preempted_between_its_parts_starts_over(monkeypatch: py
         return preempt(self)
 
     monkeypatch.setattr(Scheduler, "preempt_last", recorded)
-    prompt = tiny_prompt(blend_selector="question_attention", blend_recompute_ratio=0.6)
+    prompt = tiny_prompt(blend_selector=UNSHIFTED, blend_recompute_ratio=0.6)
     before = {"prompt_token_ids": plain(tiny_prompt())["prompt_token_ids"][:EARLIER]}
     params = [greedy(30, logprobs=3, ignore_eos=True), PARAMS]
     with engine(MODEL, **LARGE) as whole:
@@ -139,7 +140,7 @@ class Failing(Selector):
 def test_a_selector_that_fails_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SELECTORS, "failing", Failing)
     with engine(MODEL, **SMALL, async_scheduling=True) as llm:  # its next part is queued before the error is read
-        good = tiny_prompt(blend_selector="question_attention", blend_recompute_ratio=0.5)
+        good = tiny_prompt(blend_selector=UNSHIFTED, blend_recompute_ratio=0.5)
         bad = tiny_prompt(blend_selector="failing", blend_recompute_ratio=0.5)
         outputs = run(llm, [bad, good, good], PARAMS)
         assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length", "length"]

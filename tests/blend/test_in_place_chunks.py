@@ -30,7 +30,7 @@ def test_a_prompt_of_which_nothing_is_stored_runs_as_a_plain_one_and_stores_noth
         )
 
 
-@pytest.mark.parametrize("rule", ["question_attention", "value_deviation", "gradual", "first_tokens", "none"])
+@pytest.mark.parametrize("rule", ["question_attention", "value_deviation", "first_tokens", "none"])
 @pytest.mark.parametrize("stored", [[2], [1, 2], [0, 3], [0]])
 def test_what_is_stored_is_reused_and_the_rest_is_computed(rule: str, stored: list[int]) -> None:
     prompt = tiny_prompt(blend_selector=rule, in_place_chunks=ALL)

@@ -16,7 +16,6 @@ from tests.engine.engines import engine, greedy, hf_model, run, tiny_model
 from tests.models.tiny import HEAD_DIM
 from vllm_blend import Evidence, LooksAt, Selector, register_selector
 from vllm_blend.blend.selectors import make_selector, top_indices
-from vllm_blend.blend.selectors.late_attention import LateAttention
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 
 TINY = tiny_model("llama")
@@ -48,20 +47,10 @@ def test_deviations_by_hand() -> None:
     new[0, 0, 0], new[1, :, 0], new[2, 1, 1] = 2.0, 1.5, -3.0
     value = make_selector("value_deviation").score(evidence(3, v_old=old, v_new=new))
     assert value.tolist() == [4.0, 4.5, 9.0]
-    key = make_selector("key_deviation").score(evidence(3, k_old=new, k_new=old))
-    assert key.tolist() == [4.0, 4.5, 9.0]
-    both = make_selector("gradual").score(evidence(3, k_old=old, k_new=new, v_old=old, v_new=10 * new))
-    torch.testing.assert_close(both, torch.tensor([4.0, 4.5, 9.0]) * 2 / 17.5)
-
-
-@pytest.mark.cpu_only
-def test_gradual_narrows_to_the_ratio() -> None:
-    shares = make_selector("gradual").shares(0.2, [1, 2, 3])
-    assert shares[0] == pytest.approx(0.4)
-    assert shares[-1] == 0.2
-    assert shares == sorted(shares, reverse=True)
-    assert make_selector("gradual").shares(0.2, [1]) == [0.2]
-    assert make_selector("gradual").shares(0.9, [1, 2])[0] == 1.0
+    assert evidence(3, k_old=new, k_new=old).k_deviation().tolist() == [4.0, 4.5, 9.0]
+    for deviation in (evidence(3).k_deviation, evidence(3).v_deviation):
+        with pytest.raises(ValueError, match="compared at check layers only"):
+            deviation()
 
 
 @pytest.mark.cpu_only
@@ -102,36 +91,23 @@ def test_a_name_is_needed_and_belongs_to_one_selector(register: Callable[[type[S
     class Second(Nameless):
         name: ClassVar[str] = "auto"
 
-    with pytest.raises(ValueError, match=r"Second cannot be named 'auto': that stands for 'late_attention"):
+    with pytest.raises(ValueError, match=r"Second cannot be named 'auto': that stands for 'question_attention"):
         register(Second)
 
 
-@pytest.mark.cpu_only
-def test_auto_is_late_attention_whatever_the_model() -> None:
-    assert make_selector("auto") == make_selector("late_attention+mean_shift")
-    assert make_selector("auto").look(12) == LateAttention().look(12)
-    looks = [LateAttention().look(layers) for layers in (1, 2, 10, 12, 32)]
-    assert [(look.first, look.stop) for look in looks] == [(0, 1), (1, 2), (6, 10), (8, 12), (21, 32)]
-    assert all(look.is_plain for look in looks)
-    with pytest.raises(ValueError, match="'auto' has levers of its own"):
-        make_selector("auto+smoothing")  # a lever on a rule without a name
-
-
-def test_what_auto_stands_for_is_what_is_reported() -> None:
-    best = "late_attention+mean_shift"
-    rules = ["auto", best, "question_attention"]
-    with engine(TINY, enable_blending=True, blend_selector="auto") as llm:
+def test_what_auto_stands_for_is_the_default_and_what_is_reported() -> None:
+    with engine(TINY, enable_blending=True) as llm:
+        rules = ["auto", "question_attention"]
         outputs = [run(llm, tiny_prompt(blend_selector=rule), PARAMS)[0] for rule in rules]
         outputs.append(run(llm, tiny_prompt(), PARAMS)[0])
-    names = [output.blend.selector for output in outputs if output.blend is not None]
-    assert names == [best, best, "question_attention", best]
-    for output in (outputs[0], outputs[3]):
-        assert_same_logprobs(output, outputs[1])
+    assert [output.blend and output.blend.selector for output in outputs] == ["question_attention"] * 3
+    for output in outputs[1:]:
+        assert_same_logprobs(output, outputs[0])
 
 
 @pytest.mark.parametrize("looks_at", list(LooksAt))
 def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Selector]], type[Selector]]) -> None:
-    """Works by name, sees what it asked for, and nothing behind the context."""
+    """Works by name, sees what it asked for, and nothing after the context."""
     seen: list[Evidence] = []
     kind = looks_at
 
@@ -159,9 +135,9 @@ def test_a_selector_of_ones_own(looks_at: LooksAt, register: Callable[[type[Sele
         assert only.positions.tolist() == list(range(exact, context))
         offsets = [offset for chunk in prompt["chunks"][1:] for offset in range(len(chunk))]
         assert only.chunk_offsets.tolist() == offsets
-        assert (only.question_mass is not None) == looks_at.asks
+        assert (only.question_mass is not None) == (looks_at is LooksAt.QUESTION)
         for tensor in (only.k_new, only.k_old, only.v_new, only.v_old):
-            assert (tensor is not None) == looks_at.checks
+            assert (tensor is not None) == (looks_at is LooksAt.LAYERS)
             assert tensor is None or tensor.shape == (context - exact, 2, HEAD_DIM)
 
 
@@ -176,6 +152,7 @@ def test_the_question_looks_on_its_own_layers_whatever_other_requests_look_on(
         class Looking(QuestionAttention):
             name: ClassVar[str] = f"looks_on_{share}"
             layer_share: float = share
+            first_layer: float = 0.0
 
             def score(self, evidence: Evidence) -> torch.Tensor:
                 assert evidence.question_mass is not None
@@ -188,7 +165,7 @@ def test_the_question_looks_on_its_own_layers_whatever_other_requests_look_on(
     names = [looking_on(share).name for share in shares]
     with engine(TINY, enable_blending=True) as llm:
         layers = llm.llm_engine.model_executor.driver_worker.num_layers
-        assert [QuestionAttention(share).look(layers).stop for share in shares] == [1, 2, 3]
+        assert [QuestionAttention(share, 0.0).look(layers).stop for share in shares] == [1, 2, 3]
         for name in names:
             run(llm, tiny_prompt(blend_selector=name), PARAMS)
         run(llm, [tiny_prompt(blend_selector=name) for name in reversed(names)], PARAMS)
@@ -196,14 +173,6 @@ def test_the_question_looks_on_its_own_layers_whatever_other_requests_look_on(
         alone, together = seen[name]
         torch.testing.assert_close(alone, together, rtol=1e-2, atol=1e-3)
     assert not torch.allclose(seen[names[0]][0], seen[names[2]][0], rtol=5e-2)
-
-
-@pytest.mark.cpu_only
-def test_the_share_of_layers_is_rounded_up_and_checked() -> None:
-    assert [QuestionAttention().look(n).stop for n in (1, 2, 12, 28, 32)] == [1, 2, 9, 21, 24]
-    for share in (0.0, -0.5, 1.01):
-        with pytest.raises(ValueError, match="layer_share"):
-            QuestionAttention(share)
 
 
 def failing(fault: str, evidence: Evidence) -> Any:
@@ -256,24 +225,22 @@ def test_a_selector_that_fails_costs_its_own_request(
         assert_logprobs_match(rest[-1], hf_model(TINY))
 
 
-@pytest.mark.parametrize("shares", [[0.5], [0.1, 0.2], [1.5, 0.2], [0.5, -0.1]])
-def test_shares_of_ones_own_must_fit(shares: list[float], register: Callable[[type[Selector]], type[Selector]]) -> None:
-    """One per check layer, none above the one before: checked before anything runs."""
+@pytest.mark.parametrize("shift", [1.5, "0.5", None, lambda: 0.5])
+def test_a_mean_shift_of_ones_own_must_be_a_share(
+    shift: Any, register: Callable[[type[Selector]], type[Selector]]
+) -> None:
+    """Checked before anything runs."""
 
-    @dataclass(frozen=True)
-    class Greedy(Selector):
-        name: ClassVar[str] = "greedy"
-        looks_at: ClassVar[LooksAt] = LooksAt.LAYERS
+    class Shifting(Selector):
+        name: ClassVar[str] = "shifting"
+        mean_shift: Any = staticmethod(shift) if callable(shift) else shift
 
         def score(self, evidence: Evidence) -> torch.Tensor:
             return evidence.positions.float()
 
-        def shares(self, ratio: float, check_layers: Any) -> list[float]:
-            return shares
-
-    register(Greedy)
+    register(Shifting)
     with (
-        engine(TINY, enable_blending=True, blend_check_layers=[1, 2]) as llm,
-        pytest.raises(ValueError, match=r"entries for 2 check layers|rise|share of tokens"),
+        engine(TINY, enable_blending=True) as llm,
+        pytest.raises(ValueError, match=r"the selector 'shifting' has mean_shift=.*: make it a number from 0 to 1"),
     ):
-        run(llm, tiny_prompt(blend_selector="greedy"), PARAMS)
+        run(llm, tiny_prompt(blend_selector="shifting"), PARAMS)

@@ -25,7 +25,7 @@ from vllm_blend import LLM, RequestOutput
 
 TINY = tiny_model("llama")
 PARAMS = greedy(12, logprobs=2, ignore_eos=True)
-RULES = ["value_deviation", "gradual", "question_attention", "first_tokens", "random", "none"]
+RULES = ["value_deviation", "question_attention", "question_attention(mean_shift=0)", "first_tokens", "random", "none"]
 
 
 def prompt_of(index: int, rule: str, ratio: float | None = 0.3) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_batch_equals_its_requests_alone(backend: str, known: bool) -> None:
 
 def test_a_batch_of_demo_questions_equals_them_alone() -> None:
     prompts: list[Any] = [
-        demo_prompt(i, blend_selector=rule) for i, rule in enumerate(["question_attention", "gradual"])
+        demo_prompt(i, blend_selector=rule) for i, rule in enumerate(["question_attention", "value_deviation"])
     ]
     with engine(enable_blending=True) as llm:
         alone = [run(llm, prompt, greedy(8, logprobs=1))[0] for prompt in prompts]

@@ -114,20 +114,6 @@ def test_ids_are_the_templates_and_chunks_are_the_parts(name: str, template: str
         assert text.strip() in part and len(part.strip()) - len(text.strip()) <= 2 * prompt.num_merged_parts
     edges = [edge for bounds in prompt.chunk_bounds for edge in bounds]
     assert edges == sorted(edges) and edges[-1] < len(prompt.token_ids)
-    assert prompt.question is not None
-    asked = tokenizer().decode(prompt.token_ids[slice(*prompt.question)])
-    assert asked.strip() == QUESTION or (prompt.num_merged_parts and QUESTION in asked)
-    assert (prompt.question[0] >= edges[-1]) == (name != "tools")
-
-
-def test_a_question_that_the_template_changes_is_not_named() -> None:
-    """It is computed all the same, and the chunks are found."""
-    system = {"role": "system", "content": "Answer."}
-    said = "{{ m.content | upper if m.role == 'user' else m.content }}\n"
-    for changes in (said, said.replace("upper", "truncate(9)"), said.replace("| upper", "+ m.content")):
-        prompt = prompt_of([system, *CONVERSATIONS["tools"]], "{% for m in messages %}" + changes + "{% endfor %}:")
-        assert chunk_texts(prompt) == PASSAGES and prompt.question is None
-    assert prompt_of([system, parts(*PASSAGES, role="tool")], CHATML_LIKE).question is None  # no user has asked
 
 
 def test_a_token_over_a_seam_belongs_to_neither_part() -> None:

@@ -12,7 +12,6 @@ from tests.chunks.llms import chunked_llm, random_ids
 from tests.engine.compare import assert_same_logprobs
 from tests.engine.engines import BLOCK_SIZE, greedy
 from vllm_blend import ChunkedLLM, RequestOutput
-from vllm_blend.blend.controller import LoadingController, RatioChoice
 from vllm_blend.blend.selectors import SELECTORS, Selector
 from vllm_blend.blend.selectors.base import Evidence
 
@@ -109,50 +108,6 @@ def test_what_was_repaired_for_one_question_serves_another_only_if_asked() -> No
         for seed, retained in ((1, False), (2, True)):
             output = ask(chunked, chunks, seed, **everything)
             assert output.blend is not None and output.blend.retained is retained
-
-
-def differs(left: RequestOutput, right: RequestOutput) -> bool:
-    """Return whether first tokens have other log-probabilities, by more than rounding."""
-    rows = [next(iter((each.outputs[0].logprobs or [{}])[0].values())) for each in (left, right)]
-    return abs(rows[0].logprob - rows[1].logprob) > 0.01
-
-
-def test_a_context_that_is_retained_is_not_damped() -> None:
-    """What one question passes over may be what the next one asks for."""
-    with chunked_llm() as chunked:
-        chunks = registered(chunked, 9, 14, 11)
-        rule: dict[str, Any] = {"recompute_ratio": 0.5, "relevance": [0, 1, 0]}
-        damped: dict[str, Any] = {"selector": "relevant_passages(damping=0.5)"}
-        plain: dict[str, Any] = {"selector": "relevant_passages(damping=1)"}
-        alone = [ask(chunked, chunks, seed, **rule, **plain, retain=False) for seed in (1, 2)]
-        for seed, undamped in zip((1, 2), alone, strict=True):
-            output = ask(chunked, chunks, seed, **rule, **damped)
-            assert output.blend is not None and not output.blend.retained and differs(output, undamped)
-        assert not chunked.llm_engine.blocks.retained
-        for seed, undamped, retained in ((1, alone[0], False), (2, alone[1], True)):
-            output = ask(chunked, chunks, seed, **rule, **damped, retain=True)
-            assert output.blend is not None and output.blend.retained is retained
-            assert_same_logprobs(output, undamped)
-        own = ask(chunked, chunks, 2, **rule, **damped, retain=False)  # it takes none of these pages
-        assert own.blend is not None and not own.blend.retained and differs(own, alone[1])
-
-
-@pytest.mark.cpu_only
-def test_a_context_that_a_raised_ratio_leaves_something_to_choose_in_is_not_damped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is retained, since at the ratio that was asked for, none, nothing depends on the question."""
-    monkeypatch.setattr(LoadingController, "choose_ratio", lambda *arguments: RatioChoice(0.5, "as told"))
-    arguments: dict[str, Any] = {"blend_controller": True, "blend_recompute_ratio": 0.0}
-    with chunked_llm(blend_selector="relevant_passages", **arguments) as chunked:
-        chunks = registered(chunked, 9, 14, 11)
-        options: dict[str, Any] = {"selector": None, "relevance": [0, 1, 0]}
-        output = ask(chunked, chunks, 1, **options)
-        assert output.blend is not None and output.blend.num_recomputed_tokens > 5
-        assert len(chunked.llm_engine.blocks.retained) == 1
-        rule = "relevant_passages(damping=1)"
-        undamped = ask(chunked, chunks, 1, selector=rule, recompute_ratio=0.5, relevance=[0, 1, 0], retain=False)
-        assert_same_logprobs(output, undamped)
 
 
 def test_retained_pages_are_no_exact_prefix() -> None:

@@ -43,9 +43,9 @@ def test_whatever_changes_the_pages_changes_the_key() -> None:
         key_of(replace(PROMPT, pieces=(piece(2, 6), piece(6, 10, (0, 1))))),
         key_of(replace(PROMPT, chunk_bounds=((2, 10),))),
         key_of(PROMPT, suffix_start=9),
-        key_of(PROMPT, "key_deviation"),
-        key_of(PROMPT, "value_deviation+smoothing(window=3)"),
-        key_of(PROMPT, "value_deviation+smoothing(window=5)"),
+        key_of(PROMPT, "first_tokens"),
+        key_of(replace(PROMPT, retain=True), "question_attention"),
+        key_of(replace(PROMPT, retain=True), "question_attention(mean_shift=0)"),
         key_of(PROMPT, "random"),
         key_of(PROMPT, "random(seed=5)"),
         key_of(PROMPT, ratio=0.25),
@@ -60,7 +60,7 @@ def test_the_question_does_not_change_the_key() -> None:
     assert key == key_of(replace(PROMPT, token_ids=[*IDS[:10], 3, 4, 5]))
 
 
-@pytest.mark.parametrize("rule", ["question_attention", "relevant_passages", "auto"])
+@pytest.mark.parametrize("rule", ["question_attention", "question_attention(mean_shift=0)", "auto"])
 def test_what_is_repaired_for_a_question_is_retained_only_if_asked_for(rule: str) -> None:
     assert key_of(PROMPT, rule) is None
     assert key_of(replace(PROMPT, retain=False), rule) is None

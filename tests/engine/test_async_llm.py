@@ -20,7 +20,12 @@ from vllm_blend.prompt_parser import parse_context
 from vllm_blend.sampling_params import RequestOutputKind
 
 MODEL = str(ROOT / "inputs" / "demo-model-reuse")
-ARGUMENTS: dict[str, Any] = {"model": MODEL, "enable_blending": True, "scheduling_policy": "priority"}
+ARGUMENTS: dict[str, Any] = {
+    "model": MODEL,
+    "enable_blending": True,
+    "blend_encoding_context": "page",  # as `engine` has it
+    "scheduling_policy": "priority",
+}
 QUESTION = "Where is the lamp? Where is the"
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 

@@ -13,11 +13,8 @@ import torch
 from tests import settings, tolerances
 from tests.engine.engines import PATIENCE, memory_store, new_llm
 from vllm_blend import LLM, SamplingParams
-from vllm_blend.blend.relevance.words import WordIndex
-from vllm_blend.chunks.chunk import Chunk, ChunkType
 from vllm_blend.engine import driver
 from vllm_blend.engine.driver import Inbox
-from vllm_blend.engine.process.calls import remove_chunks
 from vllm_blend.kv_store.chunk_kv import ChunkKV
 
 PREFIX, CHUNKS = "Answer the question.\n\n", ["Yiamdond is a city.\n\n", "It stands on the river Waindkais.\n\n"]
@@ -48,39 +45,6 @@ def test_what_is_encoded_ahead_is_what_prompts_look_for(llm: LLM) -> None:
     encoded = engine.composer.num_encoded
     [output] = llm.generate(prompt(CHUNKS[::-1]), GREEDY, use_tqdm=False)
     assert output.blend is not None and engine.composer.num_encoded == encoded
-
-
-@pytest.mark.parametrize("way", ["encode_chunks", "register_chunk", "load_chunk"])
-def test_words_are_read_with_the_encoding_if_the_rule_ranks_by_them(
-    llm: LLM, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = llm.llm_engine
-    chunks = [f"{way} led the town of Braixzeam.\n\n", f"The old {way} was built of brick.\n\n"]
-    prefix, ids = engine.identify_chunks(PREFIX, chunks)
-    assert prefix is not None
-    kvs = llm.encode_chunks(PREFIX, chunks)
-    engine.planner.words.set_tokenizer(llm.get_tokenizer())  # forgets what was read
-    if way == "encode_chunks":
-        engine.chunk_store.clear()
-        llm.encode_chunks(PREFIX, chunks)
-    for chunk, kv in zip(ids, kvs, strict=True):
-        if way == "load_chunk":
-            engine.load_chunk(chunk, kv)
-        elif way == "register_chunk":
-            before = prefix.token_ids
-            engine.register_chunk(
-                Chunk.from_tokens(engine.fingerprint, ChunkType.CONTEXT, chunk.token_ids, before), chunk.key
-            )
-    monkeypatch.setattr(WordIndex, "read", None)  # nothing is read when prompts come
-    [output] = llm.generate(prompt(chunks), GREEDY, use_tqdm=False)
-    assert output.blend is not None and output.error is None
-    monkeypatch.undo()
-    remove_chunks(engine, [chunk.key for chunk in ids])
-    assert not engine.planner.words._known and engine.planner.words._num_bytes == 0
-    engine.planner.words.set_tokenizer(llm.get_tokenizer())
-    engine.chunk_store.clear()
-    llm.generate(prompt(chunks) | {"blend_selector": "none"}, GREEDY, use_tqdm=False)
-    assert not engine.planner.words._known
 
 
 def test_it_is_what_a_prompt_would_have_stored(llm: LLM) -> None:

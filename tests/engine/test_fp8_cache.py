@@ -106,7 +106,7 @@ def test_every_way_through_the_engine(way: str) -> None:
         assert (llm.llm_engine.scheduler.num_preemptions > 0) == (way == "pages for one request")
 
 
-@pytest.mark.parametrize("rule", ["none", "value_deviation", "question_attention", "value_deviation + mean_shift"])
+@pytest.mark.parametrize("rule", ["none", "value_deviation", "question_attention", "question_attention(mean_shift=0)"])
 def test_blends_in_a_batch_are_those_alone(rule: str) -> None:
     prompts = [demo_prompt(index, 5, blend_selector=rule) for index in range(3)]
     with engine(enable_blending=True, **FP8) as llm:
@@ -178,7 +178,7 @@ def with_heads_scaled(directory: str, to: Path) -> str:
 @pytest.mark.parametrize("backend", ["cpu", "torch_native"])
 def test_heads_in_units_of_their_own_change_no_bit(backend: str, tmp_path: Path) -> None:
     """Scales are powers of 16, so a head that is as many times as large has the same bytes in its pages."""
-    rules = ["none", "first_tokens", "question_attention", "question_attention + mean_shift"]
+    rules = ["none", "first_tokens", "question_attention(mean_shift=0)", "question_attention"]
     prompts = [plain(tiny_prompt()), *(tiny_prompt(blend_selector=rule) for rule in rules)]
     found = []
     for directory in (tiny_model("llama"), with_heads_scaled(tiny_model("llama"), tmp_path)):

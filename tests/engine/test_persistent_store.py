@@ -129,7 +129,8 @@ main()
 
 
 def in_a_process(path: Path, prompts: list[Any]) -> Any:
-    arguments = settings.current().engine_arguments() | {"model": DEMO, "enable_blending": True}
+    own = {"model": DEMO, "enable_blending": True, "blend_encoding_context": "page"}  # as `new_llm` has it
+    arguments = settings.current().engine_arguments() | own
     given = json.dumps([arguments | {"chunk_store_path": str(path)}, prompts])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.blend.prompts import assert_counts_add_up, record_plans
+from tests.blend.prompts import assert_counts_add_up
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.chunks.test_chat_prompt import CALL, LISTS, parts
 from tests.engine.compare import assert_same_logprobs
@@ -240,30 +240,6 @@ def test_parts_are_reused_in_any_order_and_conversation() -> None:
         llm.chat(second, greedy(1), use_tqdm=False, chat_template=CHATML_LIKE, cache_salt="another tenant")
         assert composer.num_encoded == start + 2 * (2 + len(texts))
         assert_counts_add_up(output)
-
-
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Answer."}]], ids=["alone", "system"])
-def test_passages_are_ranked_by_the_question_before_a_tools_result(
-    system: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each asks for the words of one passage; the budget holds no second one. The others are damped, and not the
-    question, which stands before them."""
-    planned, rule = record_plans(monkeypatch), "relevant_passages(spend=budget)"
-    texts = ["The quick brown fox jumps.", "Where did the lazy dog go?", "def f(x): return x"]
-    found = parts(*texts, role="tool")
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    with engine(TINY, enable_blending=True, blend_selector=rule, blend_recompute_ratio=0.16) as llm:
-        for question, passage in (("Fox? Brown?", texts[0]), ("dog, lazy", texts[1])):
-            [output] = chat(llm, [*system, {"role": "user", "content": question}, call, found], CHATML_LIKE)
-            computed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
-            text = "".join(str(llm.get_tokenizer().decode([output.prompt_token_ids[index]])) for index in computed)
-            assert [each["text"] in text for each in found["content"]] == [each == passage for each in texts]
-            damped = [
-                str(llm.get_tokenizer().decode(output.prompt_token_ids[each.start : each.stop])).strip()
-                for each in planned[-1].segments
-                if each.key_scale == 0.9
-            ]
-            assert damped == [each for each in texts if each != passage]
 
 
 @pytest.mark.parametrize("template", [BARE, CHATML_LIKE], ids=["no prefix", "a prefix"])

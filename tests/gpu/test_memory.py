@@ -66,7 +66,7 @@ def largest_prompts(blending: bool) -> list[Any]:
     prompts.append({"prompt_token_ids": [5] * (LENGTH - 4)})
     if blending:
         chunks = [[10 + i] * 1000 for i in range(8)]
-        own = {"blend_selector": "gradual", "blend_recompute_ratio": 0.1}
+        own = {"blend_selector": "value_deviation", "blend_recompute_ratio": 0.1}
         prompts.append({"prefix": [3] * 100, "chunks": chunks, "suffix": [4] * 50} | own)
     return prompts
 

@@ -238,7 +238,7 @@ def test_arguments_of_the_llm_may_not_contradict_the_file(read: Any) -> None:
     same = config.arguments({"blend_recompute_ratio": 0.2, "seed": 1})
     assert same["blend_recompute_ratio"] == 0.2 and same["seed"] == 1
     assert config.arguments({"blend_min_tokens": 7})["blend_min_tokens"] == 7, "a default gives way"
-    assert config.arguments({"blend_selector": "gradual"})["blend_selector"] == "gradual"
+    assert config.arguments({"blend_selector": "random"})["blend_selector"] == "random"
     with pytest.raises(ValueError, match=r"has blend_recompute_ratios, which means blend_recompute_ratio=0\.2"):
         config.arguments({"blend_recompute_ratio": 0.3})
 

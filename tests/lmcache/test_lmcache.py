@@ -375,58 +375,6 @@ def test_bad_input(llm: LLM) -> None:
     assert len(llm.beam_search(question, beams)[0].sequences) == 2
 
 
-def test_scores_travel_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed is the stored passage with the best score."""
-    settings = "enable_blending: true\nblend_min_tokens: 0\n"
-    options: dict[str, Any] = {"blend_selector": "relevant_passages", "blend_recompute_ratio": 0.45}
-    llm = make_llm(monkeypatch, tmp_path, settings, tiny_model("llama"), **options)
-    documents = [f"The {word} jumps over the lazy dog. " * 2 for word in ("fox", "cat", "bee")]
-    for document in documents:
-        OfflineKVPreCompute(llm).precompute_kv(document)
-    prompt = combine_input_prompt_chunks(["Read.", *documents, "Where?"])
-
-    for best in range(3):
-        scores = [None, *(float(index == best) for index in range(3))]
-        calls: list[tuple[Any, Any]] = [
-            (prompt, scores),
-            ([prompt], [scores]),
-            ({"prompt": prompt}, [scores, scores]),
-        ]
-        for given, relevance in calls:
-            [output] = llm.generate(given, PARAMS, use_tqdm=False, relevance=relevance)
-            computed = llm.llm_engine.decoder.cache_fuse_metadata["imp_indices"].tolist()
-            text = str(llm.get_tokenizer().decode([output.prompt_token_ids[index] for index in computed]))
-            assert [document.strip() in text for document in documents] == [index == best for index in range(3)]
-    plain = llm.generate([prompt, "Where?"], PARAMS, use_tqdm=False, relevance=[[None, 1, 2, 3], None])
-    assert [output.error for output in plain] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("relevance", "message"),
-    [
-        ([[1, 2]], r"prompts\[0\]: relevance has 2 scores for 3 chunks.*all pieces but the last, without empty ones"),
-        ([[1, 2, "3"]], r"prompts\[0\]: relevance\[2\] is '3'"),
-        ([1, 2, 3], "relevance has 3 entries for 1 prompts: give the scores of each prompt, or None"),
-        ("123", "relevance is a str: give a list with the scores of each prompt"),
-    ],
-)
-def test_scores_that_do_not_fit_the_pieces(llm: LLM, relevance: Any, message: str) -> None:
-    instruction, (a, b, _, _), question = texts()
-    with pytest.raises((TypeError, ValueError), match=message):
-        llm.generate([combine_input_prompt_chunks([instruction, a, "", b, question])], PARAMS, relevance=relevance)
-    with pytest.raises(ValueError, match=r"prompts\[0\] has relevance but no pieces: give a prompt of combine_input"):
-        llm.generate(question, PARAMS, relevance=[1, 2])
-
-
-def test_a_bos_that_a_prompt_writes_takes_its_score_along(llm: LLM) -> None:
-    """The tokenizer adds it, so it is no chunk of the prompt that the engine checks the scores against."""
-    instruction, (a, b, _, _), question = texts()
-    pieces = [str(llm.get_tokenizer().bos_token), instruction, a, b, question]
-    scores = [None, None, 0.1, 0.9]
-    [output] = llm.generate(combine_input_prompt_chunks(pieces), PARAMS, use_tqdm=False, relevance=scores)
-    assert output.error is None and output.prompt_token_ids == ids(llm, pieces[1:])
-
-
 def test_the_parts_of_a_chat_are_pieces(llm: LLM) -> None:
     """They need no separators, and are reused in any order."""
     _, (a, b, c, _), question = texts()

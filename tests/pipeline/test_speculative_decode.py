@@ -158,8 +158,6 @@ def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage_input.style.suffix(sample.sample.question),
         }
-        if (relevance := sample.relevance(chunks)) is not None:
-            prompt["relevance"] = relevance
         [output] = llm.generate(prompt, params, use_tqdm=False)
         assert output.outputs[0].text == result["prediction"] and output.outputs[0].text
         assert output.outputs[0].token_ids == [step["token_id"] for step in result["steps"]]
@@ -168,7 +166,9 @@ def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any
         assert result["blend"]["num_recomputed_tokens"] == output.blend.num_recomputed_tokens
 
 
-def test_the_retrievals_scores_are_in_the_prompts(built: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_order_goes_by_the_retrievals_scores(
+    built: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Passages that it did not find have none."""
     prompts, add_request = [], LLMEngine.add_request
 
@@ -177,13 +177,18 @@ def test_the_retrievals_scores_are_in_the_prompts(built: Stages, monkeypatch: py
         add_request(engine, request_id, prompt, *arguments, **options)
 
     monkeypatch.setattr(LLMEngine, "add_request", record)
-    output = built.decode(passages="all", blend_selector="relevant_passages", max_tokens=1)
+    options: dict[str, Any] = {"passages": "all", "order": "free", "offload_mode": "none", "max_tokens": 1}
+    output = built.decode(**options)
     retrieved = json.loads(built.retrieval.output_path.read_text())["results"]
     for prompt, result, found in zip(prompts, output["results"], retrieved, strict=True):
         scores = dict(zip(found["retrieved_indices"], found["retrieved_indices_score"], strict=True))
         assert prompt["relevance"] == [scores.get(index) for index in range(len(prompt["chunks"]))]
         assert None in prompt["relevance"] and result["error"] is None
-        assert result["blend"]["selector"] == "relevant_passages" and result["blend"]["num_recomputed_tokens"] > 0
+        assert prompt["order"] == "free" and result["blend"]["selector"] == "question_attention"
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps(demo_samples(1)))
+    with pytest.raises(ValueError, match=r"order free needs the retrieval's scores, but .*plain.json has none for"):
+        built.decode(**options, retrieval_json=str(plain))
 
 
 def test_pages_are_stored_and_found_in_any_order(built: Stages, tmp_path: Path) -> None:

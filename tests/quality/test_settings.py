@@ -29,8 +29,8 @@ def test_the_defaults_can_be_measured() -> None:
 
 
 def test_levers_are_rules() -> None:
-    [setting] = make_settings(["question_attention(layer_share=0.5)+mean_shift@0.1"])
-    assert setting == Setting("question_attention(layer_share=0.5)+mean_shift", 0.1, "page")
+    [setting] = make_settings(["question_attention(layer_share=0.75, mean_shift=0)@0.1"])
+    assert setting == Setting("question_attention(layer_share=0.75, mean_shift=0)", 0.1, "page")
 
 
 @pytest.mark.parametrize(

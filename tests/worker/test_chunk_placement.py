@@ -99,7 +99,7 @@ def same(left: RequestOutput, right: RequestOutput) -> bool:
 
 @pytest.mark.parametrize("selector", sorted(SELECTORS))
 def test_arriving_layers_change_nothing(selector: str, llm: LLM, request: pytest.FixtureRequest) -> None:
-    prompt = tiny_prompt(blend_selector=selector, relevance=[0, 0, 1, 0])
+    prompt = tiny_prompt(blend_selector=selector)
     llm.llm_engine.chunk_store.clear()
     run(llm, prompt, PARAMS)  # the chunks are stored
     expected = run(llm, prompt, PARAMS)[0]
@@ -113,7 +113,9 @@ def test_arriving_layers_change_nothing(selector: str, llm: LLM, request: pytest
 
 
 def test_a_batch_of_blends_is_one_load(llm: LLM, request: pytest.FixtureRequest) -> None:
-    prompts: list[Any] = [tiny_prompt(blend_selector=name) for name in ("question_attention", "gradual", "random")]
+    prompts: list[Any] = [
+        tiny_prompt(blend_selector=name) for name in ("question_attention", "value_deviation", "random")
+    ]
     prompts += [plain(tiny_prompt()), tiny_prompt(blend_selector="question_attention", blend_recompute_ratio=0.5)]
     run(llm, prompts, PARAMS)
     expected = run(llm, prompts, PARAMS)
@@ -188,7 +190,7 @@ def test_a_step_that_failed_leaves_no_load_behind(layerwise: LLM, monkeypatch: p
 
 
 def test_rows_of_several_requests(llm: LLM) -> None:
-    """Positions and slots of segments, whatever pages the requests have, and what keys are multiplied by."""
+    """Positions and slots of segments, whatever pages the requests have."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     size = runner.cache.block_size
 
@@ -200,15 +202,10 @@ def test_rows_of_several_requests(llm: LLM) -> None:
     first, second = Pages(4, 2), Pages(7)
     placement = ChunkPlacement(runner.model, runner.cache)
     segments: list[Any] = [(first, Segment(size - 1, kv)), (second, Segment(2, kv)), (first, Segment(0, kv))]
-    rows = placement._rows(segments)
-    assert rows.key_scales is None
-    assert rows.positions.tolist() == [size - 1, size, size + 1, 2, 3, 4, 0, 1, 2]
+    positions, slots = placement._rows(segments)
+    assert positions.tolist() == [size - 1, size, size + 1, 2, 3, 4, 0, 1, 2]
     low = [4 * size + size - 1, 2 * size, 2 * size + 1]
-    assert rows.slots.tolist() == [*low, 7 * size + 2, 7 * size + 3, 7 * size + 4, 4 * size, 4 * size + 1, 4 * size + 2]
-    segments[1] = (second, Segment(2, kv, key_scale=0.5))
-    scaled = placement._rows(segments)
-    assert scaled.key_scales is not None and scaled.key_scales.flatten().tolist() == [1, 1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
-    assert torch.equal(scaled.positions, rows.positions) and torch.equal(scaled.slots, rows.slots)
+    assert slots.tolist() == [*low, 7 * size + 2, 7 * size + 3, 7 * size + 4, 4 * size, 4 * size + 1, 4 * size + 2]
 
 
 def test_groups_fill_slots_and_keep_the_order() -> None:

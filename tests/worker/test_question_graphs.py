@@ -18,7 +18,7 @@ from vllm_blend.worker.device_parts import DeviceParts
 from vllm_blend.worker.question_graphs import QuestionGraphs, looks_to_capture
 
 TINY = tiny_model("llama")
-LATE = "late_attention"
+EARLY = "question_attention(first_layer=0)"
 
 
 class MeasuresRows(FollowsTheDevice):
@@ -44,7 +44,7 @@ class MeasuresRows(FollowsTheDevice):
             masses[0][0, :length] += mass[:length]
 
 
-@pytest.mark.parametrize("rule", ["question_attention", LATE, "relevant_passages"])
+@pytest.mark.parametrize("rule", ["question_attention", EARLY, "first_tokens"])
 def test_a_prompts_own_rule_is_replayed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = new_llm(TINY, enable_blending=True, blend_selector=rule, attention_backend="torch_native")
     block_pass = block_pass_of(llm)
@@ -66,18 +66,16 @@ def test_a_prompts_own_rule_is_replayed(rule: str, monkeypatch: pytest.MonkeyPat
         return mass
 
     monkeypatch.setattr(graphs, "run", both)
-    for asked in ("question_attention", LATE, "question_attention(layer_share=0.5)", "question_attention(tokens=1)"):
+    for asked in (rule, "question_attention", "question_attention(layer_share=0.6, mean_shift=0)"):
         for prompt in (tiny_prompt(), tiny_prompt(suffix=[5, 9, 3])):
             [output] = run(llm, [prompt | {"blend_selector": asked}], greedy(2))
             assert output.error is None
-    assert seen == [True] * 4 + [False] * 4  # a share or a number of tokens of its own is launched
+    assert seen == [True] * (2 if rule == "first_tokens" else 4) + [False] * 2  # a share of its own is launched
 
 
 def test_what_is_captured() -> None:
-    """Looks that differ, each once; none that counts rows, or has no kernel."""
-    usual = [Look(6), Look(8, 5)]
-    assert looks_to_capture("question_attention", 8) == usual == looks_to_capture("relevant_passages", 8)
-    assert looks_to_capture("auto", 8) == usual[::-1]
-    assert looks_to_capture("question_attention(layer_share=0.5)", 8) == [Look(4), *usual]
-    assert looks_to_capture("question_attention(tokens=2)", 8) == usual
-    assert looks_to_capture("question_attention(over_heads=max)", 8) == usual
+    """Looks that differ, each once."""
+    usual = [Look(6, 4)]
+    for rule in ("question_attention", "auto", "question_attention(mean_shift=0)", "first_tokens"):
+        assert looks_to_capture(rule, 8) == usual
+    assert looks_to_capture("question_attention(layer_share=1)", 8) == [Look(8, 4), *usual]

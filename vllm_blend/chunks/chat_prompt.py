@@ -3,9 +3,9 @@
 With blending on, every text part of a user's or a tool's message is a chunk, except the last part that a user wrote: it
 is the question, which is always computed, as are the assistant's messages and the template's own text. Only what stands
 before the first part of a user or a tool is the prefix: chunks are encoded after it, so they are found again whatever
-the question is and wherever it stands. `ParsedPrompt.question` says where that is, for rules that read it, unless the
-template changes its text. Token ids are those of the whole conversation. A token that reaches over the edge of a part
-belongs to the text between the parts; a part without a token of its own is merged with that text altogether.
+the question is and wherever it stands. Token ids are those of the whole conversation. A token that reaches over the
+edge of a part belongs to the text between the parts; a part without a token of its own is merged with that text
+altogether.
 """
 
 from __future__ import annotations
@@ -68,15 +68,10 @@ def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str,
     bounds, num_merged = tokens.within((slot.start, slot.stop) for slot in slots.values())
     if not bounds:
         return ParsedPrompt(tokens.ids, text, num_merged_parts=num_merged)
-    asked = find_slots(render, texts, [question], text) if question is not None else None
     return ParsedPrompt(
         tokens.ids,
         text,
         tuple(bounds),
-        # A token that reaches over an edge of the question has a part of its first or last word.
-        question=None
-        if asked is None or question is None
-        else tokens.around((asked[question].start, asked[question].stop)),
         prefix_length=tokens.count_before(begin, bounds[0][0]),
         num_merged_parts=num_merged,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -50,8 +49,7 @@ class ChunkComposition:
     it), "reuse" none, "exact" all: it is the plain prompt of these tokens, and only exact prefixes are reused. With
     `retain` the pages of a blended context are kept for other compositions that differ in nothing but the question;
     None retains unless the rule chooses by the question. `salt` stands for a `cache_salt` (keys.salt_digest): every
-    chunk was registered with it, and pages are shared with compositions that have it too. `relevance` has, by signal, a
-    score for every context part, for rules that go by it; larger is more relevant.
+    chunk was registered with it, and pages are shared with compositions that have it too.
     """
 
     parts: tuple[Part, ...]
@@ -60,7 +58,6 @@ class ChunkComposition:
     recompute_ratio: float | None = None
     retain: bool | None = None
     salt: bytes = field(default=b"", repr=False)
-    relevance: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -73,12 +70,6 @@ class ChunkComposition:
         last = self.parts[-1] if self.parts else None
         if last is None or not last.token_ids or (last.chunk is not None and last.chunk.has_kv):
             raise ValueError("the composition has no question: its last token is what the answer follows")
-        num_contexts = sum(part.role == "context" for part in self.parts)
-        for signal in self.relevance:
-            if len(signal) != num_contexts:
-                raise ValueError(
-                    f"relevance has {len(signal)} scores for {num_contexts} context parts: give one for each"
-                )
         for chunk in self.chunks:
             if chunk.salt != self.salt:
                 raise ValueError(
@@ -116,20 +107,12 @@ class ChunkComposition:
         ]
         if self.mode == "exact" or not stored:
             return ParsedPrompt(self.token_ids, salt=self.salt, is_composed=True)
-        # A system prompt is stored too, but a question is never about it: it is not ranked, whatever its score.
-        passages = tuple(index for index, (placed, _) in enumerate(stored) if placed.part.role == "context")
-        place = {number: index for index, number in enumerate(passages)}
         # Positions before the first stored chunk are computed, like all between chunks.
         return ParsedPrompt(
             self.token_ids,
             chunk_bounds=tuple((placed.start, placed.stop) for placed, _ in stored),
             blend_selector="none" if self.mode == "reuse" else self.selector,
             blend_recompute_ratio=self.recompute_ratio,
-            relevance=tuple(
-                tuple(signal[place[number]] if number in place else -math.inf for number in range(len(stored)))
-                for signal in self.relevance
-            ),
-            passages=passages,
             pieces=tuple(StoredPiece(p.start, chunk.stored, chunk.context_token_ids) for p, chunk in stored),
             retain=self.retain,
             salt=self.salt,

@@ -7,7 +7,7 @@ registered, and are computed again when they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,9 +41,8 @@ class ChunkRegistry:
     """Chunks by id or name, for which a `Chunk` may be given too. Equal content is registered once. Not for several
     threads."""
 
-    def __init__(self, store: TieredChunkStore, pages: ChunkPages, forget: Callable[[str], None]) -> None:
-        """`forget` drops what is known of a chunk's text, by the chunk's id."""
-        self.store, self.pages, self._forget = store, pages, forget
+    def __init__(self, store: TieredChunkStore, pages: ChunkPages) -> None:
+        self.store, self.pages = store, pages
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
 
@@ -177,7 +176,6 @@ class ChunkRegistry:
         del self._entries[chunk_id]
         self._drop_name(entry)
         self.store.remove(chunk_id)
-        self._forget(chunk_id)
         return self.pages.free_for_chunk(chunk_id)
 
     def _drop_name(self, entry: _Entry) -> None:

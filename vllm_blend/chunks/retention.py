@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 import numpy as np
 
 from vllm_blend.blend.plan import BlendPlan
+from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.inputs import ParsedPrompt, StoredPiece
 from vllm_blend.kv_store.keys import ModelFingerprint
 
@@ -29,11 +30,12 @@ def retention_key(model: ModelFingerprint, parsed: ParsedPrompt, asked: BlendPla
     it.
 
     None if they are not. Unless the prompt says so, a context that was repaired for one question is not taken for
-    another: what question attention repairs, or a rule that goes by what passages say, serves its own question alone.
+    another: what question attention repairs serves its own question alone.
     """
     selector = asked.selector
-    by_question = (selector.looks_at.asks or selector.chooses_passages) and 0 < asked.shares[-1] < 1
-    if not (not by_question if parsed.retain is None else parsed.retain):
+    by_question = selector.looks_at is LooksAt.QUESTION and 0 < asked.shares[-1] < 1
+    retain = not by_question if parsed.retain is None else parsed.retain
+    if not retain:
         return None
     context = parsed.token_ids[: asked.suffix_start]
     settings = {

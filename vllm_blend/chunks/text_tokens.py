@@ -46,10 +46,6 @@ class TextTokens:
                 bounds.append((first, last))
         return bounds, num_shared
 
-    def around(self, span: Span) -> Span:
-        """Return the tokens that have any character of a span."""
-        return bisect_right(self._stops, span[0]), bisect_left(self._starts, span[1])
-
     def count_before(self, position: int, limit: int) -> int:
         """Return how many of the first `limit` tokens end at a character at the latest."""
         return bisect_right(self._stops, position, hi=limit)

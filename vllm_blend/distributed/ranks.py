@@ -98,10 +98,6 @@ class Ranks:
             return self._shared.sum(part)
         return self._reduce(part, dist.ReduceOp.SUM)
 
-    def maximum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all ranks' `part`, which may be overwritten."""
-        return self._reduce(part, dist.ReduceOp.MAX)
-
     def minimum(self, number: int, device: torch.device) -> int:
         """Return the smallest of the ranks' numbers. `device` is the one that the ranks exchange tensors of."""
         if self.size == 1:

@@ -123,8 +123,6 @@ class ChunkRegistration:
             )
         if chunk.has_kv and self.composer.stored.find(chunk.stored) is None:
             self._compute(chunk)
-        if chunk.has_kv:
-            self.composer.planner.read_ahead([chunk.stored])
         return self.registry.register(chunk, name, metadata)
 
     def _compute(self, chunk: Chunk) -> None:

@@ -154,7 +154,6 @@ class ChunkedEngine(ABC):
         self.check_one_rank("load_chunk")
         check_chunk(self.fingerprint, chunk, kv)
         self.chunk_store.put(chunk.key, kv.copy().with_content(chunk))  # the caller may go on to change the tensors
-        self.planner.read_ahead([chunk])
 
     def check_one_rank(self, what: str) -> None:
         """Raise ValueError if ranks share the model, for `what` sees the heads of rank 0 only."""

@@ -193,12 +193,7 @@ class ChunkComposer:
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))
-        started = self._advance(pending)
-        # One that is computed in place has no key, and its words are kept by its content.
-        stored = [piece.id for piece in pending.missing if piece is not pending.prefix and not piece.in_place]
-        if stored:
-            self.planner.read_ahead(stored, pending.parsed)
-        return started
+        return self._advance(pending)
 
     def _advance(self, pending: PendingBlend) -> list[Request]:
         """Finish a blend that has all its pieces. Otherwise load what may be below the memory, and return encodings to
@@ -315,9 +310,7 @@ class ChunkComposer:
         segments = [Segment(p.start, p.kv, p.exact, p.found_in) for p in pending.pieces if p.kv is not None]
         plan = None  # nothing is reused but perhaps the prefix, which the prefix cache takes care of
         if pending.chunks:
-            keys = {piece.start: piece.id.key for piece in pending.pieces}
-            is_retained = any(request.retention is not None for request in pending.requests)
-            plan = self.planner.plan_stored(pending.parsed, segments, keys, is_retained)
+            plan = self.planner.plan_stored(pending.parsed, segments)
         for request in pending.requests:
             request.blend, request.blocked = plan, False
             if pending.first_scheduled_time != float("inf"):  # encoding its chunks is part of serving a request

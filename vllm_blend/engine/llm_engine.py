@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.encoding_contexts import make_encoding_context
-from vllm_blend.blend.relevance.words import WordIndex
 from vllm_blend.chunks.registry import ChunkRegistry
 from vllm_blend.config import EngineConfig, EngineConfigSource
 from vllm_blend.core.block_manager import BlockManager
@@ -102,13 +101,10 @@ class LLMEngine(ChunkedEngine):
         self.controller = make_controller(config.blend, worker)
         self.chunk_store = make_store(config, self.fingerprint, worker, self.controller)
         self.pages = PageManager(self.blocks)
-        words = WordIndex(self.tokenizer)
-        self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages, words.forget)
+        self.chunk_registry = ChunkRegistry(self.chunk_store, self.pages)
         # Keys of an FP8 chunk are rounded once more in their pages.
         rounds = config.chunk_store.format != "auto" or worker.shape.dtype is E4M3
-        self.planner = BlendPlanner(
-            blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds, words
-        )
+        self.planner = BlendPlanner(blend, worker.num_layers, worker.shape.bytes_per_token, self.controller, rounds)
         finder = PieceFinder(self.fingerprint, encoding, self.max_model_len)
         self.composer = ChunkComposer(
             self.chunk_store, finder, self.planner, self.scheduler.prioritize, executor.collected_chunk
@@ -185,7 +181,6 @@ class LLMEngine(ChunkedEngine):
                 f"{unfinished} requests are unfinished, and they use the tokenizer: finish or abort them first"
             )
         self.tokenizer = self.processor.tokenizer = self.builder.tokenizer = tokenizer
-        self.planner.words.set_tokenizer(tokenizer)
         if tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from vllm_blend.blend.metadata import check_one_thread, plan_from_old_kvs
+from vllm_blend.blend.order import order_by_relevance
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.checks import is_whole
 from vllm_blend.chunks.retention import RetentionKey, retention_key
@@ -75,8 +76,10 @@ class RequestBuilder:
         `threads` are those that added the unfinished requests.
         """
         bad_words = self._check(new)
-        parsed, params = self.planner.arrange(new.parsed), new.params  # reads no prompt that is refused anyway
+        parsed, params = new.parsed, new.params
         blends = self.planner.blends(parsed)
+        if blends and parsed.order == "free":
+            parsed = order_by_relevance(parsed)
         retention = self._retention_key(parsed, blends)
         hooks = self.hooks
         collects = bool(hooks.get("collect"))

@@ -24,7 +24,7 @@ from vllm_blend.entrypoints.composition_preview import CompositionPreview, previ
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
-from vllm_blend.prompt_parser import parse_piece, parse_relevance
+from vllm_blend.prompt_parser import parse_piece
 from vllm_blend.sampling_params import SamplingParams
 
 Content = str | Sequence[int]
@@ -172,15 +172,11 @@ class ChunkedLLM:
         recompute_ratio: float | None = None,
         retain: bool | None = None,
         cache_salt: str | None = None,
-        relevance: Sequence[float | None] | Sequence[Sequence[float | None]] | None = None,
     ) -> ChunkComposition:
         """Return the composition of registered chunks, by id or name, and a question: a query chunk, text or token ids.
 
-        `relevance` has a score for every context chunk, or several lists of them, as in a `ChunkedPrompt`: the selector
-        relevant_passages goes by it.
-
         Raises ValueError naming a chunk that is unknown, deleted or of the wrong type, or was registered with another
-        `cache_salt`; and TypeError or ValueError for bad scores.
+        `cache_salt`.
         """
         if isinstance(context_chunk_ids, str | Chunk) or not isinstance(context_chunk_ids, Sequence):
             raise TypeError(f"context_chunk_ids is {a_type(context_chunk_ids)}: give a list of ids or names")
@@ -215,7 +211,6 @@ class ChunkedLLM:
             recompute_ratio,
             retain,
             parse_salt(cache_salt),
-            parse_relevance(relevance, len(contexts)),
         )
 
     @exclusive

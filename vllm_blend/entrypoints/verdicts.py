@@ -42,9 +42,17 @@ class KeptVerdict:
         """Return the state of a setting, None if it was not measured."""
         for each in self.settings:
             same = each["ratio"] == ratio and each["company"] == company
-            if same and make_selector(each["rule"]) == make_selector(rule):
+            if same and _is_rule(each["rule"], rule):
                 return str(each["state"])
         return None
+
+
+def _is_rule(kept: str, rule: str) -> bool:
+    """Return whether a kept verdict is about a rule. It may name one that another version had."""
+    try:
+        return make_selector(kept) == make_selector(rule)
+    except ValueError:
+        return False
 
 
 def identity(config: EngineConfig) -> str:

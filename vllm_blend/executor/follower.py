@@ -34,6 +34,7 @@ class RemoteSelector(Selector):
     def __init__(self, traits: SelectorTraits) -> None:
         self._traits = traits
         self.looks_at = traits.looks_at  # type: ignore[misc]  # of this one, not of the class
+        self.mean_shift = traits.mean_shift
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         raise NotImplementedError("rank 0 scores for all ranks")
@@ -41,12 +42,6 @@ class RemoteSelector(Selector):
     def look(self, num_layers: int) -> Look:
         assert self._traits.look is not None
         return self._traits.look
-
-    def first_share(self) -> float:
-        return self._traits.first_share
-
-    def mean_shift(self) -> float:
-        return self._traits.mean_shift
 
 
 class Follower:
@@ -114,18 +109,13 @@ class Follower:
 
     def _plan(self, message: PlanMessage, request: Request) -> BlendPlan:
         return BlendPlan(
-            tuple(
-                Segment(start, self._kept[number], exact, key_scale=key_scale)
-                for start, number, exact, key_scale in message.segments
-            ),
+            tuple(Segment(start, self._kept[number], exact) for start, number, exact in message.segments),
             tuple(request.prompt_token_ids),
             message.suffix_start,
             RemoteSelector(message.selector),
             message.ratio,
             message.check_layers,
             message.shares,
-            None if message.chosen is None else torch.from_numpy(message.chosen),
-            message.error,
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Selector
+from vllm_blend.blend.selectors import LooksAt, Selector
 from vllm_blend.core.step import SchedulerOutput
 from vllm_blend.distributed.parts import ChunkParts
 from vllm_blend.executor.messages import (
@@ -101,7 +101,7 @@ class Leader:
         segments = []
         for segment in plan.segments:
             assert segment.kv.parts is not None  # all KV of an engine with several ranks is computed by all of them
-            segments.append((segment.start, segment.kv.parts.number, segment.exact, segment.key_scale))
+            segments.append((segment.start, segment.kv.parts.number, segment.exact))
         return PlanMessage(
             segments,
             plan.suffix_start,
@@ -109,13 +109,11 @@ class Leader:
             plan.ratio,
             plan.check_layers,
             plan.shares,
-            None if plan.chosen is None else plan.chosen.numpy(),
-            plan.error,
         )
 
     def _traits(self, selector: Selector) -> SelectorTraits:
-        look = selector.look(self._num_layers) if selector.looks_at.asks else None
-        return SelectorTraits(selector.looks_at, look, selector.first_share(), selector.mean_shift())
+        look = selector.look(self._num_layers) if selector.looks_at is LooksAt.QUESTION else None
+        return SelectorTraits(selector.looks_at, look, selector.mean_shift)
 
 
 def _tail(told: Sequence[int], now: list[int]) -> Tail:

@@ -21,21 +21,18 @@ class SelectorTraits(NamedTuple):
 
     looks_at: LooksAt
     look: Look | None
-    first_share: float
     mean_shift: float
 
 
 class PlanMessage(NamedTuple):
-    """A blend plan. Segments are start, number of the KV, whether it is exact, and the scale of its keys."""
+    """A blend plan. Segments are start, number of the KV, and whether it is exact."""
 
-    segments: list[tuple[int, int, bool, float]]
+    segments: list[tuple[int, int, bool]]
     suffix_start: int
     selector: SelectorTraits
     ratio: float
     check_layers: tuple[int, ...]
     shares: tuple[float, ...]
-    chosen: np.ndarray | None
-    error: str | None
 
 
 class NewRequest(NamedTuple):

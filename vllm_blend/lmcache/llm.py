@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_blend.checks import a_type
 from vllm_blend.chunks.messages import parse_conversations
 from vllm_blend.entrypoints.beam_search import BeamSearchOutput
 from vllm_blend.entrypoints.llm import LLM as BlendLLM
 from vllm_blend.entrypoints.llm import ChatMessages, as_batch
 from vllm_blend.inputs import PromptType
 from vllm_blend.lmcache.config import load_config
-from vllm_blend.lmcache.prompts import BlendPrompt, parse_scores, split_prompt
+from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 
@@ -51,24 +50,15 @@ class LLM(BlendLLM):
         prompts: PromptType | Sequence[PromptType] | None = None,
         *arguments: Any,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
-        relevance: Sequence[Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete every prompt, as the base class does. The `prompt` of an output is the string that was given.
-
-        `relevance` has a score for every piece of the prompt but the last, None for those that are no passages, such as
-        an instruction; for several prompts it is a list with such a list, or None, for each. The selector
-        relevant_passages goes by it (see `relevance` in `vllm_blend.inputs.ChunkedPrompt`). Raises ValueError or
-        TypeError for scores that do not fit the pieces.
-        """
+        """Complete every prompt, as the base class does. The `prompt` of an output is the string that was given."""
         batch = as_batch(prompts, prompt_token_ids)
-        scores = _scores_by_prompt(relevance, len(batch), isinstance(prompts, str | dict))
         with self.llm_engine.lock:
             pieces = [self._pieces(prompt) for prompt in batch]
-            parsed = [parse_scores(scores[i], each, f"prompts[{i}]") for i, each in enumerate(pieces)]
             composed = [
-                prompt if each is None else self._compose(prompt, each, signals)
-                for prompt, each, signals in zip(batch, pieces, parsed, strict=True)
+                prompt if each is None else self._compose(prompt, each)
+                for prompt, each in zip(batch, pieces, strict=True)
             ]
         outputs = super().generate(composed, *arguments, **options)
         with self.llm_engine.lock:
@@ -123,10 +113,9 @@ class LLM(BlendLLM):
             return None
         return split_prompt(text, self.lmcache_config.separator)
 
-    def _compose(self, prompt: PromptType, pieces: Sequence[str], signals: Sequence[Sequence[float | None]]) -> Any:
+    def _compose(self, prompt: PromptType, pieces: Sequence[str]) -> Any:
         """Return the prompt for the base class: the pieces, and the prompt's other keys, which it checks. If nothing is
-        blended, the pieces stay apart all the same, so that the token ids are the same. `signals` are scores of all
-        pieces but the last."""
+        blended, the pieces stay apart all the same, so that the token ids are the same."""
         others: dict[str, Any] = {}
         if isinstance(prompt, dict):
             others = {key: value for key, value in prompt.items() if key != "prompt"}
@@ -134,8 +123,6 @@ class LLM(BlendLLM):
             return {**others, "prompt": "".join(pieces)}
         first, *rest = pieces
         chunks = [piece for piece in (self._without_bos(first), *rest[:-1]) if piece]
-        if signals:
-            others["relevance"] = [signal[len(pieces) - 1 - len(chunks) :] for signal in signals]
         salt = _salt(prompt)
         fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk, salt)]
         return {**others, "prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}
@@ -174,19 +161,6 @@ def close_lmcache_engine() -> None:
             store.close()
             store.clear()
     _open.clear()
-
-
-def _scores_by_prompt(relevance: Any, num_prompts: int, is_one: bool) -> list[Any]:
-    """Return what `relevance` has for each prompt of a call."""
-    if relevance is None or is_one:
-        return [relevance] * num_prompts
-    if isinstance(relevance, str | bytes | Mapping) or not isinstance(relevance, Sequence):
-        raise TypeError(f"relevance is {a_type(relevance)}: give a list with the scores of each prompt, or None")
-    if len(relevance) != num_prompts:
-        raise ValueError(
-            f"relevance has {len(relevance)} entries for {num_prompts} prompts: give the scores of each prompt, or None"
-        )
-    return list(relevance)
 
 
 def _salt(prompt: PromptType) -> bytes:

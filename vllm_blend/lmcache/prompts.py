@@ -6,13 +6,10 @@ differently. Here the pieces travel with the string; only a plain string is spli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_blend.checks import a_type
 from vllm_blend.lmcache.config import load_config
-from vllm_blend.prompt_parser import parse_relevance
 
 
 class BlendPrompt(str):
@@ -35,26 +32,6 @@ def split_prompt(prompt: str, separator: str) -> tuple[str, ...]:
     """Return the pieces of a prompt, without empty ones."""
     pieces = prompt.pieces if isinstance(prompt, BlendPrompt) else prompt.split(separator)
     return tuple(piece for piece in pieces if piece)
-
-
-def parse_scores(relevance: Any, pieces: Sequence[str] | None, name: str) -> list[list[float | None]]:
-    """Return scores by signal, each with one for every piece but the last; none if `relevance` is None.
-
-    Raises TypeError or ValueError, with the prompt's name, for scores that do not fit the pieces; `pieces` is None for
-    a prompt without any.
-    """
-    if relevance is None:
-        return []
-    if pieces is None or len(pieces) < 2:
-        raise ValueError(
-            f"{name} has relevance but no pieces: give a prompt of combine_input_prompt_chunks, or no scores"
-        )
-    try:
-        signals = parse_relevance(relevance, len(pieces) - 1)
-    except (TypeError, ValueError) as error:
-        hint = "the chunks are all pieces but the last, without empty ones"
-        raise type(error)(f"{name}: {error} ({hint})") from error
-    return [[None if score == -math.inf else score for score in signal] for signal in signals]
 
 
 def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:

@@ -104,22 +104,6 @@ def attention_mass(
     return list(mass.split(seq_lens))
 
 
-def attention_probabilities(
-    q: torch.Tensor,
-    kv: PagedKV,
-    positions: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_len: int,
-    scale: float,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the attention probabilities of one request, [heads, queries, seq_len] float32: for q [queries, heads,
-    head_dim] at `positions` [queries] int64, with `sinks` as in `attention_mass_reference`. Plain torch on any
-    device."""
-    return _probabilities(q, _keys(kv.key, block_table, seq_len), positions, scale, sliding_window, sinks)
-
-
 def paged_attention_reference(
     q: torch.Tensor,
     kv: PagedKV,

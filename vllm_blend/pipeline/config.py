@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from vllm_blend.checks import at_least, check_ratio, closest, positive, require
+from vllm_blend.config import BlendConfig
 from vllm_blend.options import OptionGroup, check_options, option
 from vllm_blend.pipeline.files import check_file_name
 from vllm_blend.pipeline.prompts import check_template, check_text
@@ -128,9 +129,9 @@ class DecodeConfig(Section):
         False, "tell the engine which passages are of one page, and use KV that was stored so; as in prefill"
     )
     order: Literal["given", "free"] = option(
-        "given", "passages in the data set's order, or in one that the engine chooses (needs offload_mode none)"
+        "given", "passages in the data set's order, or by the retrieval's scores (free; needs offload_mode none)"
     )
-    blend_selector: str = option("relevant_passages", "selector of the tokens to recompute")
+    blend_selector: str = option(BlendConfig.selector, "selector of the tokens to recompute")
     blend_recompute_ratio: float = option(
         0.15, "share of the tokens to recompute, 0 to 1; none and full have their own", check=check_ratio
     )

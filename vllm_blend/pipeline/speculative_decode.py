@@ -97,6 +97,8 @@ def speculative_decode(config: DecodeConfig, retrieval: RetrievalConfig) -> dict
             f"pages={config.pages}, but {placements.path} was written with pages={placements.pages}: run both stages "
             "with the same"
         )
+    if config.order == "free":
+        stage.check_scores()
     if config.timeline:
         load_pyplot(WITHOUT)
     engine = LLMEngine.from_engine_args(_engine_args(config, placements))
@@ -178,15 +180,14 @@ def _answer(
             "prefix": stage.style.instruction,
             "chunks": [chunk.text for chunk in chunks],
             "suffix": stage.style.suffix(view.question),
-            "order": order,
         }
         if cache.pages:
             prompt |= {
                 "continues": page_predecessors(chunks),
                 "encode_after": [chunk.text_before for chunk in chunks],
             }
-        if (relevance := sample.relevance(chunks)) is not None:
-            prompt["relevance"] = relevance
+        if order == "free":
+            prompt |= {"order": order, "relevance": sample.relevance(chunks)}
         if engine.extension(ChunkOffload) is not None:
             prompt["chunk_ranking"] = _ranking(sample, chunks, wanted)
         engine.add_request(view.sample_id, prompt, params)

@@ -72,6 +72,15 @@ class StageInput:
         """Return the name of the folder of the instruction's KV."""
         return f"{self.dataset_name}_prefix"
 
+    def check_scores(self) -> None:
+        """Raise ValueError unless every sample has the retrieval's scores, which the order "free" goes by."""
+        for each in self.samples:
+            if each.scores is None:
+                raise ValueError(
+                    f"order free needs the retrieval's scores, but {self.source} has none for "
+                    f"{each.sample.sample_id}: run the retrieval stage first, or leave order out"
+                )
+
 
 def read_stage_input(retrieval: RetrievalConfig, retrieval_json: str, max_samples: int) -> StageInput:
     """Read stage 1's output, by default from where `retrieval` says that it is written.

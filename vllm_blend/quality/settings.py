@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_blend.blend.encoding_contexts import check_encoding_context
+from vllm_blend.blend.encoding_contexts.filler import AfterFiller
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
 
 PLAIN_REUSE = "none"  # the rule that recomputes nothing
 EVERYTHING = "full"  # and the one that recomputes all
-RULES = (PLAIN_REUSE, "auto", "question_attention", "relevant_passages")
+RULES = (PLAIN_REUSE, "question_attention", "question_attention(mean_shift=0)", "value_deviation")
 RATIOS = (0.05, 0.08, 0.15, 0.30)
-COMPANIES = ("page",)
-QUICK_RULES = (PLAIN_REUSE, "auto@0.08,0.15", "relevant_passages@0.15")
+COMPANIES = (AfterFiller.name,)
+QUICK_RULES = (PLAIN_REUSE, f"{BlendConfig.selector}@0.08,0.15")
 
 
 @dataclass(frozen=True)

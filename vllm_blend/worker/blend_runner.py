@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.blend.plan import BlendPlan
-from vllm_blend.blend.selectors import Evidence, choose
+from vllm_blend.blend.selectors import Evidence, LooksAt, choose
 from vllm_blend.distributed.ranks import RankLostError
 from vllm_blend.request import Request
 from vllm_blend.worker.batch import Span, build_batch
@@ -24,17 +24,16 @@ def first_positions(
     parts: DeviceParts,
     arriving: Sequence[LayerHook] = (),
     graphs: QuestionGraphs | None = None,
-) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], dict[int, str]]:
-    """Return the ascending positions ([n] int64) that each blended request starts its forward with, the mass ([tokens]
-    float32, valid until the next step) of those whose question has looked, and which selectors failed.
+) -> tuple[list[torch.Tensor], dict[int, str]]:
+    """Return the ascending positions ([n] int64) that each blended request starts its forward with, and which selectors
+    failed.
 
     The stored KV must be in place, or be put there by the hooks `arriving`. Requests whose selector looks at the
     question share one pass of their suffixes, and their positions stay on the device: the blend's forward is queued
     behind that pass without waiting for it.
     """
     plans = [_plan(request) for request in requests]
-    ranks, device = parts.heads.ranks, parts.device
-    asking = [i for i, plan in enumerate(plans) if plan.looks_at.asks]
+    asking = [i for i, plan in enumerate(plans) if plan.looks_at is LooksAt.QUESTION]
     masses: list[torch.Tensor] = []
     if graphs is not None and len(asking) == 1 and not arriving:
         masses = _replayed_mass(requests[asking[0]], graphs)
@@ -42,58 +41,35 @@ def first_positions(
         masses = question_mass([requests[i] for i in asking], parts, arriving)
     mass_of = dict(zip(asking, masses, strict=True))
     errors: dict[int, str] = {}
-    repaired: dict[int, torch.Tensor] = {}  # what a request chose that looks twice: computed before its second look
-    for index in asking:
-        count = int(plans[index].selector.first_share() * plans[index].final_budget)
-        if count and not plans[index].looks_at.checks:
-            try:
-                repaired[index] = agree(ranks, partial(choose_positions, plans[index], mass_of[index], count), device)
-            except RankLostError:
-                raise
-            except Exception as error:
-                errors[index] = failure(plans[index], error)
-    if repaired:
-        again = question_mass([requests[i] for i in repaired], parts, arriving, list(repaired.values()))
-        mass_of |= zip(repaired, again, strict=True)
     result = []
     for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-        chosen = plan.candidates if plan.chosen is None else plan.chosen
-        if plan.error is not None:
-            errors[index], chosen = plan.error, plan.candidates[:0]
-        elif not plan.looks_at.checks and plan.final_budget < len(chosen):
-            seen = (mass_of.get(index), plan.final_budget, repaired.get(index))
+        chosen = plan.candidates
+        if plan.looks_at is not LooksAt.LAYERS and plan.final_budget < len(chosen):
             try:
-                chosen = agree(ranks, partial(choose_positions, plan, *seen), device)
+                chosen = agree(parts.heads.ranks, partial(choose_positions, plan, mass_of.get(index)), parts.device)
             except RankLostError:
                 raise
             except Exception as error:  # a user's selector may raise anything; it may only cost its own request
-                errors[index], chosen = failure(plan, error), plan.candidates[:0]
+                errors[index], chosen = f"the selector {plan.selector.name!r} failed: {error!r}", plan.candidates[:0]
         rest = torch.cat([plan.holes, torch.arange(plan.suffix_start, request.num_tokens)])
         result.append(torch.cat([chosen, rest.to(chosen.device, non_blocking=True)]).sort().values)
-    return result, mass_of, errors
+    return result, errors
 
 
 def question_mass(
-    requests: Sequence[Request],
-    parts: DeviceParts,
-    arriving: Sequence[LayerHook] = (),
-    beside: Sequence[torch.Tensor] = (),
+    requests: Sequence[Request], parts: DeviceParts, arriving: Sequence[LayerHook] = ()
 ) -> list[torch.Tensor]:
     """Return the attention mass of each request's question on its positions: one forward of the suffixes (and holes)
-    alone, or of the ascending positions `beside` ([n] int64 of each request) too, which the question then sees as
-    computed.
+    alone.
 
     The blend itself overwrites the slots that the pass writes to. Tokens generated before a preemption are no part of
     the question: the choice is the same as the first time.
     """
     spans, suffixes, looks = [], [], []
-    for index, request in enumerate(requests):
+    for request in requests:
         plan = _plan(request)
         looks.append(plan.selector.look(len(parts.cache.layers)))
         positions, num_suffix = question_positions(plan)
-        if beside:
-            rest = positions.to(beside[index].device, non_blocking=True)
-            positions = torch.cat([beside[index], rest]).sort().values
         spans.append(Span(request, 0, plan.num_prompt_tokens, positions))
         suffixes.append(num_suffix)
     batch = build_batch(spans, parts.cache.block_size, parts.device)
@@ -119,30 +95,19 @@ def question_positions(plan: BlendPlan) -> tuple[torch.Tensor, int]:
     return torch.cat([plan.holes, suffix]) if len(plan.holes) else suffix, len(suffix)
 
 
-def choose_positions(
-    plan: BlendPlan, mass: torch.Tensor | None, count: int, kept: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the `count` positions that a selector picks, those `kept` among them, on the device of what it looked
-    at."""
-    if count == 0:
+def choose_positions(plan: BlendPlan, mass: torch.Tensor | None) -> torch.Tensor:
+    """Return the positions that a selector picks, on the device of what it looked at."""
+    if plan.final_budget == 0:
         return plan.candidates[:0]
     device = torch.device("cpu") if mass is None else mass.device
     candidates = plan.candidates.to(device, non_blocking=True)
-    if kept is not None:
-        candidates = candidates[~torch.isin(candidates, kept)]
-        count -= len(kept)
     evidence = Evidence(
         positions=candidates.clone(),  # the plan keeps its own: a selector may do with this what it wants
         chunk_offsets=plan.chunk_offsets.to(device, non_blocking=True)[candidates],
         seed=plan.content_seed,
         question_mass=None if mass is None else mass[candidates],
     )
-    chosen = candidates[choose(plan.selector, evidence, count)]
-    return chosen if kept is None else torch.cat([kept, chosen])
-
-
-def failure(plan: BlendPlan, error: Exception) -> str:
-    return f"the selector {plan.selector.name!r} failed: {error!r}"
+    return candidates[choose(plan.selector, evidence, plan.final_budget)]
 
 
 def _plan(request: Request) -> BlendPlan:

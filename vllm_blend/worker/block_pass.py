@@ -9,6 +9,7 @@ import torch
 
 from vllm_blend.attention.context import ForwardContext, LayerHook, forward_context
 from vllm_blend.attention.metadata import AttentionBackend, AttentionMetadata
+from vllm_blend.blend.selectors import LooksAt
 from vllm_blend.core.step import ScheduledRequest, all_decode
 from vllm_blend.kv_store.transfer import StagingRing
 from vllm_blend.layers.logprobs import prompt_logprobs
@@ -82,10 +83,10 @@ class BlockPass:
 
     def _forward(self, items: Sequence[ScheduledRequest], drawn: Drawn, result: RunnerOutput) -> PassOutput | None:
         arriving = self.placement.start([item.request for item in items if item.starts_blend])
-        spans, masses = self._spans(items, arriving, result)
+        spans = self._spans(items, arriving, result)
         batch = build_batch(spans, self.cache.block_size, self.parts.device, drawn)
         capture = _capture_hook(items, self.cache)
-        narrowing = _narrowing_hook(spans, masses, self.parts)
+        narrowing = _narrowing_hook(spans, self.parts)
         own = (capture, narrowing, mean_shift_hook(spans, self.placement.rotaries))
         added = (extension.hook(items) for extension in self.extensions)
         hooks = [*arriving, *(hook for hook in (*own, *added) if hook is not None)]
@@ -122,14 +123,13 @@ class BlockPass:
 
     def _spans(
         self, items: Sequence[ScheduledRequest], arriving: Sequence[LayerHook], result: RunnerOutput
-    ) -> tuple[list[Span], dict[Request, torch.Tensor]]:
-        """Return the spans of a step, and the attention mass of each blended request whose question has looked."""
+    ) -> list[Span]:
+        """Return the spans of a step, for which selectors have chosen."""
         blended = [item.request for item in items if item.starts_blend]
-        starts, masses, errors = first_positions(blended, self.parts, arriving, self.question_graphs)
+        starts, errors = first_positions(blended, self.parts, arriving, self.question_graphs)
         result.errors |= {blended[index]: text for index, text in errors.items()}
         positions = dict(zip(blended, starts, strict=True))
-        spans = [_span(item, positions.get(item.request)) for item in items]
-        return spans, {blended[index]: mass for index, mass in masses.items()}
+        return [_span(item, positions.get(item.request)) for item in items]
 
     def _divided_result(self, request: Request) -> BlendResult:
         """Return the result of a blend whose last part has been computed."""
@@ -231,13 +231,11 @@ def _first_row_position(item: ScheduledRequest) -> int:
     return item.request.blend.suffix_start if item.is_blend and item.request.blend else item.start
 
 
-def _narrowing_hook(
-    spans: Sequence[Span], masses: dict[Request, torch.Tensor], parts: DeviceParts
-) -> NarrowingHook | None:
+def _narrowing_hook(spans: Sequence[Span], parts: DeviceParts) -> NarrowingHook | None:
     plans = {
-        index: (span.request.blend, span.positions, masses.get(span.request))
+        index: (plan, span.positions)
         for index, span in enumerate(spans)
-        if span.positions is not None and span.request.blend is not None and span.request.blend.looks_at.checks
+        if span.positions is not None and (plan := span.request.blend) and plan.looks_at is LooksAt.LAYERS
     }
     return NarrowingHook(plans, parts.device, parts.heads) if plans else None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -24,7 +23,6 @@ from vllm_blend.kv_store.chunk_kv import ChunkKV, ChunkLost
 from vllm_blend.kv_store.transfer import InFlight, LayerwiseLoad, StagingRing
 from vllm_blend.layers.rotary import RotaryEmbedding
 from vllm_blend.models.causal_lm import CausalLM, attention_layers
-from vllm_blend.ops.e4m3 import as_bytes, narrowed, widened
 from vllm_blend.ops.host_copy import to_device
 from vllm_blend.request import Request
 from vllm_blend.worker.kv_cache import KVCache
@@ -87,7 +85,7 @@ class ChunkPlacement:
 
     def _place(self, segments: Sequence[tuple[Request, Segment]]) -> None:
         device = self.cache.key.device
-        rows = self._rows(segments)
+        positions, slots = self._rows(segments)
         kvs = [segment.kv for _, segment in segments]
         for kv in kvs:
             if kv.written is not None and not kv.written.query():
@@ -95,7 +93,7 @@ class ChunkPlacement:
         # What comes from elsewhere is copied for one chunk at a time: the copies are as large as the chunks.
         batches = [kvs] if all(kv.k.device == device for kv in kvs) else [[kv] for kv in kvs]
         for layers, rotary in _runs_of_layers(self.rotaries):
-            tables = rows.tables(rotary)
+            cos, sin = rotary.cos_sin(positions)
             keys, values = self.cache.key[layers], self.cache.value[layers]
             start = 0
             for chunks in batches:
@@ -106,64 +104,26 @@ class ChunkPlacement:
                         for k, v in stored
                     ]
                 where = slice(start, start + sum(kv.num_tokens for kv in chunks))
-                rows.place(stored, tables, where, keys, values)
+                ops.place_chunks(stored, cos[where], sin[where], keys, values, slots[where])
                 start = where.stop
 
-    def _rows(self, segments: Sequence[tuple[Request, Segment]]) -> _Rows:
-        """Return where the segments' tokens go."""
-        size, rows, device = self.cache.block_size, [], self.cache.key.device
+    def _rows(self, segments: Sequence[tuple[Request, Segment]]) -> torch.Tensor:
+        """Return the positions of the segments' tokens one after another, and their slots: [2, tokens] int64 on the
+        device."""
+        size, rows = self.cache.block_size, []
         for request, group in groupby(segments, itemgetter(0)):
             table = np.asarray(request.block_table, np.int64)
             positions = np.concatenate([np.arange(segment.start, segment.stop) for _, segment in group])
             rows.append(np.stack([positions, table[positions // size] * size + positions % size]))
-        positions, slots = to_device(np.concatenate(rows, 1), device)
-        scales = np.array([segment.key_scale for _, segment in segments], np.float32)
-        if (scales == 1).all():
-            return _Rows(positions, slots)
-        of_tokens = np.repeat(scales, [segment.kv.num_tokens for _, segment in segments])
-        return _Rows(positions, slots, to_device(of_tokens[:, None], device))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where the tokens of some segments go, one after another, on the device: positions and slots, [tokens] int64 each,
-    and what their keys are multiplied by, [tokens, 1] float32 (None if that is 1 for all)."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    key_scales: torch.Tensor | None = None
-
-    def tables(self, rotary: RotaryEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin for the rows, [tokens, rotary_dim / 2] each, multiplied by the scales: so these cost
-        nothing where a head is rotated whole, and K is rounded once."""
-        cos, sin = rotary.cos_sin(self.positions)
-        return (cos, sin) if self.key_scales is None else (cos * self.key_scales, sin * self.key_scales)
-
-    def place(
-        self,
-        chunks: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        tables: tuple[torch.Tensor, torch.Tensor],
-        where: slice,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Place K before RoPE and V of the rows `where`, chunk after chunk, as `ops.place_chunks` does."""
-        cos, sin = (table[where] for table in tables)
-        ops.place_chunks(chunks, cos, sin, keys, values, self.slots[where])
-        rotated = 2 * cos.shape[1]
-        if self.key_scales is not None and rotated < keys.shape[-1]:  # the other channels were copied as they are
-            rest, size = keys[..., rotated:], keys.shape[2]
-            blocks, offsets = self.slots[where] // size, self.slots[where] % size
-            there = as_bytes(rest)
-            placed = widened(there[:, blocks, offsets].view(rest.dtype), torch.float32)
-            there[:, blocks, offsets] = as_bytes(narrowed(placed * self.key_scales[where, :, None], rest.dtype))
+        return to_device(np.concatenate(rows, 1), self.cache.key.device)
 
 
 class _LayerHook(LayerHook):
     """Places a layer just before the layer writes its own K and V, in the first forward that comes to it."""
 
-    def __init__(self, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows) -> None:
-        self._cache, self._rotaries, self._rows = cache, rotaries, rows
+    def __init__(self, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor) -> None:
+        self._cache, self._rotaries = cache, rotaries
+        self._positions, self._slots = rows
         self._tables: dict[RotaryEmbedding, tuple[torch.Tensor, torch.Tensor]] = {}
         self._next_layer = 0
 
@@ -173,11 +133,12 @@ class _LayerHook(LayerHook):
         self._next_layer = layer_idx + 1
         rotary = self._rotaries[layer_idx]
         if rotary not in self._tables:
-            self._tables[rotary] = self._rows.tables(rotary)
+            self._tables[rotary] = rotary.cos_sin(self._positions)
+        cos, sin = self._tables[rotary]
         layer = slice(layer_idx, layer_idx + 1)
         keys, values = self._cache.key[layer], self._cache.value[layer]
         for rows, k, v in self._arrivals(layer_idx):
-            self._rows.place([(k, v)], self._tables[rotary], rows, keys, values)
+            ops.place_chunks([(k, v)], cos[rows], sin[rows], keys, values, self._slots[rows])
 
     def _arrivals(self, layer_idx: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield rows, and K before RoPE and V of these, each [1, rows, kv_heads, head_dim] on the device."""
@@ -187,7 +148,9 @@ class _LayerHook(LayerHook):
 class _ArrivalHook(_LayerHook):
     """Places a load from pinned memory."""
 
-    def __init__(self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows) -> None:
+    def __init__(
+        self, load: LayerwiseLoad, cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
+    ) -> None:
         super().__init__(cache, rotaries, rows)
         self._load = load
 
@@ -201,7 +164,7 @@ class _ReadHook(_LayerHook):
     the stream that computes, as that takes far less time than reading it."""
 
     def __init__(
-        self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: _Rows
+        self, chunks: Sequence[ChunkKV], cache: KVCache, rotaries: Sequence[RotaryEmbedding], rows: torch.Tensor
     ) -> None:
         super().__init__(cache, rotaries, rows)
         self._chunks = chunks

@@ -44,14 +44,12 @@ class LayerEvidence(Evidence):
         rows: torch.Tensor,
         step: LayerStep,
         new: NewKV,
-        mass: torch.Tensor | None,
         heads: SharedHeads = ALL_HEADS,
     ) -> None:
-        """`new` is of the whole step; mass: [tokens] of the request."""
+        """`new` is of the whole step."""
         # Into the dictionary, as Evidence is frozen; what it has beside these are the properties below.
         positions = step.metadata.positions[rows]
         self.__dict__.update(positions=positions, seed=plan.content_seed)
-        self.__dict__.update(question_mass=None if mass is None else mass[positions])
         self.__dict__.update(_plan=plan, _rows=rows, _new=new, _kv=step.kv, _slots=step.metadata.slot_mapping)
         self.__dict__.update(_scales=step.kv_scales, _heads=heads, _read={})
 

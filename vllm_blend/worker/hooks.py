@@ -13,7 +13,6 @@ from vllm_blend.attention.metadata import AttentionBackend, LayerStep
 from vllm_blend.blend.plan import BlendPlan
 from vllm_blend.blend.selectors import Look, choose
 from vllm_blend.distributed.ranks import RankLostError
-from vllm_blend.ops.attention import attention_probabilities
 from vllm_blend.ops.e4m3 import narrowed
 from vllm_blend.worker.evidence import LayerEvidence
 from vllm_blend.worker.shared_heads import ALL_HEADS, SharedHeads, agree
@@ -56,43 +55,27 @@ class QuestionMassHook(LayerHook):
         ignored: torch.Tensor | None = None,
         heads: SharedHeads = ALL_HEADS,
     ) -> None:
-        """`looks`: what counts for each request. `ignored` [tokens] bool: rows that do not count, see
+        """`looks`: the layers that count for each request. `ignored` [tokens] bool: rows that do not count, see
         `AttentionBackend.add_attention_mass`."""
-        self.backend, self.ignored, self.looks, self.heads = backend, ignored, looks, heads
-        tokens = [n if look.tokens is None else look.tokens for n, look in zip(num_suffix_rows, looks, strict=True)]
-        self.num_rows = [min(wanted, n) for wanted, n in zip(tokens, num_suffix_rows, strict=True)]
+        self.backend, self.num_rows, self.looks = backend, num_suffix_rows, looks
+        self.ignored, self.heads = ignored, heads
         self._masses: list[torch.Tensor] = []  # per request [kv_heads, seq_len] float32
 
     def on_query(self, step: LayerStep) -> None:
-        q, kv, metadata, scale, window, layer_idx, sinks = step[:7]
+        metadata = step.metadata
         if not self._masses:
-            shapes = [(kv.kv_heads, n) for n in metadata.seq_lens]
-            self._masses = [torch.zeros(shape, device=q.device) for shape in shapes]
-        rows, plain = [], []
+            shapes = [(step.kv.kv_heads, n) for n in metadata.seq_lens]
+            self._masses = [torch.zeros(shape, device=step.q.device) for shape in shapes]
+        rows = []
         for look, count, stop in zip(self.looks, self.num_rows, metadata.query_start_loc[1:], strict=True):
-            counts = look.first <= layer_idx < look.stop
+            counts = look.first <= step.layer_idx < look.stop
             rows.append(slice(stop - count if counts else stop, stop))
-            plain.append(rows[-1] if look.is_plain else slice(stop, stop))
-        self.backend.add_attention_mass(self._masses, step, plain, self.ignored)
-        for request, look in enumerate(self.looks):
-            own = rows[request]
-            if look.is_plain or own.start == own.stop:
-                continue
-            table, n = metadata.block_tables[request], metadata.seq_lens[request]
-            where = metadata.positions[own]
-            mass = attention_probabilities(q[own], kv, where, table, n, scale, window, sinks)
-            mass = mass.sum(1) if look.over_tokens == "mean" else mass.amax(1)
-            is_mean = look.over_heads == "mean"
-            mass = self.heads.mean(mass.mean(0)) if is_mean else self.heads.maximum(mass.amax(0))
-            total = self._masses[request][0]
-            total.copy_(total + mass if look.over_layers == "mean" else torch.maximum(total, mass))
+        self.backend.add_attention_mass(self._masses, step, rows, self.ignored)
 
     def masses(self) -> list[torch.Tensor]:
-        """Return the mass of each request, [seq_len] float32: over its tokens, heads and layers, as its look says."""
-        layers = [look.stop - look.first if look.over_layers == "mean" else 1 for look in self.looks]
-        means = [mass.sum(0) / count for mass, count in zip(self._masses, layers, strict=True)]
-        # Other looks have gone over all ranks' heads layer by layer.
-        return [self.heads.mean(mean) if look.is_plain else mean for mean, look in zip(means, self.looks, strict=True)]
+        """Return the mass of each request, [seq_len] float32: the sum over its rows, the mean over heads and layers."""
+        layers = [look.stop - look.first for look in self.looks]
+        return [self.heads.mean(mass.sum(0) / count) for mass, count in zip(self._masses, layers, strict=True)]
 
 
 @dataclass
@@ -102,7 +85,6 @@ class _Narrowing:
     plan: BlendPlan
     candidates: torch.Tensor  # still in the running
     others: torch.Tensor  # holes, suffix, generated tokens: never dropped
-    mass: torch.Tensor | None  # [tokens] float32, what the question looks at
 
 
 class NarrowingHook(LayerHook):
@@ -114,16 +96,15 @@ class NarrowingHook(LayerHook):
 
     def __init__(
         self,
-        plans: dict[int, tuple[BlendPlan, torch.Tensor, torch.Tensor | None]],
+        plans: dict[int, tuple[BlendPlan, torch.Tensor]],
         device: torch.device,
         heads: SharedHeads = ALL_HEADS,
     ) -> None:
-        """plans: request of the step -> its plan, the positions it starts with ([n] int64, on the host), and what its
-        question looks at ([tokens] float32, on the device), where it does."""
+        """plans: request of the step -> its plan, and the positions it starts with ([n] int64, on the host)."""
         self.errors: dict[int, str] = {}
         self._heads = heads
         self._state = {request: _start(*given, device) for request, given in plans.items()}
-        self._layers = {layer for plan, _, _ in plans.values() for layer in plan.check_layers}
+        self._layers = {layer for plan, _ in plans.values() for layer in plan.check_layers}
 
     def wants_kv(self, layer_idx: int) -> bool:
         return layer_idx in self._layers
@@ -151,7 +132,7 @@ class NarrowingHook(LayerHook):
         plan = state.plan
         budget = plan.budget(plan.shares[plan.check_layers.index(layer_idx)])
         try:
-            evidence = LayerEvidence(plan, start + state.candidates, step, new, state.mass, self._heads)
+            evidence = LayerEvidence(plan, start + state.candidates, step, new, self._heads)
             own = partial(choose, plan.selector, evidence, budget)
             chosen = state.candidates[agree(self._heads.ranks, own, new.k.device, evidence.look)]
         except RankLostError:
@@ -161,13 +142,13 @@ class NarrowingHook(LayerHook):
             return None
         rows = torch.cat([chosen, state.others]).sort().values
         self._state[request] = _Narrowing(
-            plan, torch.searchsorted(rows, chosen), torch.searchsorted(rows, state.others), state.mass
+            plan, torch.searchsorted(rows, chosen), torch.searchsorted(rows, state.others)
         )
         return rows
 
 
-def _start(plan: BlendPlan, positions: torch.Tensor, mass: torch.Tensor | None, device: torch.device) -> _Narrowing:
+def _start(plan: BlendPlan, positions: torch.Tensor, device: torch.device) -> _Narrowing:
     is_candidate = torch.isin(positions, plan.candidates)
     rows = torch.arange(len(positions))
     candidates, others = rows[is_candidate], rows[~is_candidate]
-    return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True), mass)
+    return _Narrowing(plan, candidates.to(device, non_blocking=True), others.to(device, non_blocking=True))

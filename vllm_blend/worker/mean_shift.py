@@ -23,14 +23,13 @@ def mean_shift_hook(spans: Sequence[Span], rotaries: Sequence[RotaryEmbedding]) 
         plan = span.request.blend
         if plan is None or span.positions is None:
             continue
-        strength = plan.selector.mean_shift()
-        if not strength:
+        if not plan.mean_shift:
             continue
         for segment in plan.segments:
             tokens = min(segment.stop, plan.suffix_start) - segment.start  # those within the context
             if not segment.exact and tokens > 0:
                 k, v = segment.kv.k[:, :tokens], segment.kv.v[:, :tokens]
-                reused.append(ops.ShiftedSegment(index, segment.start, k, v, strength))
+                reused.append(ops.ShiftedSegment(index, segment.start, k, v, plan.mean_shift))
     return MeanShiftHook(reused, rotaries) if reused else None
 
 

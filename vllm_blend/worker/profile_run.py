@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_blend.blend.plan import Segment, make_plan
-from vllm_blend.blend.selectors.gradual import Gradual
+from vllm_blend.blend.selectors.value_deviation import ValueDeviation
 from vllm_blend.config import BlendConfig
 from vllm_blend.core.step import ScheduledRequest, SchedulerOutput
 from vllm_blend.kv_store.chunk_kv import ChunkKV
@@ -83,8 +83,8 @@ def longest_context(limits: StepLimits, block_size: int) -> list[ScheduledReques
 
 
 def largest_blend(limits: StepLimits, runner: ModelRunner) -> list[list[ScheduledRequest]]:
-    """Return a request as long as any, computed whole up to the check layer, where K and V are compared; nothing if the
-    model has no such layer."""
+    """Return a request as long as any, computed whole up to the check layer, where V is compared; nothing if the model
+    has no such layer."""
     n, check_layers = limits.max_model_len, limits.blend.check_layers
     layers, _, _, *heads = runner.cache.key.shape
     if max(check_layers) >= layers or n < 3:
@@ -95,7 +95,7 @@ def largest_blend(limits: StepLimits, runner: ModelRunner) -> list[list[Schedule
     segment = Segment(0, ChunkKV(stored, stored))
     ratio = max(0.01, 1 / (n - 1))  # something to choose; what comes after the check layer is small
     request.blend = make_plan(
-        [segment], request.prompt_token_ids, n - 1, Gradual(), ratio, check_layers, None, num_layers=layers
+        [segment], request.prompt_token_ids, n - 1, ValueDeviation(), ratio, check_layers, None, num_layers=layers
     )
     return [[ScheduledRequest(request, 0, n, is_blend=True)]]
 

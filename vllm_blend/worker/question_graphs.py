@@ -14,8 +14,7 @@ import torch
 
 from vllm_blend.attention.context import ForwardContext, forward_context
 from vllm_blend.attention.metadata import AttentionMetadata
-from vllm_blend.blend.selectors import BEST, Look, make_selector
-from vllm_blend.blend.selectors.question_attention import QuestionAttention
+from vllm_blend.blend.selectors import BEST, Look, LooksAt, make_selector
 from vllm_blend.ops.graph_capture import Capture
 from vllm_blend.request import Request
 from vllm_blend.worker.device_parts import DeviceParts
@@ -34,16 +33,14 @@ class _QuestionGraph:
 
 
 def looks_to_capture(rule: str, num_layers: int) -> list[Look]:
-    """Return how the question looks by an engine's own `rule`, and by those that prompts ask for most often."""
-    selectors = [make_selector(name) for name in (rule, QuestionAttention.name, BEST)]
-    looks = [selector.look(num_layers) for selector in selectors if selector.looks_at.asks]
-    # Others have no kernels, or count rows.
-    return [look for look in dict.fromkeys(looks) if look.is_plain and look.tokens is None]
+    """Return how the question looks by an engine's own `rule`, and by the one that prompts ask for most often."""
+    selectors = [make_selector(name) for name in (rule, BEST)]
+    return list(dict.fromkeys(each.look(num_layers) for each in selectors if each.looks_at is LooksAt.QUESTION))
 
 
 class QuestionGraphs:
-    """Graphs of one request's pass over the layers up to the `stop` of each look, which is a plain one, of all tokens.
-    Rows that fill a bucket up belong to a second request, on the padding block."""
+    """Graphs of one request's pass over the layers up to the `stop` of each look. Rows that fill a bucket up belong to
+    a second request, on the padding block."""
 
     def __init__(self, parts: DeviceParts, max_model_len: int, looks: Iterable[Look], capture: Capture) -> None:
         """`capture` makes graphs whose memory others may share, if none of these runs while one of the others does, nor

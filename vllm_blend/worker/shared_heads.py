@@ -21,10 +21,6 @@ class SharedHeads:
         """Return the mean over all query heads, given that over this rank's."""
         return part if self.ranks.size == 1 else self.ranks.sum(part) / self.ranks.size
 
-    def maximum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all query heads, given that over this rank's."""
-        return self.ranks.maximum(part)
-
     def kv_sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum over all KV heads, given that over this rank's."""
         return part if self.ranks.size == 1 else self.ranks.sum(part) / self.kv_copies

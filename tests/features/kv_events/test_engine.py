@@ -210,7 +210,7 @@ def test_of_prompts_with_a_salt_nothing_is_told() -> None:
         assert not any(secret[0:SIZE] == event.token_ids[0:SIZE] for event in told if hasattr(event, "token_ids"))
 
 
-@pytest.mark.parametrize("selector", ["relevant_passages", "value_deviation"])
+@pytest.mark.parametrize("selector", ["question_attention", "value_deviation"])
 def test_blended_blocks_are_not_announced(selector: str) -> None:
     """A blended prompt's own blocks are no prefix: only those that plain prefill has filled are told of."""
     arguments = {"enable_blending": True, "blend_selector": selector, "num_gpu_blocks_override": 600, "block_size": 16}

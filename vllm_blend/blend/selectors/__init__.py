@@ -7,55 +7,36 @@ decorate the class with `register_selector` instead. `blend_selector` then takes
 
 from __future__ import annotations
 
-from vllm_blend.blend.selectors.attention_deviation import AttentionDeviation
 from vllm_blend.blend.selectors.base import Evidence, Look, LooksAt, Selector, choose, top_indices
 from vllm_blend.blend.selectors.first_tokens import FirstTokens
 from vllm_blend.blend.selectors.full import Full
-from vllm_blend.blend.selectors.gradual import Gradual
-from vllm_blend.blend.selectors.key_deviation import KeyDeviation
-from vllm_blend.blend.selectors.late_attention import LateAttention
 from vllm_blend.blend.selectors.no_recompute import NoRecompute
 from vllm_blend.blend.selectors.question_attention import QuestionAttention
 from vllm_blend.blend.selectors.random import RandomTokens
-from vllm_blend.blend.selectors.relevant_passages import RelevantPassages
-from vllm_blend.blend.selectors.spec import AUTO, parse_selector
+from vllm_blend.blend.selectors.spec import parse_selector
 from vllm_blend.blend.selectors.value_deviation import ValueDeviation
 from vllm_blend.registry import Registry
 
-BEST = "late_attention+mean_shift"  # what "auto" stands for, for every model: docs/selection.md says why
+AUTO = "auto"
+BEST = QuestionAttention.name  # what "auto" stands for, for every model: docs/selection.md says why
 SELECTORS: Registry[type[Selector]] = Registry(
     "selector",
     "blend_selector",
-    (
-        ValueDeviation,
-        KeyDeviation,
-        Gradual,
-        QuestionAttention,
-        LateAttention,
-        RelevantPassages,
-        AttentionDeviation,
-        FirstTokens,
-        RandomTokens,
-        NoRecompute,
-        Full,
-    ),
+    (ValueDeviation, QuestionAttention, FirstTokens, RandomTokens, NoRecompute, Full),
     aliases={AUTO: BEST},
 )
 register_selector = SELECTORS.register  # as a decorator, it makes a class of your own usable by its `name`
 
 
 def make_selector(name: str) -> Selector:
-    """Return the selector registered as `name`, or the one that `spec.py` parses it as: a registered one with settings
-    and levers. "auto" is `BEST`, and is reported by that name.
+    """Return the selector registered as `name`, perhaps with settings in parentheses. "auto" is `BEST`, and is reported
+    by that name.
 
     Raises ValueError that lists the known selectors.
     """
     if not isinstance(name, str):  # it may come from a prompt, whose types are not checked
-        raise ValueError(f"blend_selector={name!r} must be text: the name of a rule, such as {AUTO!r} or {BEST!r}")
-    name = name.strip()
-    if name == AUTO:
-        name = BEST
-    return SELECTORS[name]() if name in SELECTORS else parse_selector(name, SELECTORS)
+        raise ValueError(f"blend_selector={name!r} must be text: the name of a rule, such as {BEST!r}")
+    return parse_selector(name, SELECTORS)
 
 
 __all__ = [

@@ -42,7 +42,6 @@ def remove_chunks(engine: LLMEngine, keys: list[str]) -> None:
     """Remove stored chunks from every tier. Requests that run keep what they have."""
     for key in keys:
         engine.chunk_store.remove(key)
-        engine.planner.words.forget(key)
 
 
 def retain_chunks(engine: LLMEngine, keys: list[str], level: int, seconds: float) -> None:

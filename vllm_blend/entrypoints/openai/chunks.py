@@ -139,7 +139,7 @@ def _prompt_with(server: Server, body: ChunkRequest, salt: str | None) -> Parsed
     messages = parse_messages([*(body.messages or []), {"role": "user", "content": "?"}])
     text, title = body.text.strip(), (body.title or "").strip() or None
     fields = {"title": title, "text": text} if title else {"text": text}
-    document = Document(text, title, None, fields)
+    document = Document(text, title, fields)
     return chat_prompt(finder, template, messages, [document], BlendOptions(), salt, *limits)
 
 

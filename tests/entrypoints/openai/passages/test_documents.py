@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -37,9 +36,6 @@ def test_a_template_that_does_not_read_documents(template: str) -> None:
         assert prompt.text is not None and "".join(texts) + "Over what?" in prompt.text
         assert chunk_texts(prompt) == texts
         found.append({tuple(prompt.token_ids[a:b]) for a, b in prompt.chunk_bounds})
-        scores = (0.9, -math.inf, 0.1)
-        assert prompt.relevance == (scores if documents is DOCUMENTS else scores[::-1],)
-        assert prompt.question is not None
     assert found[0] == found[1]
 
 
@@ -71,31 +67,16 @@ def test_documents_are_parts_of_a_template_that_takes_parts(separator: str) -> N
     mark: Any = {"cache_control": {"type": "ephemeral"}}
     question = {"role": "user", "content": [{"type": "text", "text": "Over what?", **mark}]}
     prompt = chat(PassageFinder(), [SYSTEM, QUESTION, question], template, DOCUMENTS)
-    assert chunk_texts(prompt) == shown and prompt.relevance == ((0.9, -math.inf, 0.1),) and prompt.retention == ()
+    assert chunk_texts(prompt) == shown and prompt.retention == ()
     assert prompt.text is not None and prompt.text.count("Question: ") == 3
     same = chat(PassageFinder(), [SYSTEM, QUESTION, parts(*shown, "Over what?")], template)
-    assert (same.token_ids, same.chunk_bounds, same.question) == (
-        prompt.token_ids,
-        prompt.chunk_bounds,
-        prompt.question,
-    )
+    assert (same.token_ids, same.chunk_bounds) == (prompt.token_ids, prompt.chunk_bounds)
 
 
-def test_documents_beside_text_parts_and_scores_for_those() -> None:
-    """Documents come first in `relevance`; the scores that they bring along leave the parts without one."""
+def test_documents_beside_text_parts() -> None:
     messages = [SYSTEM, parts(PASSAGES[0], PASSAGES[1], "Who?")]
-    scored = [{"text": PASSAGES[2], "score": 3}]
-    for template in (LISTS, CHATML_LIKE):
-        prompt = chat(PassageFinder(), messages, template, scored)
-        assert prompt.relevance[0][0] == 3 and set(prompt.relevance[0][1:]) == {-math.inf}
-        prompt = chat(PassageFinder(), messages, template, scored, relevance=[3, 2, 1])
-        assert prompt.relevance == ((3.0, 2.0, 1.0),)
     prompt = chat(PassageFinder(), messages, LISTS, [PASSAGES[2]])
     assert chunk_texts(prompt) == [f"{PASSAGES[2]}\n\n", PASSAGES[0], PASSAGES[1]]
-    prompt = chat(PassageFinder(), messages, LISTS, relevance=[1, 2])
-    assert prompt.relevance == ((1.0, 2.0),) and chunk_texts(prompt) == PASSAGES[:2]
-    with pytest.raises(ValueError, match=r"blend.relevance has 3 scores for 2 chunks"):
-        chat(PassageFinder(), messages, LISTS, relevance=[1, 2, 3])
 
 
 @pytest.mark.parametrize("template", [CHATML_LIKE, LLAMA3_LIKE, LISTS])
@@ -152,8 +133,6 @@ def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
         ([{"title": "T"}], r"documents\[0\] has no text"),
         ([{"text": 7}], r"documents\[0\].text is an int"),
         ([{"text": "a", "title": 7}], r"documents\[0\].title is an int"),
-        ([{"text": "a", "score": "high"}], r"documents\[0\].score is 'high': give a number"),
-        ([{"text": "a", "score": float("nan")}], r"documents\[0\].score is nan: scores must be finite"),
         ([{"text": "a", "continues": 0}], r"documents\[0\].continues is 0: .* none stands before this one"),
         (["a", {"text": "a", "continues": 1}], r"documents\[1\].continues is 1: give the number .* from 0 to 0"),
         (["a", {"data": {"text": "a", "continues": "0"}}], r"documents\[1\].continues is '0': give the number"),
@@ -162,10 +141,6 @@ def test_a_template_that_changes_the_texts_leaves_a_plain_prompt() -> None:
         (
             [{"text": "a", "titel": "T"}],
             r"documents\[0\] has the key 'titel', which nothing reads: did you mean 'title'",
-        ),
-        (
-            [{"text": "a", "scores": 3}],
-            r"documents\[0\] has the key 'scores', which nothing reads: did you mean 'score'",
         ),
         (["a", {"text": "a", "score": 3, "tittle": "T"}], r"documents\[1\] has the key 'tittle'.*mean 'title'"),
         ([{"id": "1", "data": {"text": "a", "Title": "T"}}], r"documents\[0\] has the key 'Title'.*mean 'title'"),
@@ -180,9 +155,17 @@ def test_errors_name_the_document(documents: Any, message: str) -> None:
 def test_other_keys_are_for_the_template() -> None:
     """Those that resemble none, or stand beside what they resemble, or that the template shows."""
     parse_documents([{"text": "a", "_score": 3, "url": "u", "store": 5, "title": "T", "titles": 2}])
-    shows = ("{{ d.scores }}", "{{ d | tojson }}", "{% for key, value in d.items() %}{{ value }}{% endfor %}")
+    shows = ("{{ d.titles }}", "{{ d | tojson }}", "{% for key, value in d.items() %}{{ value }}{% endfor %}")
     for template in (f"{{% for d in documents %}}{show}{{% endfor %}}" for show in shows):
-        assert parse_documents([{"text": "a", "scores": 3}], None, template)[0].fields["scores"] == 3
+        assert parse_documents([{"text": "a", "titles": 3}], None, template)[0].fields["titles"] == 3
+
+
+def test_a_score_is_not_shown() -> None:
+    """A template that shows all of a document would make another text of each score, and find no KV for it."""
+    template = READS.replace("{{ d.KEY }}", "{{ d | tojson }}")
+    scored = [{"text": PASSAGES[0], "score": score} for score in (0.9, 0.1, "high")]
+    texts = {chat(PassageFinder(), [QUESTION], template, [each]).text for each in scored}
+    assert texts == {chat(PassageFinder(), [QUESTION], template, [PASSAGES[0]]).text}
 
 
 def test_documents_without_a_place() -> None:
@@ -195,4 +178,4 @@ def test_fields_without_a_text_of_their_own_and_stored_passages() -> None:
     assert (document.text, document.title) == ("name: Fox\nage: 3", "T")
     stored = StoredPassage("chunk-1", None, "Its text\n", "Its title", 2, (), 0, 0)
     [document] = parse_documents([{"id": "chunk-1", "score": 2}], {"chunk-1": stored}.__getitem__)
-    assert (document.text, document.title, document.score) == ("Its text", "Its title", 2.0)
+    assert (document.text, document.title) == ("Its text", "Its title")

@@ -39,6 +39,7 @@ def test_fields_from_either_place() -> None:
         ({"relevance": [1]}, "blend.relevance has 1 scores for 2 chunks"),
         ({"relevance": [1, "a"]}, r"blend.relevance\[1\] is 'a'"),
         ({"relevance": 7}, "blend.relevance must be a list"),
+        ({"relevance": [1, 2]}, "relevance is given, but only the order of the chunks goes by it: set order to 'free'"),
         ({"continues": [None]}, "blend.continues has 1 entries for 2 chunks"),
         ({"continues": [None, 1]}, r"blend.continues\[1\] is 1: name a chunk that stands before chunk 1"),
         ({"continues": [None, "a"]}, r"blend.continues\[1\] is 'a'"),
@@ -89,12 +90,13 @@ def test_what_a_server_without_blending_refuses() -> None:
 
 
 def test_what_a_prompt_without_named_passages_cannot_have() -> None:
-    for fields, message in (
-        ({"relevance": [1]}, "blend.relevance is given, but the request names no passages"),
-        ({"continues": [None]}, "blend.continues is given, but the request names no passages"),
-        ({"order": "free"}, "blend.order='free' is for"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"relevance": [1]}, "blend.relevance is given, but the request names no", "blend.relevance is for the chunks"),
+        ({"continues": [None]}, "blend.continues is given, but the request", "blend.continues is given, but the"),
+        ({"order": "free"}, "blend.order='free' is for", "blend.order is for the chunks of /v1/completions"),
+    ]
+    for fields, in_completions, in_chats in cases:
+        with pytest.raises(ValueError, match=in_completions):
             completion(PassageFinder(), "Who?", **fields)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=in_chats):
             chat(PassageFinder(), [USER], CHATML_LIKE, **fields)

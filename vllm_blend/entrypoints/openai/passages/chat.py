@@ -14,7 +14,6 @@ and always computed.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,9 +24,9 @@ from vllm_blend.chunks.messages import Message
 from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
 from vllm_blend.chunks.text_tokens import Span, tokenize
 from vllm_blend.entrypoints.openai.passages.document_places import are_rendered, render, show_documents
-from vllm_blend.entrypoints.openai.passages.documents import Document, continues_of, scores_of
+from vllm_blend.entrypoints.openai.passages.documents import Document, continues_of
 from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
-from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_pages, parse_scores
+from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_pages
 from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
@@ -56,20 +55,17 @@ def chat_prompt(
     Raises ValueError that names the field, also if the template refuses the conversation.
     """
     blend.check(blends)
-    if blend.order == "free":
+    if blend.order == "free" or blend.relevance is not None:
+        name = "order" if blend.order == "free" else "relevance"
         raise ValueError(
-            "blend.order='free' is for the chunks of /v1/completions: a chat template puts text between passages, so "
-            "they stay where they are; leave blend.order out"
+            f"blend.{name} is for the chunks of /v1/completions: a chat template puts text between passages, so they "
+            f"stay where they are; leave blend.{name} out"
         )
     prompt = _Conversation.from_request(template, messages, documents)
     try:
         text = prompt.render(prompt.texts)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template does not take the conversation: {error}") from error
-    given = blend.relevance
-    if given is None and (given := scores_of(documents)):
-        given = given + [None] * (len(prompt.named) - len(given))  # text parts have no scores
-    scores = parse_scores(given, len(prompt.named), _NAMED)
     earlier, source = blend.continues, "blend.continues[{}]"
     if earlier is None and (earlier := continues_of(documents)):
         earlier = earlier + [None] * (len(prompt.named) - len(earlier))  # text parts continue nothing
@@ -81,7 +77,7 @@ def chat_prompt(
     digest = b"" if salt is None else salt_digest(salt)
     if not blends or blend.is_off:
         return ParsedPrompt(list(tokenizer.encode(text, add_special_tokens=False)), text, salt=digest)
-    parsed = prompt.with_chunks(finder, text, salt, scores, pages, source)
+    parsed = prompt.with_chunks(finder, text, salt, pages, source)
     texts = prompt.texts
     finder.see((texts[number][start:stop] for number, (start, stop) in prompt.named), salt)
     return replace(parsed, salt=digest, **blend.settings(parsed))
@@ -140,14 +136,13 @@ class _Conversation:
         finder: PassageFinder,
         whole: str,
         salt: str | None,
-        scores: tuple[tuple[float, ...], ...],
         pages: tuple[int | None, ...],
         source: str,
     ) -> ParsedPrompt:
         """Return the prompt with its chunks, `whole` being its text. If the template changes the texts of passages, or
-        tokens do not say where they stand, it is a plain prompt. `scores` and `pages` (which passage each continues)
-        are of the named passages; `source` is the field that `pages` come from, with {} for a number. Raises ValueError
-        if one continues another that stands behind it."""
+        tokens do not say where they stand, it is a plain prompt. `pages` has the passage that each named one continues;
+        `source` is the field that they come from, with {} for a number. Raises ValueError if one continues another that
+        stands after it."""
         tokens = tokenize(self.own.template.tokenizer, whole)
         slots = self._find_slots(whole, finder.detects) if tokens.have_offsets else None
         plain = ParsedPrompt(tokens.ids, whole, num_unfound_parts=len(self.named) if slots is None else 0)
@@ -167,15 +162,12 @@ class _Conversation:
                 retention.append(places.kept_seconds(span))
         if not bounds:
             return replace(plain, num_merged_parts=num_merged)
-        asked = places.question([span for span, _ in chunks])
         begin = places.beginning(chunks[0][0][0], found)
         return ParsedPrompt(
             tokens.ids,
             whole,
             tuple(bounds),
-            relevance=tuple(tuple(-math.inf if n is None else signal[n] for n in numbers) for signal in scores),
             continues=_chunks_continued(numbers, pages, source) if pages else (),
-            question=None if asked is None else tokens.around(asked),
             prefix_length=tokens.count_before(begin, bounds[0][0]),
             retention=tuple(retention) if any(retention) else (),
             num_merged_parts=num_merged,
@@ -258,15 +250,6 @@ class _Places:
         own = self.conversation.own
         kept = ((slot, own.kept_seconds(n)) for n, slot in self.slots.items() if n < len(own.texts))
         return [(slot, seconds) for slot, seconds in kept if seconds > 0]
-
-    def question(self, chunks: Sequence[Span]) -> Span | None:
-        """Return where the question stands: behind the chunks in the last text that a user wrote."""
-        number = self.conversation.question
-        if number is None or number not in self.slots:
-            return None
-        start, stop = self._own_text(number)
-        start = max([start, *(chunk[1] for chunk in chunks if start <= chunk[0] < stop)])
-        return (start, stop) if start < stop else None
 
     def beginning(self, first_chunk: int, found: FoundPassages) -> int:
         """Return where what stands before all chunks ends: before the first text of a user or a tool, and before

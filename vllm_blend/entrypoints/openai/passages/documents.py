@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.checks import a_type, closest, is_number, is_whole
+from vllm_blend.checks import a_type, closest, is_whole
 from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
 
 _TEXT_KEYS = (
@@ -16,7 +15,6 @@ _TEXT_KEYS = (
     "content",
     "page_content",
 )  # of an object's fields, what a passage is most often called
-_OTHER_KEYS = ("score", "title")
 _MISSPELT = 0.88  # the similarity from which on a key is taken for a misspelt one
 _LONG_KEY = 10  # characters: too many for one of those keys
 _READS_EVERY_KEY = ("items", "tojson")  # what a template has that shows all of a document
@@ -24,13 +22,11 @@ _READS_EVERY_KEY = ("items", "tojson")  # what a template has that shows all of 
 
 @dataclass(frozen=True)
 class Document:
-    """A passage that a request brings along. `fields` are those that templates may show, the text among them as `key`;
-    `score` is what a retriever gave it (larger is more relevant), and `continues` the number of an earlier document,
-    which it continues on its page."""
+    """A passage that a request brings along. `fields` are those that templates may show, the text among them as `key`,
+    and `continues` is the number of an earlier document, which it continues on its page."""
 
     text: str
     title: str | None = None
-    score: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     key: str = "text"
     continues: int | None = None
@@ -50,12 +46,12 @@ def parse_documents(
     documents: Any, find_chunk: Callable[[str], StoredPassage] | None = None, template: str = ""
 ) -> list[Document]:
     """Return the documents of a request: objects with a `text` and perhaps a `title`, strings, or Cohere's
-    {"id", "data": {...}}; with a `score` if a retriever gave one, and with the number of an earlier document as
-    `continues` if it goes on with that one's page. {"id": "chunk-..."} stands for the passage that /v1/chunks gave this
-    id; `find_chunk` returns it.
+    {"id", "data": {...}}; with the number of an earlier document as `continues` if it goes on with that one's page. A
+    retriever's `score` is left out, so that a passage has the same text for every question. {"id": "chunk-..."} stands
+    for the passage that /v1/chunks gave this id; `find_chunk` returns it.
 
     Other keys are the affair of the `template` (the text of the chat template), which may show any of them. One that it
-    does not name, and that is nearly "title" or "score" in a document without that, is an error.
+    does not name, and that is nearly "title" in a document without that, is an error.
 
     Raises TypeError or ValueError that names the document and the field.
     """
@@ -68,12 +64,6 @@ def parse_documents(
         for index, document in enumerate(parsed):
             _check_keys(document, f"documents[{index}]", template)
     return parsed
-
-
-def scores_of(documents: Sequence[Document]) -> list[float | None] | None:
-    """Return the score of each document; None if none has one."""
-    scores = [document.score for document in documents]
-    return None if all(score is None for score in scores) else scores
 
 
 def continues_of(documents: Sequence[Document]) -> list[int | None] | None:
@@ -96,7 +86,7 @@ def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | 
         fields |= data
     elif data is not None:
         fields["text"] = data
-    score = _check_score(fields.pop("score", None), f"{name}.score")
+    fields.pop("score", None)
     continues = _check_continues(fields.pop("continues", None), index, f"{name}.continues")
     title = fields.get("title")
     if not isinstance(title, str | None):
@@ -104,7 +94,7 @@ def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | 
     title = None if title is None else _check_surrogates(title.strip(), f"{name}.title") or None
     key = next((key for key in _TEXT_KEYS if fields.get(key) is not None), None)
     if key is not None:
-        return Document(_check_text(fields[key], f"{name}.{key}"), title, score, fields, key, continues)
+        return Document(_check_text(fields[key], f"{name}.{key}"), title, fields, key, continues)
     chunk = fields.get("id")
     if isinstance(chunk, str) and chunk.startswith(ID_PREFIX):
         if find_chunk is None:
@@ -115,29 +105,28 @@ def _parse(given: Any, index: int, find_chunk: Callable[[str], StoredPassage] | 
             raise ValueError(f"{name}.id: {error}") from error
         title = title or found.title
         shown = {} if title is None else {"title": title}
-        return Document((found.text or "").strip(), title, score, {**fields, **shown}, continues=continues)
+        return Document((found.text or "").strip(), title, {**fields, **shown}, continues=continues)
     shown = {each: value for each, value in fields.items() if each not in ("id", "doc_id", "title")}
     text = "\n".join(f"{each}: {value}" for each, value in shown.items() if isinstance(value, str | int | float))
     if not text:
         raise ValueError(f"{name} has no text: give {{'text': '...'}}, or the id of a passage of /v1/chunks")
     rest = {each: value for each, value in fields.items() if each not in shown}
-    return Document(_check_text(text, name), title, score, rest, continues=continues)
+    return Document(_check_text(text, name), title, rest, continues=continues)
 
 
 def _check_keys(document: Document, name: str, template: str) -> None:
-    missing = [key for key in _OTHER_KEYS if getattr(document, key) is None]
+    if document.title is not None:
+        return
     for key in document.fields:
-        if len(key) >= _LONG_KEY or not key[:1].isalpha() or key in _OTHER_KEYS or key in template:
+        if len(key) >= _LONG_KEY or not key[:1].isalpha() or key == "title" or key in template:
             continue
-        meant = closest(key.lower(), missing, _MISSPELT) or _swapped(key.lower(), missing)
-        if meant is not None:
-            raise ValueError(f"{name} has the key {key!r}, which nothing reads: did you mean {meant!r}?")
+        if closest(key.lower(), ["title"], _MISSPELT) or _has_swapped_letters(key.lower(), "title"):
+            raise ValueError(f"{name} has the key {key!r}, which nothing reads: did you mean 'title'?")
 
 
-def _swapped(key: str, known: Sequence[str]) -> str | None:
-    """Return the known key of which two neighbouring letters are swapped in `key` ("titel"), None if there is none."""
-    swaps = {f"{key[:i]}{key[i + 1]}{key[i]}{key[i + 2 :]}" for i in range(len(key) - 1)}
-    return next((each for each in known if each in swaps), None)
+def _has_swapped_letters(key: str, known: str) -> bool:
+    """Return whether two neighbouring letters of a known key are swapped in `key` ("titel")."""
+    return known in {f"{key[:i]}{key[i + 1]}{key[i]}{key[i + 2 :]}" for i in range(len(key) - 1)}
 
 
 def _check_text(text: Any, name: str) -> str:
@@ -165,17 +154,3 @@ def _check_continues(number: Any, index: int, name: str) -> int | None:
         hint = f"from 0 to {index - 1}" if index else "and none stands before this one: leave it out"
         raise ValueError(f"{name} is {number}: give the number of an earlier document, {hint}")
     return int(number)
-
-
-def _check_score(score: Any, name: str) -> float | None:
-    if score is None:
-        return None
-    if not is_number(score):
-        raise TypeError(f"{name} is {score!r}: give a number")
-    try:
-        value = float(score)
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {score}: scores must be finite")
-    return value

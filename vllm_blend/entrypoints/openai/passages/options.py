@@ -24,9 +24,9 @@ class BlendOptions:
 
     With the mode "off" the prompt is computed as if it had none. "reuse" takes their stored KV as it is. "blend", the
     default, computes some of their tokens again: a share `ratio` that `selector` chooses, or what the engine is set to.
-    `relevance` has a score for each passage that the request names (larger is more relevant), or several lists of them,
-    and `continues` the number of an earlier one that it continues on its page, or None.
-    With the `order` "free", chunks of a completion may be put into another order.
+    `continues` has, for each passage that the request names, the number of an earlier one that it continues on its
+    page, or None. With the `order` "free" the chunks of a completion are put into the order of their `relevance`: a
+    score for each (larger is more relevant), or several lists of them.
     """
 
     mode: Mode | None = None
