@@ -13,6 +13,7 @@ from vllm_blend.blend.encoding_contexts import check_encoding_context
 from vllm_blend.blend.encoding_contexts.filler import AfterFiller
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import check_ratio
+from vllm_blend.config import BlendConfig
 
 PLAIN_REUSE = "none"  # the rule that recomputes nothing
 EVERYTHING = "full"  # and the one that recomputes all
