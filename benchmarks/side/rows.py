@@ -222,7 +222,7 @@ def cpu() -> Profile:
         one,
         *blends(one, RULES, "rag_full"),
         many,
-        *blends(many, {name: RULES[name] for name in ("reuse", "auto_8")}, "rag_many"),
+        *blends(many, {name: RULES[name] for name in ("reuse", "question_8")}, "rag_many"),
         gap,
         *blends(gap, {"question_15": RULES["question_15"]}, "gap"),
     ]

@@ -32,7 +32,7 @@ SMALLER = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shape") / "tiny"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(shapes.SHAPES, "tiny", TINY | {"max_position_embeddings": 32768})
+        patch.setitem(shapes.SHAPES, "tiny", TINY | {"vocab_size": 2048, "max_position_embeddings": 32768})
         shapes.write_shape("tiny", folder)
     return folder
 

@@ -19,7 +19,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in (*ARCHITECTUR
 MODELS.append(("mistral", {"sliding_window": 20}))
 # What decides which answers are right.
 BLENDING: dict[str, list[Any]] = {
-    "blend_encoding_context": ["page", "prefix", "bos", "ordinal"],
+    "blend_encoding_context": ["page", "prefix", "bos", "filler(1)"],
     "blend_check_layers": [[1], [2]],
     "blend_min_tokens": [0, 30],
 }

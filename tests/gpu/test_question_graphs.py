@@ -19,7 +19,7 @@ ROOM: dict[str, Any] = {"num_gpu_blocks_override": 4096, "max_num_seqs": 4, "ble
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-RULES = ["question_attention", "late_attention", "question_attention(layer_share=0.5)"]
+RULES = [f"question_attention{settings}" for settings in ("", "(layer_share=1, first_layer=0)", "(first_layer=0.25)")]
 
 
 @pytest.fixture(scope="module", params=RULES)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["relevant_passages", "question_attention", "first_tokens"])
+@pytest.fixture(scope="module", params=["question_attention", "first_tokens"])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
     """An engine that replays steps with prompts, and one that launches them."""
     common = ROOM | {"enable_blending": True, "blend_selector": request.param, "dtype": "bfloat16", "device": "cuda"}

@@ -20,7 +20,7 @@ from vllm_blend.quality.session import Session
 from vllm_blend.quality.settings import Setting
 from vllm_blend.quality.table import columns_of, make_rows, render
 
-SETTINGS = [Setting("none", 0.0, "page"), Setting("random", 0.2, "page"), Setting("random", 0.2, "neighbour")]
+SETTINGS = [Setting("none", 0.0, "page"), Setting("random", 0.2, "page"), Setting("random", 0.2, "filler")]
 COUNT = 5
 
 
@@ -86,7 +86,7 @@ def test_rows_say_what_was_measured(measured: Measured) -> None:
         "full prefill, other batches",
         "none (page)",
         "random 20% (page)",
-        "random 20% (neighbour)",
+        "random 20% (filler)",
     ]
     reuse, own = rows[2], measured.settings[SETTINGS[0]]
     assert reuse["kl"] == pytest.approx(own.values("kl").mean(), rel=1e-4) and reuse["rule"] == "none"
@@ -94,7 +94,7 @@ def test_rows_say_what_was_measured(measured: Measured) -> None:
     assert reuse["agreement_low"] < reuse["agreement"] < reuse["agreement_high"]
     assert reuse["kl_over"] == pytest.approx(reuse["kl"] - rows[3]["kl"], rel=1e-3) and rows[3]["kl_over"] == 0
     assert 0 < reuse["work"] < rows[3]["work"] < 1 == rows[0]["work"]
-    assert reuse["encoding"] == rows[3]["encoding"] < rows[4]["encoding"]  # each passage after its neighbour
+    assert reuse["encoding"] == rows[3]["encoding"] < rows[4]["encoding"]  # the fillers take work, too
     text = render(rows).splitlines()
     assert len(text) == 7 and text[0].endswith("| KL, difference |") and text[4].startswith("| none (page) | ")
     columns = columns_of(measured)

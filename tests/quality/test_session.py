@@ -160,7 +160,7 @@ def test_the_choice_sees_the_question_alone(session: Session, prompts: list[Any]
 def test_chunks_are_encoded_in_the_company_asked_for(session: Session, prompts: list[Any]) -> None:
     reuse = [prompt | RULES[0] for prompt in prompts[:1]]
     found = {}
-    for company in ("page", "bos", "neighbour"):
+    for company in ("page", "bos", "filler"):
         session.use_company(company)
         session.encode(prompts[:1])
         found[company] = session.truths(reuse, 1)[0].log_probs[0]

@@ -92,9 +92,9 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
 
 
 def page_arguments(pages: bool) -> dict[str, Any]:
-    """Return the engine's arguments for chunks that are encoded after what precedes them on their pages, or not. All of
-    it counts, whether or not a prompt has it: so there is one KV of each chunk for all prompts."""
-    return {"blend_encoding_context": "given"} if pages else {}
+    """Return the engine's arguments for chunks that are encoded after what precedes them on their pages, or after the
+    instruction alone. Either way it does not depend on the prompt, so the KV of a chunk is the same in all prompts."""
+    return {"blend_encoding_context": "given" if pages else "prefix"}
 
 
 def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[str, _ChunkFolder], list[str]]:

@@ -96,7 +96,7 @@ class Session:
         """Have chunks encoded after what the encoding context `name` says, from now on. Chunks that were encoded
         otherwise stay in the store under keys of their own."""
         composer = self.engine.composer
-        encoding = make_encoding_context(name, self.engine.tokenizer)
+        encoding = make_encoding_context(name, self.engine.tokenizer, self.engine.hf_config.vocab_size)
         composer.finder = replace(composer.finder, encoding=encoding)
 
     def encode(self, prompts: Sequence[ChunkedPrompt]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -113,6 +114,11 @@ def test_settings_that_cannot_be() -> None:
             check_encoding_context(cast(Any, name))
     for name in ("bos", "filler", "filler(1)"):
         with pytest.raises(ValueError, match=f"{re.escape(name)}.* needs a tokenizer, and the engine has none"):
-            make_encoding_context(name, None)
-    assert make_encoding_context(None, None) == AfterPage()
+            make_encoding_context(name, None, 512)
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [9])
+    with pytest.raises(
+        ValueError, match=r"gives the filler passages token 9, and the model has 9: give the tokenizer of"
+    ):
+        make_encoding_context("filler", cast(Any, tokenizer), 9)
+    assert make_encoding_context(None, None, 512) == AfterPage()
     assert {name: kind.name for name, kind in ENCODING_CONTEXTS.items()} == {n: n for n in ENCODING_CONTEXTS}

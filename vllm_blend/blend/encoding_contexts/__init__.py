@@ -32,10 +32,13 @@ def resolve_name(name: str | None, has_tokenizer: bool) -> str:
     return name or (AfterFiller.name if has_tokenizer else AfterPage.name)
 
 
-def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> EncodingContext:
+def make_encoding_context(
+    name: str | None, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> EncodingContext:
     """Return the encoding context called `name` (None: the default), or "filler(3)" with as many filler passages.
 
-    Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none.
+    Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none, or one
+    with more tokens than the model.
     """
     check_encoding_context(name)
     name = resolve_name(name, tokenizer is not None)
@@ -54,7 +57,13 @@ def make_encoding_context(name: str | None, tokenizer: PreTrainedTokenizerBase |
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return AfterFiller(encode, COUNT if count is None else count)
+    found = AfterFiller(encode, COUNT if count is None else count)
+    if (largest := max(found.company(is_first=False))) >= vocab_size:
+        raise ValueError(
+            f"blend_encoding_context={name!r}: the tokenizer gives the filler passages token {largest}, and the model has "
+            f"{vocab_size}: give the tokenizer of this model, or use 'page' or 'prefix'"
+        )
+    return found
 
 
 def _count(name: object) -> int | None:
