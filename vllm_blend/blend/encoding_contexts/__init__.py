@@ -60,8 +60,8 @@ def make_encoding_context(
     found = AfterFiller(encode, COUNT if count is None else count)
     if (largest := max(found.company(is_first=False))) >= vocab_size:
         raise ValueError(
-            f"blend_encoding_context={name!r}: the tokenizer gives the filler passages token {largest}, and the model has "
-            f"{vocab_size}: give the tokenizer of this model, or use 'page' or 'prefix'"
+            f"blend_encoding_context={name!r}: the tokenizer gives the filler passages token {largest}, and the model "
+            f"has {vocab_size}: give the tokenizer of this model, or use 'page' or 'prefix'"
         )
     return found
 
