@@ -21,7 +21,7 @@ from vllm_blend.entrypoints.verdicts import FILE, announce, identity, keep_verdi
 pytestmark = pytest.mark.cpu_only
 
 DEMO = ROOT / "inputs" / "demo-model"
-SERVED = {"rule": "question_attention", "ratio": 0.15, "company": "page"}
+SERVED = {"rule": "question_attention", "ratio": 0.15, "company": "filler"}
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ def test_the_chunk_stores_folder_goes_before_the_models(model: Path, tmp_path: P
 def test_a_rule_is_known_by_any_of_its_names(model: Path) -> None:
     keep_verdict(model / FILE, identity(config(model)), verdict(rule="auto"))
     kept = read_verdict(config(model))
-    assert kept is not None and kept.state_of("question_attention", 0.15, "page") == "passes"
-    assert kept.state_of("auto", 0.2, "page") is kept.state_of("random", 0.15, "page") is None
+    assert kept is not None and kept.state_of("question_attention", 0.15, "filler") == "passes"
+    assert kept.state_of("auto", 0.2, "filler") is kept.state_of("random", 0.15, "filler") is None
 
 
 def test_a_rule_that_is_gone_was_not_measured(model: Path) -> None:
     keep_verdict(model / FILE, identity(config(model)), verdict(rule="late_attention+mean_shift"))
     kept = read_verdict(config(model))
-    assert kept is not None and kept.state_of("auto", 0.15, "page") is None
+    assert kept is not None and kept.state_of("auto", 0.15, "filler") is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_file_of_something_else_counts_as_none(model: Path, caplog: pytest.Log
         (
             verdict(),
             logging.INFO,
-            "it passes\nThis server blends by question_attention at 15%, after page, which counts as 'passes'",
+            "it passes\nThis server blends by question_attention at 15%, after filler, which counts as 'passes'",
         ),
         (verdict("fails"), logging.WARNING, "which counts as 'fails'"),
         (verdict(ratio=0.3), logging.WARNING, "which was not measured"),

@@ -148,7 +148,7 @@ def test_a_timeline_without_matplotlib_is_refused_before_anything_runs(
 
 
 def test_the_answers_are_those_of_the_engine(built: Stages, trace: dict[str, Any]) -> None:
-    llm = LLM(MODEL, enable_blending=True, blend_recompute_ratio=0.15)
+    llm = LLM(MODEL, enable_blending=True, blend_recompute_ratio=0.15, blend_encoding_context="prefix")
     stage_input = read_stage_input(built.retrieval, "", 0)
     params = SamplingParams(temperature=0, max_tokens=stage_input.style.max_tokens, stop=["\n"])
     for sample, result in zip(stage_input.samples, trace["results"], strict=True):
@@ -257,7 +257,7 @@ def test_other_kv_in_the_folders_changes_the_answers(built: Stages, tmp_path: Pa
     """The proof that folders are read: KV of zeros, stored as if it were right, ruins what is only reused."""
     shutil.copytree(built.root, tmp_path / "copy")
     stages = Stages(tmp_path / "copy")
-    engine = LLM(MODEL).llm_engine
+    engine = LLM(MODEL, enable_blending=True, blend_encoding_context="prefix").llm_engine
     stage_input = read_stage_input(stages.retrieval, "", 0)
     for sample in stage_input.samples:
         _, ids = engine.identify_chunks(stage_input.style.instruction, [chunk.text for chunk in sample.best(9)])

@@ -44,9 +44,9 @@ def test_the_command_prints_writes_and_keeps_the_verdict(
     assert cli.main(["check-model", model, *flags]) == 3  # three questions show nothing for certain
     printed = capsys.readouterr()
     written = read_json(tmp_path / "c.json", "verdict")
-    assert [row["setting"] for row in written["rows"]][2:] == ["none (page)", "random 90% (page)"]
-    assert written["state"] == "uncertain" and written["best"] == {"rule": "random", "ratio": 0.9, "company": "page"}
-    assert written["text"] in printed.out and "| random 90% (page) | " in printed.out
+    assert [row["setting"] for row in written["rows"]][2:] == ["none (filler)", "random 90% (filler)"]
+    assert written["state"] == "uncertain" and written["best"] == {"rule": "random", "ratio": 0.9, "company": "filler"}
+    assert written["text"] in printed.out and "| random 90% (filler) | " in printed.out
     assert "everything recomputed, against full prefill: KL" in printed.out
     assert "musique_small: 3 questions, read as passages, asked by style musique" in printed.err
     assert "measure: 100%" in printed.err
@@ -56,7 +56,7 @@ def test_the_command_prints_writes_and_keeps_the_verdict(
     kept = read_verdict(EngineArgs(model=model, enable_blending=True).create_engine_config())
     assert kept is not None and kept.path == Path(model) / FILE and kept.text == written["text"]
     assert f"The verdict is kept in {kept.path}" in printed.out
-    assert kept.state_of("random", 0.9, "page") == "uncertain"
+    assert kept.state_of("random", 0.9, "filler") == "uncertain"
 
 
 def test_a_quick_look_keeps_nothing(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,11 @@ def test_a_quick_look_keeps_nothing(data: Path, tmp_path: Path, capsys: pytest.C
     ]
     assert module.main([MODEL, *flags]) in (1, 3)
     out = capsys.readouterr().out
-    assert "musique_small, 2 questions" in out and "musique_other, 2 questions" in out and "| auto 8% (page) |" in out
+    assert (
+        "musique_small, 2 questions" in out
+        and "musique_other, 2 questions" in out
+        and "| question_attention 8% (filler) |" in out
+    )
     assert "The verdict is kept" not in out and not (tmp_path / "store").exists()
 
 
@@ -92,7 +96,7 @@ def test_a_broken_model_is_refused_with_a_reason(
 
 
 def test_the_memory_bounds_the_batch(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*FEW, "--rules", "none", "--blend-chunk-cache-gib", "0.005", "--chunk-store-path", str(tmp_path)]
+    flags = [*FEW, "--rules", "none", "--blend-chunk-cache-gib", "0.0086", "--chunk-store-path", str(tmp_path)]
     assert module.main([MODEL, "--data", str(data), *flags]) in (1, 3)
     assert "2 prompts at a time, as the memory for KV holds no more of" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ def test_the_demo_model_is_far_within_the_limits(questions: Questions, dtype: st
         assert session.encode(check.chunked) > 0  # nothing is left behind that the measurement would not count
     assert check.passes and len(check.truths) == 3
     assert [each.what.split(",")[0] for each in check.found] == ["full prefill", "everything recomputed"]
-    assert all(each.kl < check.limit.kl / 10 and each.same == 1 for each in check.found)
+    assert all(each.kl < check.limit / 10 and each.same == 1 for each in check.found)
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,4 @@ def test_what_none_of_that_explains_is_said_too(questions: Questions) -> None:
 def test_nan_is_a_difference() -> None:
     limit = exactness.LIMITS[torch.float32]
     assert not exactness.Difference("", float("nan"), 1.0).within(limit)
-    assert not exactness.Difference("", 0.0, 0.9).within(limit)
-    assert exactness.Difference("", 0.0, 1.0).within(limit)
+    assert exactness.Difference("", 0.0, 0.9).within(limit)

@@ -10,13 +10,13 @@ pytestmark = pytest.mark.cpu_only
 
 
 def test_every_rule_meets_every_ratio_and_company() -> None:
-    settings = make_settings(["none", "random", "auto@0.3,0.1"], [0.2, 0.05], ["page", "bos"])
+    settings = make_settings(["none", "random", "question_attention@0.3,0.1"], [0.2, 0.05], ["page", "bos"])
     assert [setting.name for setting in settings[:5]] == [
         "none (page)",
         "random 5% (page)",
         "random 20% (page)",
-        "auto 10% (page)",
-        "auto 30% (page)",
+        "question_attention 10% (page)",
+        "question_attention 30% (page)",
     ]
     assert [setting.company for setting in settings] == ["page"] * 5 + ["bos"] * 5
     assert settings[0].prompt == {"blend_selector": "none"}
@@ -25,12 +25,12 @@ def test_every_rule_meets_every_ratio_and_company() -> None:
 
 def test_the_defaults_can_be_measured() -> None:
     assert len(make_settings()) == len(COMPANIES) * (1 + (len(RULES) - 1) * len(RATIOS))
-    assert len(make_settings(QUICK_RULES)) == 4
+    assert len(make_settings(QUICK_RULES)) == 3
 
 
-def test_levers_are_rules() -> None:
+def test_settings_of_a_rule_are_kept() -> None:
     [setting] = make_settings(["question_attention(layer_share=0.75, mean_shift=0)@0.1"])
-    assert setting == Setting("question_attention(layer_share=0.75, mean_shift=0)", 0.1, "page")
+    assert setting == Setting("question_attention(layer_share=0.75, mean_shift=0)", 0.1, "filler")
 
 
 @pytest.mark.parametrize(

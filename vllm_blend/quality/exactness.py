@@ -44,19 +44,10 @@ WRONG_ELSEWHERE = (
 )
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The difference that rounding may make. On the demo model it makes far less: see the tests."""
-
-    kl: float  # nats a token, mean over the questions
-    same: float  # share of answers that are the same
-
-
-LIMITS = {
-    torch.float32: Limit(1e-5, 0.99),
-    torch.float16: Limit(1e-3, 0.75),
-    torch.bfloat16: Limit(1e-2, 0.75),
-}
+# The KL that rounding may make, in nats a token, as the mean over the questions. On real models it made less than a
+# quarter of that. The share of equal answers does not tell an error from rounding: in bfloat16, rounding alone changes
+# the long answers of a model that is unsure.
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -72,8 +63,8 @@ class Difference:
         kl = statistics.fmean(statistics.fmean(each.kl) for each in followings)
         return cls(what, kl, statistics.fmean(each.agrees for each in followings))
 
-    def within(self, limit: Limit) -> bool:
-        return self.kl <= limit.kl and self.same >= limit.same  # with NaN, neither holds
+    def within(self, limit: float) -> bool:
+        return self.kl <= limit  # not with NaN
 
     def __str__(self) -> str:
         return f"{self.what}: KL {self.kl:.1e} nats, {100 * self.same:.0f}% of the answers equal"
@@ -88,7 +79,7 @@ class Check:
     plain: list[PromptType]
     truths: list[Truth]
     found: list[Difference]
-    limit: Limit
+    limit: float
 
     @property
     def passes(self) -> bool:
