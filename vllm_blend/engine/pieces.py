@@ -43,8 +43,8 @@ class PieceFinder:
     max_model_len: int
 
     def pieces(self, parsed: ParsedPrompt, everywhere: bool = False) -> list[Piece]:
-        """Return the prefix of a prompt, if it has one, and its chunks, without KV. With `everywhere`, what the chunks
-        are elsewhere in a prompt comes last: as its first, or as another."""
+        """Return the prefix of a prompt, if it has one, and its chunks, without KV. With `everywhere`, what
+        chunks are in another place, where they are alone or are not, comes last."""
         ids = parsed.token_ids
         if parsed.pieces:
             return [
@@ -57,13 +57,13 @@ class PieceFinder:
         chunks = tuple(whole[start:stop] for start, stop in parsed.chunk_bounds)
         given = ContextPieces(tuple(prefix), chunks, parsed.continues, parsed.encode_after)
         all_in_place = frozenset(parsed.in_place_chunks)
-        filler = self.encoding.company(is_first=False)
+        filler = self.encoding.company(is_alone=False)
         company = self._company(given.prefix, filler, salt) if filler else None
         identities: dict[int, tuple[Tokens, str]] = {}  # by the object, which many chunks share
 
-        def piece(index: int, is_first: bool) -> Piece:
+        def piece(index: int, is_alone: bool) -> Piece:
             start, stop = parsed.chunk_bounds[index]
-            context = self.encoding.before(given, index, self.max_model_len - (stop - start), is_first)
+            context = self.encoding.before(given, index, self.max_model_len - (stop - start), is_alone)
             if id(context) not in identities:
                 identities[id(context)] = context, context_id(context, salt)
             chunk = ChunkId.from_context(identities[id(context)][1], self.model, chunks[index])
@@ -74,9 +74,9 @@ class PieceFinder:
                 found.context = context
             return found
 
-        pieces += [piece(index, given.is_first(index)) for index in range(len(chunks))]
-        if everywhere:
-            others = [piece(index, not given.is_first(index)) for index in range(len(chunks))]
+        pieces += [piece(index, given.is_alone(index)) for index in range(len(chunks))]
+        if everywhere and (given.are_alone or not given.has_instruction):
+            others = [piece(index, not given.is_alone(index)) for index in range(len(chunks))]
             known = {each.id.key for each in pieces}
             pieces += {each.id.key: each for each in others if each.id.key not in known}.values()
         return pieces

@@ -90,7 +90,7 @@ class Session:
         engine, answer = self.engine, 64
         blocks = -(-(tokens + answer) // engine.config.cache.block_size)
         in_cache = self.engine.model_executor.driver_worker.model_runner.cache.num_blocks // blocks
-        shared = len(engine.composer.finder.encoding.company(is_first=False))
+        shared = len(engine.composer.finder.encoding.company(is_alone=False))
         in_store = engine.composer.store.budget_bytes // engine.composer.bytes_per_token - shared
         return min(in_cache, max(0, in_store) // tokens)
 

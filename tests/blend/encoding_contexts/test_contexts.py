@@ -90,15 +90,27 @@ def test_filler_stands_between_the_prefix_and_the_page() -> None:
     assert before[3] is before[1] is pieces.after(context.company(False))  # whose digest is then computed once
 
 
-@pytest.mark.parametrize("continues", [(), (None,), (None, 0), (None, 0, 0, 2)])
-def test_the_first_page_has_no_filler_unless_it_is_taken_for_another(continues: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("continues", [(), (None,), (None, 0), (None, 0, 1)])
+def test_chunks_that_are_alone_have_no_filler_unless_they_are_taken_for_others(
+    continues: tuple[int | None, ...],
+) -> None:
     context, chunks = after_filler(), CHUNKS[: max(1, len(continues))]
     pieces = ContextPieces(PREFIX, chunks, continues)
     for index in range(len(chunks)):
         page = AfterPage().before(pieces, index, ROOM)
         assert context.before(pieces, index, ROOM) == page
-        elsewhere = context.before(pieces, index, ROOM, is_first=False)
+        elsewhere = context.before(pieces, index, ROOM, is_alone=False)
         assert filler_before(elsewhere) == filler(COUNT) and elsewhere[-len(page) + 2 or ROOM :] == page[2:]
+
+
+@pytest.mark.parametrize("continues", [(), (None, None), (None, 0, 0), (None, 0, None)])
+def test_chunks_beside_others_all_have_the_same_filler(continues: tuple[int | None, ...]) -> None:
+    context, count = after_filler(), len(continues) or len(CHUNKS)
+    pieces = ContextPieces(PREFIX, CHUNKS[:count], continues)
+    assert {filler_before(context.before(pieces, i, ROOM)) for i in range(count)} == {filler(COUNT)}
+    assert filler_before(context.before(ContextPieces((0,), CHUNKS), 0, ROOM)) == ""  # it may be the instruction
+    moved = ContextPieces(PREFIX, CHUNKS[1::-1])  # a chunk's company does not depend on its place
+    assert context.before(moved, 1, ROOM) == context.before(pieces, 0, ROOM)
 
 
 @pytest.mark.parametrize("count", [0, len(PASSAGES) + 1])

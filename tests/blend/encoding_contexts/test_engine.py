@@ -67,7 +67,7 @@ def test_ratio_1_is_full_prefill_where_there_is_hardly_room_for_a_context(name: 
         assert_logprobs_match(output, hf_model(tiny))
 
 
-@pytest.mark.parametrize(("name", "exact"), [("prefix", [0]), ("page", [0, 1]), ("filler", [0, 1]), ("bos", [])])
+@pytest.mark.parametrize(("name", "exact"), [("prefix", [0]), ("page", [0, 1]), ("filler", []), ("bos", [])])
 def test_a_chunk_that_stands_where_it_was_encoded_is_exact(name: str, exact: list[int]) -> None:
     with engine(enable_blending=True, blend_encoding_context=name) as llm:
         run(llm, prompt(), PARAMS)
@@ -95,7 +95,7 @@ def test_by_default_chunks_are_encoded_after_filler_and_their_page() -> None:
             asked = [inner.identify_chunks(given["prefix"], given["chunks"], page) for page in (CONTINUES, None)]
             keys[name] = [[chunk.key for chunk in chunks] for _, chunks in asked]
     assert keys[""] == keys["filler"]
-    assert [key in keys["filler"][0] for key in keys["page"][0]] == [True, True, False, False, False]
+    assert not {*keys["filler"][0]} & {*keys["page"][0]}
     assert [key in keys["prefix"][0] for key in keys["page"][0]] == [before is None for before in CONTINUES]
     assert keys["page"][1] == keys["prefix"][1] == keys["prefix"][0]
 
@@ -114,7 +114,9 @@ def test_filler_is_computed_once_for_a_prefix() -> None:
         inner = llm.llm_engine
         encoded, rows = inner.composer.num_encoded, len(tiny[0]["chunks"])
         run(llm, tiny, greedy(1))
-        assert inner.composer.num_encoded - encoded == 2 * (1 + 1 + rows)  # prefix, filler, chunks (the first twice)
+        assert inner.composer.num_encoded - encoded == 2 * (
+            1 + 1 + rows - 1
+        )  # prefix, filler, chunks (one is there twice)
 
 
 def test_batch_mates_and_the_question_change_nothing_of_what_is_stored(name: str) -> None:
@@ -147,7 +149,7 @@ def test_contexts_never_mix_and_nothing_is_computed_twice() -> None:
     assert len({key for name in ("prefix", "bos", "filler") for key in keys[name][2:]}) == 3 * 3
     assert keys["page"][0] == keys["prefix"][0]  # after the prefix in both
     assert keys["given"][0] == keys["prefix"][0] and keys["given"][1] not in (keys["prefix"][1], keys["page"][1])
-    assert [key in keys["page"] for key in keys["filler"]] == [True, True, False, False, False]
+    assert not {*keys["page"]} & {*keys["filler"]}
 
 
 def test_what_is_encoded_ahead_serves_every_place() -> None:

@@ -113,7 +113,6 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
     ),
     (CHAT, chat(blend={"mode": "on"}), 400, "blend.mode='on' is unknown", "blend"),
     (CHAT, chat(blend={"selector": "nope"}), 400, "blend.selector: blend_selector='nope' is unknown", "blend"),
-    (CHAT, chat(documents=[{"text": "a", "score": "b"}]), 400, "documents[0].score is 'b'", "documents"),
     (
         CHAT,
         chat(logprobs=True, top_logprobs=21),

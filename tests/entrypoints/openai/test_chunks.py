@@ -147,11 +147,11 @@ def test_documents_are_text_parts_to_a_template_that_takes_parts(server: TestSer
 
 
 def test_keys_of_documents_are_for_the_template_of_the_server(server: TestServer) -> None:
-    """A key that is nearly `score` is misspelt, unless the template shows it."""
-    shows = "{% for d in documents or [] %}{{ d.scores }} {{ d.text }}{% endfor %}{{ messages[-1].content }}"
-    body = {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "b", "scores": 3}], "max_tokens": 1}
+    """A key that is nearly `title` is misspelt, unless the template shows it."""
+    shows = "{% for d in documents or [] %}{{ d.titel }} {{ d.text }}{% endfor %}{{ messages[-1].content }}"
+    body = {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "b", "titel": 3}], "max_tokens": 1}
     refused = server.post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400 and "did you mean 'score'?" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "did you mean 'title'?" in refused.json()["error"]["message"]
     with serving(server.engine, chat_template=shows) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=DEADLINE).status_code == 200
 

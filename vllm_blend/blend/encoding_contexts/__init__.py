@@ -58,7 +58,7 @@ def make_encoding_context(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     found = AfterFiller(encode, COUNT if count is None else count)
-    if (largest := max(found.company(is_first=False))) >= vocab_size:
+    if (largest := max(found.company(is_alone=False))) >= vocab_size:
         raise ValueError(
             f"blend_encoding_context={name!r}: the tokenizer gives the filler passages token {largest}, and the model "
             f"has {vocab_size}: give the tokenizer of this model, or use 'page' or 'prefix'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import ClassVar
 
@@ -41,9 +42,22 @@ class ContextPieces:
             previous = self.continues[previous]
         return before[::-1]
 
-    def is_first(self, index: int) -> bool:
-        """Return whether chunk `index` is the first, or continues it."""
-        return index == 0 or self.page_before(index)[:1] == [0]
+    @cached_property
+    def are_alone(self) -> bool:
+        """Whether the chunks are all there is before the question: one, or one page in its order."""
+        count = len(self.chunks)
+        return count == 1 or list(self.continues) == [None, *range(count - 1)]
+
+    @property
+    def has_instruction(self) -> bool:
+        """Whether the prefix is more than the token that begins every prompt. Otherwise the first chunk may be the
+        instruction: LMCache's prompts have it there."""
+        return len(self.prefix) > 1
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no chunk of another page stands before chunk `index`, nor would in another order."""
+        begins = index == 0 or self.page_before(index)[:1] == [0]
+        return self.are_alone or (begins and not self.has_instruction)
 
 
 class EncodingContext(ABC):
@@ -60,16 +74,16 @@ class EncodingContext(ABC):
         """Return the tokens that every chunk is encoded after."""
         return pieces.prefix
 
-    def company(self, is_first: bool) -> Tokens:
-        """Return the tokens between the head and the passages of a chunk, which is the prompt's first or not. They are
+    def company(self, is_alone: bool) -> Tokens:
+        """Return the tokens between the head and the passages of a chunk that is alone, or of one that is not. They are
         the same for all such chunks, so their KV is stored."""
         return ()
 
-    def before(self, pieces: ContextPieces, index: int, limit: int, is_first: bool | None = None) -> Tokens:
+    def before(self, pieces: ContextPieces, index: int, limit: int, is_alone: bool | None = None) -> Tokens:
         """Return the token ids that stand before chunk `index` while it is encoded: at most `limit`, or the head alone.
-        What does not fit is left out, the farthest first: the company, then passages. `is_first`: whether the chunk
-        is to be taken for the prompt's first, wherever it stands."""
-        company = self.company(pieces.is_first(index) if is_first is None else is_first)
+        What does not fit is left out, the farthest first: the company, then passages. `is_alone`: whether the chunk is
+        taken for one that is alone; without it, what it is in the prompt counts."""
+        company = self.company(pieces.is_alone(index) if is_alone is None else is_alone)
         head, passages = self.head(pieces), self.passages(pieces, index)
         if not passages and head is pieces.prefix and len(whole := pieces.after(company)) <= limit:
             return whole
