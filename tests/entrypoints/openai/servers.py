@@ -36,7 +36,9 @@ TEMPLATE = (
 
 
 def engine_args() -> dict[str, Any]:
-    return {"model": REUSE_DEMO, **settings.current().engine_arguments(), **ENGINE}
+    """Return the engine's arguments. Templates here put nothing before the first passage, so that the default company
+    would not be that of all passages."""
+    return {"model": REUSE_DEMO, "blend_encoding_context": "page", **settings.current().engine_arguments(), **ENGINE}
 
 
 class TestServer:

@@ -58,8 +58,9 @@ PASSAGES = (
 @dataclass(frozen=True)
 class AfterFiller(AfterPage):
     """Encode a chunk after the prefix, the first `count` of `PASSAGES`, and those passages of its own page that it
-    continues and the prompt has. Chunks that are alone in a prompt (one, or one page) are encoded as they stand, without
-    filler, and are exact; and so is the first chunk of a prompt without a prefix, which may be the instruction.
+    continues and the prompt has. Chunks that are alone in a prompt (one, or one page) are encoded as they stand,
+    without filler, and are exact; and so is the first chunk of a prompt without a prefix, which may be the
+    instruction.
 
     A chunk that was encoded alone has KV of a kind that no full prefill gives its tokens: it is the first text after
     the instruction. With other passages before it, the KV is of the right kind, though they are the wrong ones. Feng
