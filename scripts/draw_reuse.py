@@ -29,7 +29,7 @@ QUESTION = "Question: What does Tulmaris Works make?\nAnswer:"
 COLOURS = {"prefix": SLATE, "A": BLUE, "B": GREEN, "C": ORANGE, "question": VIOLET}
 CELL, GAP, LEFT, ROW = 8, 1, 110, 74
 DATASET, NUMBER = ROOT / "inputs/musique_s.json", 4
-RULES = ["none", "first_tokens", "value_deviation", "question_attention", "relevant_passages"]
+RULES = ["none", "first_tokens", "value_deviation", "question_attention"]
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
 

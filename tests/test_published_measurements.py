@@ -43,12 +43,6 @@ def speculation() -> list[str]:
     ]
 
 
-def ranking() -> list[str]:
-    rows = table("ranking.md", "world", "tokens", "a page")
-    rank, choose = ([r[column].split(" / ")[1] for r in rows] for column in (3, 4))
-    return [f"cached passages took {ends(rank)} ms of process time", f"together {ends(choose)} ms"]
-
-
 def replicas() -> list[str]:
     found = json.loads((RESULTS / "ray_routing.json").read_text(encoding="utf-8"))
     by = {(each["workload"], each["routing"]): each for each in found["rows"]}
@@ -163,7 +157,6 @@ def test_ratios_of_the_quickstart_are_those_of_its_samples() -> None:
 CLAIMS = {
     "docs/quickstart.md": quickstart,
     "docs/speculative_decoding.md": speculation,
-    "docs/selection.md": ranking,
     "docs/ray.md": lambda: replicas() + autoscaling(),
     "docs/kv_compress.md": eviction,
     "docs/cascade.md": cascade,
