@@ -18,9 +18,9 @@ from typing import Any
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import Message
 from vllm_blend.chunks.slots import find_beginning, find_slots
-from vllm_blend.chunks.text_tokens import tokenize
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import is_far_too_long
+from vllm_blend.prompt_pieces import tokenize
 
 logger = logging.getLogger(__name__)
 

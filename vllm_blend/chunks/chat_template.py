@@ -144,12 +144,12 @@ def render(
 
 @dataclass(frozen=True)
 class TemplateSplit:
-    """Token ids before the system prompt, between it and what the user says, and behind that. Without a system prompt
+    """Text before the system prompt, between it and what the user says, and behind that. Without a system prompt
     `middle` is empty and `head` is what stands before the user's part."""
 
-    head: tuple[int, ...]
-    middle: tuple[int, ...]
-    tail: tuple[int, ...]
+    head: str
+    middle: str
+    tail: str
 
 
 def split_template(
@@ -157,10 +157,9 @@ def split_template(
 ) -> TemplateSplit:
     """Split the tokenizer's chat template, or the one given, around the chunks of a composition.
 
-    The template is rendered once with marks where contents go; what it puts before, between and behind them is
-    tokenized on its own. No text is put together and nothing is tokenized again: the ids equal those of the whole
-    conversation wherever no token of the tokenizer would reach across a seam, and the template strips no whitespace
-    from the contents (see `ChunkedLLM.preview_composition`).
+    The template is rendered once with marks where contents go. What it puts before, between and behind them and the
+    contents are the whole conversation, unless the template strips white space from contents (see
+    `ChunkedLLM.preview_composition`).
 
     Raises ValueError if there is no template, or if it does not show every content once, unchanged and in order.
     """
@@ -181,7 +180,7 @@ def split_template(
             "order, so it cannot be split around chunks: give chat_template, or build the prompt without"
         )
     head, middle, tail = between if with_system else (between[0], "", between[1])
-    return TemplateSplit(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (head, middle, tail)))
+    return TemplateSplit(head, middle, tail)
 
 
 def conversation(system: str | None, user: str) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ def parse_completion_prompts(
             engine.vocab_size,
             engine.max_model_len,
             engine.config.blend.enable_blending,
+            engine.config.model.trusted_chunks,
         )
         for prompt in prompts
     ]

@@ -22,7 +22,6 @@ from vllm_blend.chunks.chat_prompt import CHUNK_ROLES, ConversationTexts
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import Message
 from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
-from vllm_blend.chunks.text_tokens import Span, tokenize
 from vllm_blend.entrypoints.openai.passages.document_places import are_rendered, render, show_documents
 from vllm_blend.entrypoints.openai.passages.documents import Document, continues_of
 from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
@@ -31,6 +30,7 @@ from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
 from vllm_blend.prompt_parser import is_far_too_long, parse_prompt
+from vllm_blend.prompt_pieces import Span, tokenize
 
 logger = logging.getLogger(__name__)
 

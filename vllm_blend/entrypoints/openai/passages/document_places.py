@@ -10,8 +10,8 @@ from dataclasses import replace
 from vllm_blend.chunks.chat_prompt import ConversationTexts
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, between_marks, template_variables
 from vllm_blend.chunks.messages import Message
-from vllm_blend.chunks.text_tokens import Span
 from vllm_blend.entrypoints.openai.passages.documents import Document
+from vllm_blend.prompt_pieces import Span
 
 _BLANK_LINE = "\n\n"
 _MARK = "TheDocumentSays0x7a31f5c2n{}e"
