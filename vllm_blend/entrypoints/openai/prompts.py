@@ -86,6 +86,7 @@ def parse_chat_prompt(
         engine.vocab_size,
         engine.max_model_len,
         engine.config.blend.enable_blending,
+        engine.config.model.trusted_chunks,
     )
 
 
