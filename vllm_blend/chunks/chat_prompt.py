@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from vllm_blend.chunks.messages import Message
+from vllm_blend.chunks.messages import ContentFormat, Message
 from vllm_blend.chunks.slots import find_beginning, find_slots, render_literal
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import is_far_too_long
@@ -100,7 +101,12 @@ class ConversationTexts:
         template = self.template
         if variables:
             template = replace(template, options={**template.options, **variables})
-        return template.render(self.messages, nested)
+        return template.render(self.messages, nested, self.formats)
+
+    @cached_property
+    def formats(self) -> tuple[ContentFormat, ...]:
+        """Return how the template is given each content."""
+        return self.template.formats_of(self.messages)
 
     def render_literal(self, trusts: bool) -> tuple[str, list[Span]]:
         """Return the conversation's text, and the spans of it in which control tokens are text, none with `trusts`."""

@@ -113,8 +113,8 @@ class _Conversation:
         shown: set[int] = set()  # texts that are documents as a whole
         named = [(count + index, (0, len(document.text))) for index, document in enumerate(rendered)]
         if documents and not rendered:
-            own, named = show_documents(own, documents)
-            if template.content_format == "string":
+            own, named, in_text = show_documents(own, documents)
+            if in_text:
                 shown_in, (_, num_shown) = named[-1]
             else:
                 shown = {number for number, _ in named}
