@@ -80,6 +80,11 @@ class ModelConfig(OptionGroup):
         "how many log-probabilities per token a request may ask for at most; -1 for no limit",
         check=at_least(-1),
     )
+    trusted_chunks: bool = option(
+        False,
+        "read control tokens such as <|im_start|> in passages, documents, users' texts and results of tools as what "
+        "they are to the model; by default they are text there, so that no document can begin a turn",
+    )
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts are token ids, and outputs have no text")
     dtype: str | torch.dtype = option("auto", "auto, float32, bfloat16 or float16")
     device: str | torch.device = option("auto", "auto, cpu or cuda")

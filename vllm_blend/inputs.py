@@ -44,11 +44,15 @@ class _ChunkedPromptOptions(_PromptOptions, total=False):
 
 
 class ChunkedPrompt(_ChunkedPromptOptions):
-    """A prompt in pieces. Each is text or token ids; strings are tokenized one by one and joined as ids, BOS once.
+    """A prompt in pieces. Each is text or token ids. Texts that follow one another are tokenized as one text, BOS once:
+    the ids of a prompt of texts are those of the joined text.
 
     Nothing is put between the pieces: a space, a blank line or a heading that is to stand there must be written at the
-    end of one piece or the beginning of the next. `output.prompt` shows the whole: the joined pieces if all are text,
-    otherwise what the ids decode to.
+    end of one piece or the beginning of the next. A token that reaches from one piece into the next belongs to neither:
+    it is always computed, and a chunk without a token of its own is no chunk, but text. So end chunks with a line
+    break: then each has the same tokens, and is found again, whatever follows it. Control tokens in `chunks` and
+    `encode_after` are text, unless the engine has `trusted_chunks`. `output.prompt` shows the whole: the joined pieces
+    if all are text, otherwise what the ids decode to.
 
     `blend_selector` and `blend_recompute_ratio` override the engine's settings for this prompt. With the `order` "free"
     the chunks of a blended prompt are put into the order of their `relevance`, which has a score for every chunk, as
@@ -114,6 +118,7 @@ class ParsedPrompt:
     retain: bool | None = False  # None: where the choice of what is computed again does not depend on the question
     salt: bytes = field(default=b"", repr=False)
     is_composed: bool = False  # of pieces: outputs show what the ids decode to where there is no text
+    ordered: ParsedPrompt | None = None  # the same prompt in the order of relevance, if its texts are to be had
 
     @property
     def prefix(self) -> list[int]:

@@ -1,17 +1,19 @@
-"""Parsing of prompts: text is tokenized, token ids are checked, and pieces are joined."""
+"""Parsing of prompts: text is tokenized, token ids are checked, and pieces are joined (see prompt_pieces.py)."""
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.checks import is_number
+from vllm_blend.blend.order import relevance_order
+from vllm_blend.chunk_options import ChunkOptions, check_numbers, parse_continues, parse_order
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.prompt_keys import kind_of, parse_salt
+from vllm_blend.prompt_pieces import TrustedText, encode_alone, encode_start, join_pieces
 
 # Texts of more characters for each token of the context are looked at before they are encoded as a whole.
 _USUAL_CHARACTERS = 8
@@ -24,17 +26,19 @@ def parse_prompt(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     max_model_len: int | None = None,
+    trusts: bool = False,
 ) -> ParsedPrompt:
     """Tokenize and check a prompt; one that is parsed already is only checked.
 
-    With `max_model_len`, text of far more tokens is refused without reading it to the end. Raises ValueError or
+    With `max_model_len`, text of far more tokens is refused without reading it to the end. `trusts` has control tokens
+    in chunks read as such (the option `trusted_chunks`). Raises ValueError or
     TypeError naming the field and the fix; nothing has been scheduled by then.
     """
     if isinstance(prompt, ParsedPrompt):
         _plain(prompt.token_ids, prompt.text, vocab_size)
         return prompt
     try:
-        return _parse(prompt, tokenizer, vocab_size, max_model_len)
+        return _parse(prompt, tokenizer, vocab_size, max_model_len, trusts)
     except (ValueError, TypeError):
         raise
     except Exception as error:  # a user's own class of strings, lists, dicts or tokenizers raises errors of any kind
@@ -43,7 +47,11 @@ def parse_prompt(
 
 
 def _parse(
-    prompt: PromptType, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int | None
+    prompt: PromptType,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    max_model_len: int | None,
+    trusts: bool,
 ) -> ParsedPrompt:
     """Tokenize and check a prompt, as `parse_prompt`; the methods of its own classes raise errors of any kind."""
     if (
@@ -56,7 +64,7 @@ def _parse(
             "least one more: shorten the prompt, or raise max_model_len where the model allows it"
         )
     if isinstance(prompt, str):
-        return _plain(_encode(prompt, tokenizer, True, "prompt"), prompt, vocab_size)
+        return _plain(_encode(prompt, tokenizer, "prompt"), prompt, vocab_size)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         return _plain(prompt, None, vocab_size)
     if not isinstance(prompt, dict):
@@ -66,7 +74,7 @@ def _parse(
     given: dict[str, Any] = prompt  # type: ignore[assignment]
     kind = kind_of(given)
     if kind == "chunked":
-        return _chunked(given, tokenizer, vocab_size)
+        return _chunked(given, tokenizer, vocab_size, trusts)
     salt = parse_salt(given.get("cache_salt"))
     text = given.get("prompt")
     if not isinstance(text, str | None) or (kind == "text" and text is None):
@@ -74,7 +82,7 @@ def _parse(
     if kind == "token":
         return _plain(given["prompt_token_ids"], text, vocab_size, salt, "prompt_token_ids")
     assert text is not None
-    return _plain(_encode(text, tokenizer, True, "prompt"), text, vocab_size, salt)
+    return _plain(_encode(text, tokenizer, "prompt"), text, vocab_size, salt)
 
 
 def is_far_too_long(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> bool:
@@ -121,132 +129,69 @@ def _plain(ids: Any, text: str | None, vocab_size: int, salt: bytes = b"", name:
     return ParsedPrompt(checked, text, salt=salt)
 
 
-def _chunked(prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> ParsedPrompt:
-    given = (prompt.get("continues"), prompt.get("encode_after"), prompt.get("cache_salt"))
-    context = parse_context(prompt.get("prefix", ""), prompt["chunks"], tokenizer, vocab_size, *given)
-    suffix = parse_piece(prompt.get("suffix", ""), tokenizer, False, "suffix", vocab_size)
+def _chunked(
+    prompt: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, trusts: bool
+) -> ParsedPrompt:
+    prefix, suffix = prompt.get("prefix", ""), prompt.get("suffix", "")
+    context = _check_context(prefix, prompt["chunks"], tokenizer, vocab_size)
+    suffix = _check_piece(suffix, tokenizer, "suffix", vocab_size)
     if not suffix:
         raise ValueError("suffix is empty: it holds the question, whose last token the answer follows; put it there")
-    pieces = [prompt.get("prefix", ""), *prompt["chunks"], prompt.get("suffix", "")]
-    return ParsedPrompt(
-        context.token_ids + suffix,
-        "".join(pieces) if all(isinstance(piece, str) for piece in pieces) else None,
-        context.chunk_bounds,
-        prompt.get("blend_selector"),
-        prompt.get("blend_recompute_ratio"),
-        *parse_order(prompt.get("order", "given"), prompt.get("relevance"), len(context.chunk_bounds)),
-        chunk_ranking=_check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", len(context.chunk_bounds)),
-        in_place_chunks=_check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", len(context.chunk_bounds)),
-        continues=context.continues,
-        encode_after=context.encode_after,
-        salt=context.salt,
-        is_composed=True,
+    count = len(context) - 1
+    scores, order = parse_order(prompt.get("order", "given"), prompt.get("relevance"), count)
+    others = ChunkOptions(
+        scores,
+        check_numbers(prompt.get("chunk_ranking", ()), "chunk_ranking", count),
+        check_numbers(prompt.get("in_place_chunks", ()), "in_place_chunks", count),
+        parse_continues(prompt.get("continues"), count),
+        _parse_before(prompt.get("encode_after"), count, tokenizer, vocab_size, trusts),
     )
+    salt = parse_salt(prompt.get("cache_salt"))
 
-
-def parse_order(
-    order: Any, relevance: Any, num_chunks: int
-) -> tuple[tuple[tuple[float, ...], ...], Literal["given", "free"]]:
-    """Return the relevance scores of a prompt, by signal, and the order that its chunks may stand in. Raises TypeError
-    or ValueError if one of them is wrong, or is given without the other."""
-    if order not in ("given", "free"):
-        raise ValueError(
-            f"order is {order!r}: use 'given', or 'free' if chunks may stand in the order of their relevance"
+    def joined(numbers: Sequence[int]) -> ParsedPrompt:
+        pieces = [context[0], *(context[1 + number] for number in numbers), suffix]
+        parsed = _join(pieces, others.reordered(numbers), tokenizer, trusts, ends=True)
+        if parsed.chunk_bounds and parsed.chunk_bounds[-1][1] == len(parsed.token_ids):
+            raise ValueError(f"suffix={suffix!r} has no token of its own, which the answer could follow: add some text")
+        return replace(
+            parsed,
+            blend_selector=prompt.get("blend_selector"),
+            blend_recompute_ratio=prompt.get("blend_recompute_ratio"),
+            salt=salt,
+            is_composed=True,
         )
-    scores = parse_relevance(relevance, num_chunks)
-    if order == "free" and relevance is None:
-        raise ValueError("order is 'free', but relevance is not given: give a score for each chunk, or leave order out")
-    if order == "given" and scores:
-        raise ValueError(
-            "relevance is given, but only the order of the chunks goes by it: set order to 'free', or leave relevance "
-            "out"
-        )
-    return scores, "free" if order == "free" else "given"
+
+    parsed = joined(range(count))
+    if order == "free" and any(isinstance(piece, str) for piece in (*context, suffix)):
+        by_relevance = relevance_order(count, others.relevance, others.continues)
+        return replace(parsed, order=order, ordered=joined(by_relevance))
+    return replace(parsed, order=order)
 
 
-def parse_relevance(given: Any, num_chunks: int) -> tuple[tuple[float, ...], ...]:
-    """Return relevance scores by signal, each with a score for every chunk; () for None. A chunk's None, as a retriever
-    gives no score to what it did not find, comes after all scores: it is -inf.
-
-    Raises TypeError or ValueError for anything but finite numbers and None, one for each chunk and not None alone, or
-    several such lists.
-    """
-    if given is None:
-        return ()
-    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__iter__"):
-        raise TypeError(f"relevance must be a list with a score for each chunk, not {type(given).__name__}")
-    scores = given.tolist() if hasattr(given, "tolist") else list(given)  # rerankers give arrays and tensors
-    is_nested = bool(scores) and all(_is_list(entry) for entry in scores)
-    signals = [list(signal) for signal in scores] if is_nested else [scores]
-    for number, signal in enumerate(signals):
-        name = f"relevance[{number}]" if is_nested else "relevance"
-        if len(signal) != num_chunks:
-            raise ValueError(f"{name} has {len(signal)} scores for {num_chunks} chunks: give one for each chunk")
-        for index, score in enumerate(signal):
-            if score is None:
-                continue
-            if not is_number(score):
-                raise TypeError(f"{name}[{index}] is {score!r}: give a score, a number")
-            if not _is_finite(score):
-                raise ValueError(f"{name}[{index}] is {score}: scores must be finite")
-        if signal and all(score is None for score in signal):
-            raise ValueError(f"{name} has no score but None: leave it out, or give the scores of some chunks")
-    return tuple(tuple(-math.inf if score is None else float(score) for score in signal) for signal in signals)
-
-
-def _is_list(entry: Any) -> bool:
-    return hasattr(entry, "__iter__") and not isinstance(entry, str) and getattr(entry, "ndim", 1) > 0
-
-
-def _is_finite(score: Any) -> bool:
-    try:
-        return math.isfinite(score)
-    except OverflowError:  # an integer that no float holds
-        return False
-
-
-def _check_numbers(numbers: Any, name: str, num_chunks: int) -> tuple[int, ...]:
-    if isinstance(numbers, (str, bytes)) or not hasattr(numbers, "__iter__"):
-        raise TypeError(f"{name} must be a list of chunk numbers, not {type(numbers).__name__}")
-    checked = [_index(entry, f"{name}[{index}]") for index, entry in enumerate(numbers)]
-    seen: set[int] = set()
-    for index, chunk in enumerate(checked):
-        if not 0 <= chunk < num_chunks or chunk in seen:
-            raise ValueError(
-                f"{name}[{index}] is {chunk}: use the positions of the prompt's {num_chunks} chunks, from 0, each at "
-                "most once"
-            )
-        seen.add(chunk)
-    return tuple(checked)
-
-
-def parse_continues(given: Any, num_chunks: int) -> tuple[int | None, ...]:
-    """Return, for each chunk, the number of an earlier one that it continues on its page, or None; () for None. Raises
-    TypeError or ValueError for anything but that."""
-    if given is None:
-        return ()
-    if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__iter__"):
-        raise TypeError(f"continues must be a list with one chunk number or None per chunk, not {type(given).__name__}")
-    checked = [None if e is None else _index(e, f"continues[{index}]") for index, e in enumerate(given)]
-    if len(checked) != num_chunks:
-        raise ValueError(f"continues has {len(checked)} entries for {num_chunks} chunks: give one, or None, per chunk")
-    for index, chunk in enumerate(checked):
-        if chunk is not None and not 0 <= chunk < index:
-            raise ValueError(
-                f"continues[{index}] is {chunk}: name a chunk that stands before chunk {index} in the prompt, from 0, "
-                "or None if none does"
-            )
-    return tuple(checked)
-
-
-def _index(entry: Any, name: str) -> int:
-    try:
-        number = operator.index(entry)
-    except TypeError:
-        number = None
-    if number is None or isinstance(entry, bool):
-        raise TypeError(f"{name} is {entry!r}: give the number of a chunk, an integer")
-    return number
+def _join(
+    pieces: Sequence[str | list[int]],
+    others: ChunkOptions,
+    tokenizer: PreTrainedTokenizerBase | None,
+    trusts: bool,
+    ends: bool,
+) -> ParsedPrompt:
+    """Return the prompt of a prefix, chunks, and with `ends` a suffix. Chunks without a token of their own are none."""
+    count = len(pieces) - 1 - ends
+    chunks = pieces[1 : 1 + count]
+    literal = [False, *(not (trusts or isinstance(chunk, TrustedText)) for chunk in chunks), *[False] * ends]
+    joined = join_pieces(tokenizer, pieces, literal, ends=ends)
+    bounds = joined.bounds[1 : 1 + count]
+    kept = [number for number, (start, stop) in enumerate(bounds) if start < stop]
+    prefix_stop = joined.bounds[0][1]
+    first = bounds[kept[0]][0] if kept else prefix_stop
+    return ParsedPrompt(
+        joined.token_ids,
+        "".join(map(str, pieces)) if all(isinstance(piece, str) for piece in pieces) else None,
+        tuple(bounds[number] for number in kept),
+        prefix_length=None if first == prefix_stop else prefix_stop,
+        num_merged_parts=count - len(kept),
+        **vars(others if len(kept) == count else others.reordered(kept)),
+    )
 
 
 def parse_context(
@@ -257,56 +202,87 @@ def parse_context(
     continues: Sequence[int | None] | None = None,
     encode_after: Sequence[str | Sequence[int]] | None = None,
     cache_salt: str | None = None,
+    trusts: bool = False,
 ) -> ParsedPrompt:
-    """Parse prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known."""
+    """Parse prefix and chunks of a prompt that has no suffix (yet): what is stored before any question is known. The
+    last chunk has the tokens that it has before a text that begins a token of its own."""
+    pieces = _check_context(prefix, chunks, tokenizer, vocab_size)
+    count = len(pieces) - 1
+    checked = parse_continues(continues, count)
+    before = _parse_before(encode_after, count, tokenizer, vocab_size, trusts)
+    options = ChunkOptions(continues=checked, encode_after=before)
+    parsed = _join(pieces, options, tokenizer, trusts, ends=False)
+    if parsed.num_merged_parts:
+        raise ValueError(
+            f"{parsed.num_merged_parts} of {count} chunks have no token of their own, as the tokenizer joins them with "
+            "the text beside them: give longer chunks, or end each with a line break"
+        )
+    return replace(parsed, text=None, salt=parse_salt(cache_salt))
+
+
+def _check_context(
+    prefix: Any, chunks: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> list[str | list[int]]:
+    """Return prefix and chunks, checked: texts, or token ids."""
     if isinstance(chunks, str) or not isinstance(chunks, Sequence):
         raise TypeError("chunks must be a list with one str or one list of token ids per chunk")
-    ids = parse_piece(prefix, tokenizer, True, "prefix", vocab_size)
-    bounds = []
+    pieces = [_check_piece(prefix, tokenizer, "prefix", vocab_size)]
     for index, chunk in enumerate(chunks):
-        piece = parse_piece(chunk, tokenizer, False, f"chunks[{index}]", vocab_size)
+        piece = _check_piece(chunk, tokenizer, f"chunks[{index}]", vocab_size)
         if not piece:
             raise ValueError(f"chunks[{index}] is empty: leave it out or give it some text")
-        bounds.append((len(ids), len(ids) + len(piece)))
-        ids += piece
-    before: list[tuple[int, ...]] = []
-    if encode_after is not None:
-        if isinstance(encode_after, str) or not isinstance(encode_after, Sequence) or len(encode_after) != len(bounds):
-            raise ValueError(f"encode_after must be a list with text or token ids for each of the {len(bounds)} chunks")
-        for index, given in enumerate(encode_after):
-            before.append(tuple(parse_piece(given, tokenizer, False, f"encode_after[{index}]", vocab_size)))
-    checked = parse_continues(continues, len(bounds))
-    salt = parse_salt(cache_salt)
-    return ParsedPrompt(ids, None, tuple(bounds), continues=checked, encode_after=tuple(before), salt=salt)
+        pieces.append(piece)
+    return pieces
+
+
+def _parse_before(
+    given: Any, num_chunks: int, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, trusts: bool
+) -> tuple[tuple[int, ...], ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_chunks:
+        raise ValueError(f"encode_after must be a list with text or token ids for each of the {num_chunks} chunks")
+    names = [f"encode_after[{index}]" for index in range(num_chunks)]
+    each = zip(given, names, strict=True)
+    return tuple(tuple(parse_piece(piece, tokenizer, name, vocab_size, not trusts)) for piece, name in each)
 
 
 def parse_piece(
-    piece: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str, vocab_size: int
+    piece: str | Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    vocab_size: int,
+    literal: bool = False,
 ) -> list[int]:
-    """Return the token ids of a piece of a prompt, text or ids; with `special`, BOS comes before a text."""
+    """Return the token ids of a piece of a prompt, text or ids, as it stands in the middle of one. In a `literal` text
+    control tokens are text."""
+    checked = _check_piece(piece, tokenizer, name, vocab_size)
+    if isinstance(checked, str):
+        assert tokenizer is not None
+        return encode_alone(tokenizer, checked, literal)
+    return checked
+
+
+def _check_piece(piece: Any, tokenizer: PreTrainedTokenizerBase | None, name: str, vocab_size: int) -> str | list[int]:
     if isinstance(piece, str):
-        return _encode(piece, tokenizer, special, name)
+        if tokenizer is None and piece:
+            raise ValueError(f"{name} is text, but the engine has no tokenizer: give token ids, or a tokenizer")
+        return piece if tokenizer is not None else []
     if isinstance(piece, Mapping) or not hasattr(piece, "__iter__"):
         kind = type(piece).__name__
         raise TypeError(f"{name} is of the type {kind}: give a text (str) or token ids (list of int)")
     return _check_ids(piece, name, vocab_size)
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, special: bool, name: str) -> list[int]:
-    """Return the token ids of `text`. With `special`, what the tokenizer puts before a text (BOS) comes first, once;
-    what it may put behind (EOS) is left out, as a prompt goes on."""
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what a tokenizer puts before a text: BOS, or nothing."""
+    return encode_start(tokenizer, "")
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[int]:
     if tokenizer is None:
         raise ValueError(f"{name} is text, but the engine has no tokenizer: give token ids, or a tokenizer")
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    bos = tokenizer.bos_token_id
-    if (
-        special
-        and bos is not None
-        and ids[:1] != [bos]
-        and list(tokenizer.encode("", add_special_tokens=True))[:1] == [bos]
-    ):
-        ids.insert(0, bos)
-    return ids
+    return encode_start(tokenizer, text)
 
 
 def _check_ids(ids: Any, name: str, vocab_size: int) -> list[int]:

@@ -76,16 +76,28 @@ def test_the_system_prompt_is_exact_where_it_stands() -> None:
         assert output.blend.num_recomputed_tokens == preview.num_tokens - len(system) - len(chunk)
 
 
-def test_a_seam_that_the_tokenizer_would_cross_is_shown() -> None:
-    """The ids stay those of the chunks; the preview says where the whole text has others."""
+def test_a_token_over_a_seam_is_that_of_the_whole_text_and_belongs_to_no_chunk() -> None:
     with chunked_llm(chat_template=CHATML_LIKE) as chunked:
         first, second = "The quick bro", "wn fox"
         chunks = [chunked.register_chunk(text).id for text in (first, second)]
         made = chunked.compose(None, chunks, query=QUESTION)
         expected = whole(chunked, None, first + second + QUESTION, CHATML_LIKE)
-        assert made.token_ids != expected
-        seam = chunked.preview_composition(None, chunks, query=QUESTION).template_seam
-        assert seam is not None and made.token_ids[:seam] == expected[:seam] and made.token_ids[seam] != expected[seam]
+        assert made.token_ids == expected
+        preview = chunked.preview_composition(None, chunks, query=QUESTION)
+        assert preview.template_seam is None
+        decode = chunked.get_tokenizer().decode
+        stored = [decode(expected[part.start : part.stop]) for part in preview.parts if part.chunk_id]
+        assert stored == ["The quick", " fox"], "'bro' and 'wn' make one token"
+        asked: dict[str, Any] = {"query": QUESTION, "sampling_params": greedy(3), "mode": "reuse", "retain": False}
+        first_time, second_time = (chunked.generate_from_chunks(None, chunks, **asked).blend for _ in range(2))
+        assert first_time is not None and first_time.num_encoded_tokens == 3
+        assert second_time is not None and second_time.num_reused_tokens == 3
+        store = chunked.llm_engine.chunk_store
+        keys = [part.chunk_id for part in preview.parts if part.chunk_id]
+        assert all(store.bytes_of(key) for key in keys)
+        for chunk in chunks:
+            chunked.delete_chunk(chunk)
+        assert not any(store.bytes_of(key) for key in keys), "a chunk's KV of other places is deleted with it"
 
 
 @pytest.mark.parametrize(

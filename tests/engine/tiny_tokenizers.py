@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEXTS = [
@@ -55,3 +55,49 @@ def byte_fallback() -> PreTrainedTokenizerBase:
 def slow() -> PreTrainedTokenizerBase:
     """A tokenizer written in Python: one token per byte; bytes that are no character decode to nothing."""
     return ByT5Tokenizer()
+
+
+@lru_cache
+def sentence_piece(kind: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer as published models have them after SentencePiece: a space stands before a text ("llama2",
+    whose normalizer puts it also after special tokens; "mistral"; "unigram", whose vocabulary has the special tokens),
+    or before words alone ("gemma")."""
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        trainer: trainers.Trainer = trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False
+        )
+    else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *SPECIAL, *bytes_], show_progress=False)
+    scheme = {"llama2": "never", "mistral": "first", "unigram": "always", "gemma": "never"}[kind]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    if kind == "llama2":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    if kind in ("llama2", "mistral"):
+        strip = [decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+    if kind == "gemma":
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if kind == "unigram":
+        tokenizer.decoder = decoders.Metaspace()
+    state = json.loads(tokenizer.to_str())
+    for added in state["added_tokens"]:
+        if added["content"].startswith("<0x"):
+            added["special"] = False
+    state["added_tokens"] = [added for added in state["added_tokens"] if added["special"]]
+    state["post_processor"] = json.loads(
+        processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        ).__getstate__()
+    )
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+SENTENCE_PIECE = ("llama2", "mistral", "unigram", "gemma")

@@ -16,10 +16,21 @@ def order_by_relevance(parsed: ParsedPrompt) -> ParsedPrompt:
     Chunks that `continues` links are a page: they stay together in their order, and a page is as relevant as its best
     chunk. Several signals are fused by reciprocal rank (Cormack et al., SIGIR 2009). Equal pages keep their order.
     """
-    pages = group_pages(len(parsed.chunk_bounds), parsed.continues)
-    scores = fuse([[max(signal[index] for index in page) for page in pages] for signal in parsed.relevance])
+    if (ordered := parsed.ordered) is not None:
+        own = ("blend_selector", "blend_recompute_ratio", "salt", "order", "retention", "retain")  # of the request
+        return replace(ordered, **{name: getattr(parsed, name) for name in own})
+    order = relevance_order(len(parsed.chunk_bounds), parsed.relevance, parsed.continues)
+    return reorder_chunks(parsed, order)
+
+
+def relevance_order(
+    num_chunks: int, relevance: Sequence[Sequence[float]], continues: Sequence[int | None]
+) -> list[int]:
+    """Return the numbers of chunks in the order of their relevance, as `order_by_relevance` says."""
+    pages = group_pages(num_chunks, continues)
+    scores = fuse([[max(signal[index] for index in page) for page in pages] for signal in relevance])
     ranked = sorted(range(len(pages)), key=scores.__getitem__, reverse=True)
-    return reorder_chunks(parsed, [index for page in ranked for index in pages[page]])
+    return [index for page in ranked for index in pages[page]]
 
 
 def group_pages(num_chunks: int, continues: Sequence[int | None]) -> list[list[int]]:

@@ -6,6 +6,8 @@ before the first part of a user or a tool is the prefix: chunks are encoded afte
 the question is and wherever it stands. Token ids are those of the whole conversation. A token that reaches over the
 edge of a part belongs to the text between the parts; a part without a token of its own is merged with that text
 altogether.
+
+Texts of users and tools are text: control tokens in them (`<|im_start|>`) are none, unless the engine trusts chunks.
 """
 
 from __future__ import annotations
@@ -13,36 +15,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from vllm_blend.chunks.messages import Message
-from vllm_blend.chunks.slots import find_beginning, find_slots
-from vllm_blend.chunks.text_tokens import tokenize
+from vllm_blend.chunks.messages import ContentFormat, Message
+from vllm_blend.chunks.slots import find_beginning, find_slots, render_literal
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.prompt_parser import is_far_too_long
+from vllm_blend.prompt_pieces import Span, control_tokens, tokenize
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ROLES = ("user", "tool")
+TRUSTED_ROLES = ("system", "developer", "assistant")
 
 
 def chat_prompts(
-    template: ChatTemplate, conversations: Sequence[Sequence[Message]], blends: bool, max_model_len: int
+    template: ChatTemplate,
+    conversations: Sequence[Sequence[Message]],
+    blends: bool,
+    max_model_len: int,
+    trusts: bool = False,
 ) -> list[ParsedPrompt | str]:
     """Return the prompts of conversations; with `blends`, their parts are chunks. A conversation of far more tokens
-    than `max_model_len` stays text: it is refused for its length, by itself.
+    than `max_model_len` stays text: it is refused for its length, by itself. `trusts` is the option `trusted_chunks`.
 
     Raises ValueError when the template refuses a conversation.
     """
     prompts: list[ParsedPrompt | str] = []
     for index, messages in enumerate(conversations):
         try:
-            text = template.render(messages)
+            conversation = ConversationTexts(template, messages)
+            text, literal = conversation.render_literal(trusts)
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
         fits = not is_far_too_long([text], template.tokenizer, max_model_len)
-        prompts.append(_chat_prompt(template, messages, text, blends) if fits else text)
+        prompts.append(_chat_prompt(conversation, text, literal, blends) if fits else text)
     if lost := [i for i, prompt in enumerate(prompts) if isinstance(prompt, ParsedPrompt) and prompt.num_unfound_parts]:
         logger.warning(
             "%d of %d conversations (the first is number %d) are plain prompts without any chunks: the chat template "
@@ -54,15 +63,14 @@ def chat_prompts(
     return prompts
 
 
-def _chat_prompt(template: ChatTemplate, messages: Sequence[Message], text: str, blends: bool) -> ParsedPrompt:
-    conversation = ConversationTexts(template, messages)
+def _chat_prompt(conversation: ConversationTexts, text: str, literal: Sequence[Span], blends: bool) -> ParsedPrompt:
     texts, render = conversation.texts, conversation.render
     parts = conversation.part_numbers() if blends else []
     question = max((part for part in parts if conversation.role_of(part) == "user"), default=None)
     chunks = [part for part in parts if part != question]
     slots = find_slots(render, texts, chunks, text) if chunks else None
     begin = None if slots is None or list(slots) != chunks else find_beginning(render, texts, parts[0], text)
-    tokens = tokenize(template.tokenizer, text)
+    tokens = tokenize(conversation.template.tokenizer, text, literal)
     if slots is None or begin is None or not tokens.have_offsets:
         return ParsedPrompt(tokens.ids, text, num_unfound_parts=len(chunks))
     bounds, num_merged = tokens.within((slot.start, slot.stop) for slot in slots.values())
@@ -93,7 +101,22 @@ class ConversationTexts:
         template = self.template
         if variables:
             template = replace(template, options={**template.options, **variables})
-        return template.render(self.messages, nested)
+        return template.render(self.messages, nested, self.formats)
+
+    @cached_property
+    def formats(self) -> tuple[ContentFormat, ...]:
+        """Return how the template is given each content."""
+        return self.template.formats_of(self.messages)
+
+    def render_literal(self, trusts: bool) -> tuple[str, list[Span]]:
+        """Return the conversation's text, and the spans of it in which control tokens are text, none with `trusts`."""
+        if trusts:
+            return self.render(self.texts), []
+        return render_literal(self.render, self.texts, self.literal_numbers(), control_tokens(self.template.tokenizer))
+
+    def literal_numbers(self) -> list[int]:
+        """Return the numbers of the texts that neither the program nor the model has written."""
+        return [number for number in range(len(self.texts)) if self.role_of(number) not in TRUSTED_ROLES]
 
     def role_of(self, number: int) -> str:
         return self.messages[self.places[number][0]].role

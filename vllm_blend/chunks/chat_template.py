@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 # What a template that does not fit its messages raises or runs into.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, RecursionError)
 
+_AS_PYTHON = re.compile(r"""['"]text\\?['"] *: *\\?['"]TheMark0x6b1e""")  # a list of parts, printed as it is
 _SYSTEM, _USER = "TheSystemSays0x1f3b5d79", "TheUserSays0x2e4c6a88"
 _FLAGS = frozenset(("add_generation_prompt", "continue_final_message"))
 # Arguments of `apply_chat_template` that are no variables of a template: they would change what it returns.
@@ -44,14 +47,63 @@ class ChatTemplate:
 
     tokenizer: PreTrainedTokenizerBase
     text: str
-    content_format: ContentFormat
+    content_format: ContentFormat  # "openai" if the template has a loop over parts, or all contents are to be parts
     options: dict[str, Any] = field(default_factory=dict)
+    is_detected: bool = False
 
-    def render(self, messages: Sequence[Message], texts: Sequence[Sequence[str]] | None = None) -> str:
-        """Return the text of a conversation, with its own texts or with others in their places."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        texts: Sequence[Sequence[str]] | None = None,
+        formats: Sequence[ContentFormat] | None = None,
+    ) -> str:
+        """Return the text of a conversation, with its own texts or with others in their places. `formats` are those of
+        `formats_of`, which other texts do not change."""
         own = [message.texts for message in messages] if texts is None else texts
-        rendered = [m.render(self.content_format, each) for m, each in zip(messages, own, strict=True)]
-        return render(self.tokenizer, rendered, self.text, **self.options)
+        formats = self.formats_of(messages) if formats is None else formats
+        given = zip(messages, formats, own, strict=True)
+        return render(self.tokenizer, [m.render(how, each) for m, how, each in given], self.text, **self.options)
+
+    def formats_of(self, messages: Sequence[Message]) -> tuple[ContentFormat, ...]:
+        """Return how the template is given each content: as the message has it, if the template shows all of its texts
+        so, and else in the other way: a list as one string, a string as a list of one part, and nothing as "".
+
+        The messages of a role that are alike have the same format. Which one shows their texts is seen by rendering
+        marks in the places of the texts.
+        """
+        if not self.is_detected:
+            return tuple("none" if not message.texts else self.content_format for message in messages)
+        lists: ContentFormat = self.content_format
+        chosen: dict[tuple[str, bool, bool], ContentFormat] = {}
+        for message in messages:
+            chosen[_kind(message)] = "none" if not message.texts else lists if message.in_parts else "string"
+
+        def formats() -> tuple[ContentFormat, ...]:
+            return tuple(chosen[_kind(message)] for message in messages)
+
+        if self.content_format == "string" and all(message.texts for message in messages):
+            return formats()
+        least = self._num_lost(messages, formats())
+        for kind in list(chosen):
+            if least > 0:
+                before = chosen[kind]
+                chosen[kind] = "string" if before != "string" else lists
+                lost = self._num_lost(messages, formats())
+                least, chosen[kind] = (lost, chosen[kind]) if lost < least else (least, before)
+        if least == math.inf:  # several contents are not what the template takes
+            every: tuple[ContentFormat, ...] = tuple("string" for _ in messages)
+            return every if self._num_lost(messages, every) < math.inf else formats()
+        return formats()
+
+    def _num_lost(self, messages: Sequence[Message], formats: Sequence[ContentFormat]) -> float:
+        """Return how many texts the template does not show once and as text, infinity if it takes no such messages."""
+        marks = [[f"TheMark0x6b1e{i}p{part}e" for part in range(len(m.texts))] for i, m in enumerate(messages)]
+        try:
+            shown = self.render(messages, marks, formats)
+        except (*TEMPLATE_ERRORS, ValueError):
+            return math.inf
+        lost = sum(shown.count(mark) != 1 for each in marks for mark in each)
+        return lost + len(_AS_PYTHON.findall(shown)) + (shown.count("None") if "none" in formats else 0)
 
     @cached_property
     def unused(self) -> list[str]:
@@ -103,7 +155,8 @@ def make_chat_template(
         detected = detect_content_format(text)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template cannot be parsed: {error}") from error
-    template = ChatTemplate(tokenizer, text, detected if content_format == "auto" else content_format, options)
+    is_auto = content_format == "auto"
+    template = ChatTemplate(tokenizer, text, detected if content_format == "auto" else content_format, options, is_auto)
     if template.unused:
         logger.warning("the chat template does not read %s: leave out what changes nothing", ", ".join(template.unused))
     return template
@@ -142,14 +195,18 @@ def render(
     return str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False, **options))
 
 
+def _kind(message: Message) -> tuple[str, bool, bool]:
+    return message.role, message.in_parts, bool(message.texts)
+
+
 @dataclass(frozen=True)
 class TemplateSplit:
-    """Token ids before the system prompt, between it and what the user says, and behind that. Without a system prompt
+    """Text before the system prompt, between it and what the user says, and behind that. Without a system prompt
     `middle` is empty and `head` is what stands before the user's part."""
 
-    head: tuple[int, ...]
-    middle: tuple[int, ...]
-    tail: tuple[int, ...]
+    head: str
+    middle: str
+    tail: str
 
 
 def split_template(
@@ -157,10 +214,9 @@ def split_template(
 ) -> TemplateSplit:
     """Split the tokenizer's chat template, or the one given, around the chunks of a composition.
 
-    The template is rendered once with marks where contents go; what it puts before, between and behind them is
-    tokenized on its own. No text is put together and nothing is tokenized again: the ids equal those of the whole
-    conversation wherever no token of the tokenizer would reach across a seam, and the template strips no whitespace
-    from the contents (see `ChunkedLLM.preview_composition`).
+    The template is rendered once with marks where contents go. What it puts before, between and behind them and the
+    contents are the whole conversation, unless the template strips white space from contents (see
+    `ChunkedLLM.preview_composition`).
 
     Raises ValueError if there is no template, or if it does not show every content once, unchanged and in order.
     """
@@ -181,7 +237,7 @@ def split_template(
             "order, so it cannot be split around chunks: give chat_template, or build the prompt without"
         )
     head, middle, tail = between if with_system else (between[0], "", between[1])
-    return TemplateSplit(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (head, middle, tail)))
+    return TemplateSplit(head, middle, tail)
 
 
 def conversation(system: str | None, user: str) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     context_token_ids: tuple[int, ...] = ()
     salt: bytes = field(default=b"", repr=False)
+    text: str | None = field(default=None, repr=False, compare=False)  # None for one that was given as token ids
 
     @classmethod
     def from_tokens(
@@ -56,11 +57,17 @@ class Chunk:
         token_ids: tuple[int, ...],
         context_token_ids: tuple[int, ...],
         salt: bytes = b"",
+        text: str | None = None,
     ) -> Chunk:
         key = ChunkId.from_tokens(model, context_token_ids, token_ids, salt=salt).key
         if chunk_type not in (ChunkType.CONTEXT, ChunkType.OUTPUT):  # these play the same part: they are one chunk
             key = hashlib.sha256(f"{chunk_type.value}/{key}".encode()).hexdigest()[:32]
-        return cls(key, chunk_type, token_ids, context_token_ids, salt)
+        return cls(key, chunk_type, token_ids, context_token_ids, salt, text)
+
+    def with_tokens(self, model: ModelFingerprint, token_ids: tuple[int, ...]) -> Chunk:
+        """Return the chunk as it is where its text has other tokens, because of what stands beside it."""
+        kind, context = self.chunk_type, self.context_token_ids
+        return Chunk.from_tokens(model, kind, token_ids, context, self.salt, self.text)
 
     def __repr__(self) -> str:
         return f"Chunk({self.id[:8]}…, {self.chunk_type.name}, {len(self)} tokens)"

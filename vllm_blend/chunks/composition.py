@@ -15,18 +15,25 @@ Role = Literal["template", "system", "context", "query"]
 
 @dataclass(frozen=True)
 class Part:
-    """Some tokens of a composition: those of a chunk, a question, or what a template puts between them."""
+    """Some tokens of a composition: those of a chunk, a question, or what stands between them. `placed` is the chunk as
+    it is here, if its text has other tokens here than by itself: its KV is stored under a key of its own."""
 
     token_ids: tuple[int, ...]
     role: Role
     chunk: Chunk | None = None
+    placed: Chunk | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk is not None and self.token_ids != self.chunk.token_ids:
+        if self.stored is not None and self.token_ids != self.stored.token_ids:
             raise ValueError(
-                f"the part has {len(self.token_ids)} token ids that are not those of its chunk {self.chunk.id!r}, but "
+                f"the part has {len(self.token_ids)} token ids that are not those of its chunk {self.stored.id!r}, but "
                 "the chunk's KV would stand for them: use its token_ids"
             )
+
+    @property
+    def stored(self) -> Chunk | None:
+        """Return the chunk whose KV stands for these tokens."""
+        return self.placed or self.chunk
 
     def __repr__(self) -> str:
         return f"Part({self.role}, {len(self.token_ids)} tokens{'' if self.chunk is None else f', {self.chunk!r}'})"
@@ -90,6 +97,11 @@ class ChunkComposition:
         """Return the chunks in their order, each as often as it stands there."""
         return [part.chunk for part in self.parts if part.chunk is not None]
 
+    @property
+    def variants(self) -> list[tuple[str, str]]:
+        """Return the ids of chunks that have other tokens here, each with the key of their KV here."""
+        return [(part.chunk.id, part.placed.id) for part in self.parts if part.chunk and part.placed]
+
     def placed(self) -> list[PlacedPart]:
         """Return every part with its positions."""
         result, start = [], 0
@@ -101,9 +113,9 @@ class ChunkComposition:
     def parse(self) -> ParsedPrompt:
         """Return the prompt that the engine runs."""
         stored = [
-            (placed, placed.part.chunk)
+            (placed, placed.part.stored)
             for placed in self.placed()
-            if placed.part.chunk is not None and placed.part.chunk.has_kv
+            if placed.part.stored is not None and placed.part.stored.has_kv
         ]
         if self.mode == "exact" or not stored:
             return ParsedPrompt(self.token_ids, salt=self.salt, is_composed=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vllm_blend.checks import a_type, is_number
 
-ContentFormat = Literal["string", "openai"]
+ContentFormat = Literal["string", "openai", "none"]
 
 # What a content part of text is called, in OpenAI's APIs, and the key of its text.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
@@ -25,11 +25,13 @@ _LONGEST = 30 * 86400
 class Message:
     """A message whose content is `texts`, one for each of its parts; a content that is a string has one part. `fields`
     are its other keys, the role among them. `kept` has, for each part, the seconds for which it is asked to be kept
-    (`cache_control` or `prompt_cache_breakpoint`), 0 for a part that is not; it is empty where none is."""
+    (`cache_control` or `prompt_cache_breakpoint`), 0 for a part that is not; it is empty where none is. `in_parts` says
+    whether the content was a list."""
 
     fields: Mapping[str, Any]
     texts: tuple[str, ...]
     kept: tuple[float, ...] = ()
+    in_parts: bool = False
 
     @property
     def role(self) -> str:
@@ -37,8 +39,10 @@ class Message:
 
     def render(self, content_format: ContentFormat, texts: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the message as templates want it, with its own texts or others: one string, in which parts are joined
-        by newlines, or a list of parts."""
+        by newlines, a list of parts, or nothing."""
         texts = self.texts if texts is None else texts
+        if content_format == "none":
+            return {**self.fields, "content": None}
         if content_format == "openai":
             return {**self.fields, "content": [{"type": "text", "text": text} for text in texts]}
         return {**self.fields, "content": "\n".join(texts)}
@@ -86,7 +90,7 @@ def _parse_message(message: Any, name: str) -> Message:
     texts = tuple(_texts(content, f"{name}['content']"))
     parts = [] if isinstance(content, str) else content
     kept = [_kept_seconds(part, f"{name}['content'][{index}]") for index, part in enumerate(parts)]
-    return Message(fields, texts, tuple(kept) if any(kept) else ())
+    return Message(fields, texts, tuple(kept) if any(kept) else (), in_parts=not isinstance(content, str))
 
 
 def _texts(content: Any, name: str) -> list[str]:

@@ -35,6 +35,7 @@ class _Entry:
     num_pins: int = 0
     num_references: int = 0
     deleting: bool = False
+    variants: set[str] = field(default_factory=set)  # keys of its KV where its text has other tokens
 
 
 class ChunkRegistry:
@@ -93,6 +94,11 @@ class ChunkRegistry:
         for chunk_id in chunk_ids:
             self._entries[chunk_id].num_references += 1
             self.store.pin(chunk_id)
+
+    def add_variants(self, variants: Iterable[tuple[str, str]]) -> None:
+        """Remember keys of KV that is deleted with a chunk: (chunk id, key)."""
+        for chunk_id, key in variants:
+            self._entries[chunk_id].variants.add(key)
 
     def release(self, chunk_ids: Iterable[str]) -> None:
         """Unpin chunks that a request acquired and does not use any more, and carry out deletions that waited for
@@ -175,7 +181,8 @@ class ChunkRegistry:
         chunk_id = entry.chunk.id
         del self._entries[chunk_id]
         self._drop_name(entry)
-        self.store.remove(chunk_id)
+        for key in (chunk_id, *entry.variants):
+            self.store.remove(key)
         return self.pages.free_for_chunk(chunk_id)
 
     def _drop_name(self, entry: _Entry) -> None:

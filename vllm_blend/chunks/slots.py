@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS
 from vllm_blend.chunks.composition import matching_prefix
+from vllm_blend.prompt_pieces import ControlTokens
 
 Render = Callable[[Sequence[str]], str]  # returns the whole text, for these texts in the slots
 
 _MARK = "ThePartSays0x5d2c90e7n{}e"
 _MARKS = re.compile(_MARK.format("(0|[1-9][0-9]{,8})"))
+_BEGIN, _END = (f"The{edge}Of0x{secrets.token_hex(16)}" for edge in ("Beginning", "End"))
+_EDGES = re.compile(f"({_BEGIN}|{_END})")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,36 @@ def find_slots(render: Render, texts: Sequence[str], numbers: Sequence[int], who
         taken = len(after) if between[index + 1].startswith(after) else 0
         slots[number] = Slot(start, position + taken, begin)
     return slots
+
+
+def render_literal(
+    render: Render, texts: Sequence[str], numbers: Sequence[int], control: ControlTokens
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the whole text, and the spans of it in which control tokens are text: those texts of `numbers` that hold
+    one or a part of one.
+
+    The text is rendered again with secret marks around such texts, which are then taken out. Raises ValueError if the
+    template does not leave the texts between the marks.
+    """
+    concerned = [number for number in numbers if control.concerns(texts[number])]
+    if not concerned:
+        return render(texts), []
+    marked = list(texts)
+    for number in concerned:
+        core = texts[number].strip()
+        marked[number] = texts[number].replace(core, f"{_BEGIN}{core}{_END}", 1)
+    pieces, spans, start, length = _EDGES.split(render(marked)), [], None, 0
+    for piece, mark in zip(pieces[::2], [*pieces[1::2], None], strict=True):
+        length += len(piece)
+        if (start is None) is (mark == _END):
+            raise ValueError(
+                "the chat template takes apart a text that holds a control token or a part of one, so that it cannot "
+                "be taken for text: remove it, or start the engine with trusted_chunks=True if all texts come from you"
+            )
+        if mark == _END:
+            spans.append((start or 0, length))
+        start = length if mark == _BEGIN else None
+    return "".join(pieces[::2]), spans
 
 
 def find_beginning(render: Render, texts: Sequence[str], first: int, whole: str) -> int | None:

@@ -234,7 +234,7 @@ class AsyncLLM:
         return request
 
     async def _parse(self, prompt: PromptType | ParsedPrompt) -> ParsedPrompt:
-        arguments = (prompt, self.tokenizer, self.vocab_size, self.max_model_len)
+        arguments = (prompt, self.tokenizer, self.vocab_size, self.max_model_len, self.config.model.trusted_chunks)
         if isinstance(prompt, ParsedPrompt) or num_characters(prompt) <= INLINE_CHARACTERS:
             return parse_prompt(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse_prompt, *arguments)

@@ -87,6 +87,7 @@ class ChunkedEngine(ABC):
         release = partial(registry.release, ids)
         self.add(NewRequest(request_id, composition.parse(), params, arrival_time, final_only, on_end=release))
         registry.acquire(ids)
+        registry.add_variants(composition.variants)
         inbox = Inbox()
         self.driver.expect(request_id, inbox)
         return OutputStream(self.driver, inbox)
@@ -162,5 +163,6 @@ class ChunkedEngine(ABC):
             size == 1, f"{what} needs tensor_parallel_size=1, but it is {size}: this process has a part of the model"
         )
 
-    def _parse_context(self, prefix: Any, chunks: Any, *others: Any) -> ParsedPrompt:
-        return parse_context(prefix, chunks, self.tokenizer, self.hf_config.vocab_size, *others)
+    def _parse_context(self, prefix: Any, chunks: Any, continues: Any, after: Any, salt: str | None) -> ParsedPrompt:
+        vocab_size, trusts = self.hf_config.vocab_size, self.config.model.trusted_chunks
+        return parse_context(prefix, chunks, self.tokenizer, vocab_size, continues, after, salt, trusts)

@@ -205,8 +205,13 @@ class LLMEngine(ChunkedEngine):
         final_only = final_only or params.output_kind is RequestOutputKind.FINAL_ONLY
         self.prepare(params)
         with self.lock:
-            parsed = parse_prompt(prompt, self.tokenizer, self.hf_config.vocab_size, self.max_model_len)
+            parsed = self.parse(prompt)
             self.add(NewRequest(request_id, parsed, params, arrival_time, final_only, priority))
+
+    def parse(self, prompt: PromptType | ParsedPrompt) -> ParsedPrompt:
+        """Tokenize and check a prompt. Raises ValueError or TypeError naming the field and the fix."""
+        vocab_size, trusts = self.hf_config.vocab_size, self.config.model.trusted_chunks
+        return parse_prompt(prompt, self.tokenizer, vocab_size, self.max_model_len, trusts)
 
     def needs_preparation(self, params: SamplingParams) -> bool:
         """Return whether `prepare` would take long."""

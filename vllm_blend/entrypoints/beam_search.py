@@ -13,7 +13,6 @@ from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.request_builder import check_length
 from vllm_blend.inputs import ParsedPrompt, PromptType
 from vllm_blend.outputs import Logprob, RequestOutput
-from vllm_blend.prompt_parser import parse_prompt
 from vllm_blend.sampling_params import SamplingParams
 
 Run = Callable[[list[ParsedPrompt], SamplingParams], list[RequestOutput]]
@@ -128,7 +127,7 @@ def _step_params(engine: LLMEngine, params: BeamSearchParams) -> SamplingParams:
 
 
 def _begin(engine: LLMEngine, prompt: PromptType, index: int, params: BeamSearchParams) -> _Search:
-    parsed = parse_prompt(prompt, engine.tokenizer, engine.hf_config.vocab_size, engine.max_model_len)
+    parsed = engine.parse(prompt)
     check_length(parsed, engine.max_model_len)
     if engine.planner.blends(parsed) or engine.decoder.cache_fuse_metadata.get("check"):
         raise ValueError(

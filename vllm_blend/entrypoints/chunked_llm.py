@@ -25,6 +25,7 @@ from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
 from vllm_blend.prompt_parser import parse_piece
+from vllm_blend.prompt_pieces import encode_start, join_pieces, tokenize
 from vllm_blend.sampling_params import SamplingParams
 
 Content = str | Sequence[int]
@@ -35,7 +36,10 @@ class ChunkedLLM:
     """A model whose prompts are made of chunks: a system prompt, context in any number and order, and a question.
 
     Registering a chunk computes its KV once, after the tokenizer's BOS token (or after a registered system prompt).
-    Compositions then reuse it at any position. Texts are tokenized when they are registered and never again.
+    Compositions then reuse it at any position. The ids of a composition are those of its whole text. Where a chunk's
+    text has other tokens beside its neighbours than alone, as tokenizers join what no line break separates, it is
+    computed and stored once more for that place; a token that reaches over its edge is always computed. Parts that are
+    given as token ids stand as they are. Control tokens in context are text, unless the engine has `trusted_chunks`.
 
     Wherever an id is asked for, a name or the `Chunk` that `register_chunk` returned will do.
 
@@ -127,11 +131,15 @@ class ChunkedLLM:
         kind = ChunkType.parse(chunk_type)
         engine, salt = self.llm_engine, parse_salt(cache_salt)
         with self.lock:
-            ids = tuple(parse_piece(content, engine.tokenizer, False, "content", engine.hf_config.vocab_size))
+            is_literal = kind in (ChunkType.CONTEXT, ChunkType.OUTPUT) and not engine.config.model.trusted_chunks
+            vocab_size = engine.hf_config.vocab_size
+            ids = tuple(parse_piece(content, engine.tokenizer, "content", vocab_size, is_literal))
             context = self._context(kind, after, salt)
             if kind is ChunkType.SYSTEM_PROMPT and context and ids[: len(context)] == context:
                 ids = ids[len(context) :]  # token ids that begin with BOS themselves
-            chunk = Chunk.from_tokens(engine.fingerprint, kind, ids, context, salt)
+                content = ids
+            text = content if isinstance(content, str) else None
+            chunk = Chunk.from_tokens(engine.fingerprint, kind, ids, context, salt, text)
             return engine.register_chunk(chunk, name, metadata)
 
     def delete_chunk(self, id_or_name: str | Chunk) -> Deletion:
@@ -191,7 +199,7 @@ class ChunkedLLM:
         else:
             assert query is not None
             engine = self.llm_engine
-            ids = parse_piece(query, engine.tokenizer, False, "query", engine.hf_config.vocab_size)
+            ids = parse_piece(query, engine.tokenizer, "query", engine.hf_config.vocab_size)
             question = Part(tuple(ids), "query")
         system = []
         if system_chunk_id is not None:
@@ -202,10 +210,17 @@ class ChunkedLLM:
         ]
         if not question.token_ids:
             raise ValueError("the query is empty: its last token is what the answer follows")
-        head, middle, tail = self._template_parts(bool(system))
-        parts = [head, *system, middle, *contexts, question, tail]
+        split = self._split_texts(bool(system))
+        given: list[tuple[Part, Content]] = [
+            (Part((), "template"), split.head),
+            *((part, _content(part)) for part in system),
+            (Part((), "template"), split.middle),
+            *((part, _content(part)) for part in contexts),
+            (question, query if isinstance(query, str) else _content(question)),
+            (Part((), "template"), split.tail),
+        ]
         return ChunkComposition(
-            tuple(part for part in parts if part.token_ids),
+            self._join(given),
             mode,
             selector,
             recompute_ratio,
@@ -359,17 +374,45 @@ class ChunkedLLM:
         if kind is ChunkType.QUERY:
             return ()
         if kind is ChunkType.SYSTEM_PROMPT:
-            return self._template_parts(True)[0].token_ids
-        return self._bos
+            return self._bos_and(self._split_texts(True).head)
+        return self._bos_and("")
 
-    @property
-    def _bos(self) -> tuple[int, ...]:
-        return tuple(parse_piece("", self.llm_engine.tokenizer, True, "bos", self.llm_engine.hf_config.vocab_size))
+    def _bos_and(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that begins a prompt. A chat template writes BOS itself."""
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            return ()
+        return tuple(tokenize(tokenizer, text).ids if self.use_chat_template else encode_start(tokenizer, text))
 
-    def _template_parts(self, with_system: bool) -> tuple[Part, Part, Part]:
+    def _split_texts(self, with_system: bool) -> TemplateSplit:
         """Return what the template puts before the system prompt, after it, and at the end."""
-        split = self._split(with_system) if self.use_chat_template else TemplateSplit(self._bos, (), ())
-        return Part(split.head, "template"), Part(split.middle, "template"), Part(split.tail, "template")
+        return self._split(with_system) if self.use_chat_template else TemplateSplit("", "", "")
+
+    def _join(self, given: Sequence[tuple[Part, Content]]) -> tuple[Part, ...]:
+        """Return parts with the tokens that their contents have in the whole, and what lies between them."""
+        engine = self.llm_engine
+        tokenizer, trusts = engine.tokenizer, engine.config.model.trusted_chunks
+        literal = [part.role == "context" and not trusts for part, _ in given]
+        contents = [content if isinstance(content, str) else list(content) for _, content in given]
+        joined = join_pieces(tokenizer, contents, literal, adds_bos=not self.use_chat_template)
+        ids, position, parts = joined.token_ids, 0, []
+        for (part, _), (start, stop) in zip(given, joined.bounds, strict=True):
+            if position < start:  # a token of two parts
+                parts.append(Part(tuple(ids[position:start]), part.role))
+            own, chunk = tuple(ids[start:stop]), part.chunk
+            is_alike = chunk is None or not own or chunk.token_ids == own
+            placed = None if is_alike or chunk is None else chunk.with_tokens(engine.fingerprint, own)
+            if own:
+                parts.append(Part(own, part.role, chunk, placed))
+            position = stop
+        if position < len(ids):
+            parts.append(Part(tuple(ids[position:]), "query"))
+        return tuple(parts)
+
+
+def _content(part: Part) -> Content:
+    """Return what a part is made of: the text of its chunk, or token ids."""
+    return part.token_ids if part.chunk is None or part.chunk.text is None else part.chunk.text
 
 
 def _last(outputs: Iterator[RequestOutput]) -> RequestOutput:

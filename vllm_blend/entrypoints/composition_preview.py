@@ -86,7 +86,7 @@ def preview(
     tokenizer = engine.tokenizer
     parts = []
     for placed in composition.placed():
-        chunk = placed.part.chunk
+        chunk = placed.part.stored
         exact = chunk is not None and chunk.has_kv and begins_with(ids, placed.start, chunk.context_token_ids)
         num_bytes = 0 if chunk is None else engine.chunk_store.bytes_of(chunk.id)
         chunk_id, kind = (None, None) if chunk is None else (chunk.id, chunk.chunk_type)

@@ -161,9 +161,10 @@ class LLM:
             )
             blends = self.llm_engine.config.blend.enable_blending
             salt, limit = parse_salt(cache_salt), self.llm_engine.max_model_len
+            trusts = self.llm_engine.config.model.trusted_chunks
             prompts: list[Any] = [
                 replace(prompt, salt=salt) if isinstance(prompt, ParsedPrompt) else prompt
-                for prompt in chat_prompts(template, parse_conversations(messages), blends, limit)
+                for prompt in chat_prompts(template, parse_conversations(messages), blends, limit, trusts)
             ]
         return self.generate(prompts, sampling_params, use_tqdm, arrival_time=arrival_time)
 

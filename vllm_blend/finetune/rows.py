@@ -46,7 +46,7 @@ class Row:
 def make_row(
     prefix: str, chunks: Sequence[str], turns: Iterable[tuple[str, str]], encode: Encode, bos: int | None, length: int
 ) -> Row | None:
-    """Return a prompt's pieces, tokenized one by one as the engine does it, with as many of its (question, answer)
+    """Return a prompt's pieces, tokenized one by one, with as many of its (question, answer)
     turns as fit `length` tokens, one after another; None if not even the first turn fits."""
     ids = encode(prefix)
     if bos is not None and ids[:1] != [bos]:

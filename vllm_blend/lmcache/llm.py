@@ -17,6 +17,7 @@ from vllm_blend.lmcache.config import load_config
 from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.prompt_keys import parse_salt
+from vllm_blend.prompt_pieces import TrustedText
 
 MIN_STORED_CHARACTERS = 64  # shorter pieces are computed faster than they are stored and found
 MAX_REMEMBERED = 1 << 16  # digests of pieces, 16 bytes each
@@ -28,7 +29,8 @@ class LLM(BlendLLM):
     """The class `vllm_blend.LLM` with LMCache's configuration and prompts.
 
     A prompt made by `combine_input_prompt_chunks`, or a plain string with separators, is blended: stored pieces are
-    reused wherever they stand, the others are computed where they stand, and the last piece is always computed. Every
+    reused wherever they stand, the others are computed where they stand, and the last piece is always computed. Control
+    tokens are text in all pieces but the first and the last, which may hold a chat template's text. Every
     stored piece was encoded after BOS alone. `OfflineKVPreCompute` stores pieces; so does the second prompt that holds
     one.
     """
@@ -114,15 +116,15 @@ class LLM(BlendLLM):
         return split_prompt(text, self.lmcache_config.separator)
 
     def _compose(self, prompt: PromptType, pieces: Sequence[str]) -> Any:
-        """Return the prompt for the base class: the pieces, and the prompt's other keys, which it checks. If nothing is
-        blended, the pieces stay apart all the same, so that the token ids are the same."""
+        """Return the prompt for the base class: the pieces, and the prompt's other keys, which it checks. The token
+        ids are those of the joined pieces, whether or not anything is blended."""
         others: dict[str, Any] = {}
         if isinstance(prompt, dict):
             others = {key: value for key, value in prompt.items() if key != "prompt"}
         if len(pieces) < 2:
             return {**others, "prompt": "".join(pieces)}
         first, *rest = pieces
-        chunks = [piece for piece in (self._without_bos(first), *rest[:-1]) if piece]
+        chunks = [piece for piece in (TrustedText(self._without_bos(first)), *rest[:-1]) if piece]
         salt = _salt(prompt)
         fresh = [index for index, chunk in enumerate(chunks) if not self._is_worth_storing(chunk, salt)]
         return {**others, "prefix": "", "chunks": chunks, "suffix": rest[-1], "in_place_chunks": fresh}

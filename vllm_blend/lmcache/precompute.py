@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from vllm_blend.checks import a_type
 from vllm_blend.entrypoints.llm import LLM
 from vllm_blend.lmcache.config import load_config
 from vllm_blend.lmcache.prompts import BlendPrompt, split_prompt
+from vllm_blend.prompt_pieces import encode_alone
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,23 @@ class OfflineKVPreCompute:
         if not isinstance(text_chunk, BlendPrompt) and pieces != (text_chunk,):
             pieces = (text_chunk, *pieces)
         if self.llm.llm_engine.config.blend.enable_blending:
-            self.llm.encode_chunks("", pieces, cache_salt=cache_salt)
-            self._warn_of_unstored(pieces)
+            for piece in pieces:
+                for content in self._contents(piece):
+                    self.llm.encode_chunks("", [content], cache_salt=cache_salt)
+                    self._warn_of_unstored(content)
 
-    def _warn_of_unstored(self, pieces: Sequence[str]) -> None:
+    def _contents(self, piece: str) -> list[str | list[int]]:
+        """Return a piece as it may stand in prompts: at the beginning, and in the middle, where it may have other
+        tokens."""
+        engine = self.llm.llm_engine
+        inside = encode_alone(self.llm.get_tokenizer(), piece, literal=not engine.config.model.trusted_chunks)
+        first = engine.identify_chunks("", [piece])[1][0]
+        return [piece] if list(first.token_ids) == inside else [piece, inside]
+
+    def _warn_of_unstored(self, content: str | list[int]) -> None:
         engine = self.llm.llm_engine
         store = engine.chunk_store
-        for chunk in engine.identify_chunks("", pieces)[1]:
+        for chunk in engine.identify_chunks("", [content])[1]:
             num_bytes = len(chunk.token_ids) * engine.composer.bytes_per_token
             if num_bytes > store.budget_bytes:
                 logger.warning(

@@ -38,8 +38,8 @@ def combine_input_prompt_chunks(prompt_chunks: Sequence[str]) -> str:
     """Return one prompt of several pieces, such as instruction, documents and question. The last piece is always
     computed.
 
-    Each piece is tokenized by itself. Raises TypeError unless `prompt_chunks` is a list of strings, and ValueError if
-    all of them are empty.
+    The token ids are those of the joined pieces, without separators. Raises TypeError unless `prompt_chunks` is a list
+    of strings, and ValueError if all of them are empty.
     """
     if isinstance(prompt_chunks, str) or not isinstance(prompt_chunks, Sequence):
         raise TypeError(f"prompt_chunks is {a_type(prompt_chunks)}: give a list of strings")

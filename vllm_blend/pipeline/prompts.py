@@ -1,7 +1,8 @@
 """Prompts of the data sets, in pieces: an instruction, the passages as chunks, and the question with an open answer.
 
 The wording is exactly what the demo model was trained on. A prompt is {"prefix", "chunks", "suffix"}, which
-`LLM.generate` accepts as it is: pieces are tokenized one by one, so a chunk has the same token ids wherever it stands.
+`LLM.generate` accepts as it is. Every piece ends with a line break, so a chunk has the same token ids wherever it
+stands.
 """
 
 from __future__ import annotations

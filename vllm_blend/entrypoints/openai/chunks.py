@@ -126,7 +126,10 @@ async def delete_chunk(chunk_id: str, request: Request, x_cache_salt: Salt = Non
 def _prompt_with(server: Server, body: ChunkRequest, salt: str | None) -> ParsedPrompt:
     """Return a prompt that has the passage as its only chunk. Raises ValueError or TypeError."""
     engine, finder = server.engine, PassageFinder(detects=False)
-    tokenizer, limits = engine.get_tokenizer(), (engine.vocab_size, engine.max_model_len, True)
+    tokenizer, limits = (
+        engine.get_tokenizer(),
+        (engine.vocab_size, engine.max_model_len, True, engine.config.model.trusted_chunks),
+    )
     has_template = server.chat_template is not None or tokenizer.chat_template is not None
     if body.token_ids is not None or body.prefix is not None or (body.messages is None and not has_template):
         chunk = body.token_ids if body.text is None else body.text

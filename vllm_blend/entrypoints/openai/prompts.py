@@ -34,6 +34,7 @@ def parse_completion_prompts(
             engine.vocab_size,
             engine.max_model_len,
             engine.config.blend.enable_blending,
+            engine.config.model.trusted_chunks,
         )
         for prompt in prompts
     ]
@@ -85,6 +86,7 @@ def parse_chat_prompt(
         engine.vocab_size,
         engine.max_model_len,
         engine.config.blend.enable_blending,
+        engine.config.model.trusted_chunks,
     )
 
 

@@ -16,7 +16,9 @@ from vllm_blend.entrypoints.openai.protocol.others import (
 from vllm_blend.entrypoints.openai.server import Server, server_of
 from vllm_blend.entrypoints.openai.strict_json import StrictRoute
 from vllm_blend.entrypoints.openai.tool_calls.tool_choice import parse_tool_choice, parse_tools
-from vllm_blend.prompt_parser import is_far_too_long, parse_piece
+from vllm_blend.prompt_parser import is_far_too_long
+from vllm_blend.prompt_pieces import encode_start
+from vllm_blend.prompt_pieces import tokenize as tokenize_text
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -70,8 +72,9 @@ def _tokenize(server: Server, body: TokenizeRequest) -> list[int]:
                 "requests wait while it is tokenized: send it in pieces",
                 "prompt",
             )
-        special = body.add_special_tokens is not False
-        return parse_piece(body.prompt, engine.get_tokenizer(), special, "prompt", engine.vocab_size)
+        begins = body.add_special_tokens is not False
+        tokenizer = engine.get_tokenizer()
+        return encode_start(tokenizer, body.prompt) if begins else tokenize_text(tokenizer, body.prompt).ids
     template = make_template(
         server,
         body.chat_template,

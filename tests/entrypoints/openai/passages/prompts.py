@@ -48,13 +48,15 @@ def chat(
     salt: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     blends: bool = True,
+    trusts: bool = False,
     **blend: Any,
 ) -> ParsedPrompt:
     chosen = tokenizer or byte_level()
     made = make_chat_template(chosen, template, "auto", None, None, True, False)
     [parsed] = parse_conversations([messages])
     options = parse_blend(blend or None)
-    return chat_prompt(finder, made, parsed, parse_documents(documents), options, salt, len(chosen), 8192, blends)
+    limits = (len(chosen), 8192, blends, trusts)
+    return chat_prompt(finder, made, parsed, parse_documents(documents), options, salt, *limits)
 
 
 def chunk_texts(prompt: ParsedPrompt, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:

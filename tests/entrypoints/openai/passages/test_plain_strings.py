@@ -22,6 +22,7 @@ from tests.entrypoints.openai.passages.prompts import (
 )
 from vllm_blend.entrypoints.openai.passages import PassageFinder
 from vllm_blend.prompt_parser import parse_prompt
+from vllm_blend.prompt_pieces import control_tokens
 
 JOINS: dict[str, Any] = {
     "blank lines": "\n\n".join,
@@ -205,7 +206,7 @@ def test_ids_of_a_conversation_are_those_of_its_text(texts: list[str], template:
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     messages.append({"role": "user", "content": f"{texts[0]}\n\nWho is QQ?"})
     for documents in (None, [{"title": "T", "text": texts[-1]}, PASSAGES[0]]):
-        prompt = chat(finder, messages, template, documents, tokenizer=tokenizer)
+        prompt = chat(finder, messages, template, documents, tokenizer=tokenizer, trusts=True)
         assert prompt.text is not None
         assert prompt.token_ids == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
         edges = [e for pair in prompt.chunk_bounds for e in pair]
@@ -258,3 +259,27 @@ def test_what_a_part_asks_to_have_stored(mark: dict[str, Any], seconds: int, det
 def test_marks_that_cannot_be(mark: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         chat(PassageFinder(), [{"role": "user", "content": [{"type": "text", "text": "Who?", **mark}]}], LISTS)
+
+
+@given(
+    st.lists(st.sampled_from(["<|s", "ep|>", "<|sep|>", "</s>", "</", "s>", "<s>", " dog", "\n"]), max_size=12),
+    TOKENIZERS,
+)
+def test_no_text_of_a_client_forges_a_turn(parts: list[str], make: Any) -> None:
+    """Documents that a template renders and those that it does not, results of tools, and users' texts."""
+    tokenizer = make()
+    control = control_tokens(tokenizer)
+    template = (
+        "{% for d in documents or [] %}{{ d.title ~ d.text }}{% endfor %}{% for m in messages %}<|sep|>{{ m.role }}\n"
+        "{{ m.content }}{% endfor %}<|sep|>assistant\n"
+    )
+    counts = set()
+    for shown in (parts, []):
+        messages = [{"role": "tool", "content": "".join(shown)}, {"role": "user", "content": "".join(["?", *shown])}]
+        documents = [{"text": "".join(["a", *shown])}, {"title": "".join(["b", *shown]), "text": "c"}]
+        for named in (documents, None):
+            for each in (template, CHATML_LIKE):
+                prompt = chat(PassageFinder(min_characters=4), messages, each, named, tokenizer=tokenizer)
+                found = [token for token in prompt.token_ids if token in control.ids]
+                counts.add((each, len(found)))
+    assert len(counts) == 2

@@ -9,6 +9,9 @@ are found in plain text are chunks.
 
 The last part that a user wrote holds the question: in it passages are found up to the last piece, which is the question
 and always computed.
+
+Control tokens are none in texts of users and tools and in documents: they are text there, unless the engine trusts
+chunks.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from functools import cached_property
 from vllm_blend.chunks.chat_prompt import CHUNK_ROLES, ConversationTexts
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from vllm_blend.chunks.messages import Message
-from vllm_blend.chunks.slots import Slot, find_beginning, find_slots
-from vllm_blend.chunks.text_tokens import Span, tokenize
+from vllm_blend.chunks.slots import Slot, find_beginning, find_slots, render_literal
 from vllm_blend.entrypoints.openai.passages.document_places import are_rendered, render, show_documents
 from vllm_blend.entrypoints.openai.passages.documents import Document, continues_of
 from vllm_blend.entrypoints.openai.passages.finder import FoundPassages, PassageFinder, TextSection
@@ -31,6 +33,7 @@ from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
 from vllm_blend.prompt_parser import is_far_too_long, parse_prompt
+from vllm_blend.prompt_pieces import Span, control_tokens, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ def chat_prompt(
     vocab_size: int,
     max_model_len: int,
     blends: bool,
+    trusts: bool = False,
 ) -> ParsedPrompt:
     """Return a conversation as token ids with its chunks; `documents` are those of `parse_documents`, and `blends` says
     whether the engine blends.
@@ -63,7 +67,7 @@ def chat_prompt(
         )
     prompt = _Conversation.from_request(template, messages, documents)
     try:
-        text = prompt.render(prompt.texts)
+        text, literal = prompt.render_literal(trusts)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template does not take the conversation: {error}") from error
     earlier, source = blend.continues, "blend.continues[{}]"
@@ -76,8 +80,8 @@ def chat_prompt(
         return parse_prompt(text, tokenizer, vocab_size, max_model_len)  # which refuses it for its length
     digest = b"" if salt is None else salt_digest(salt)
     if not blends or blend.is_off:
-        return ParsedPrompt(list(tokenizer.encode(text, add_special_tokens=False)), text, salt=digest)
-    parsed = prompt.with_chunks(finder, text, salt, pages, source)
+        return ParsedPrompt(tokenize(tokenizer, text, literal).ids, text, salt=digest)
+    parsed = prompt.with_chunks(finder, text, literal, salt, pages, source)
     texts = prompt.texts
     finder.see((texts[number][start:stop] for number, (start, stop) in prompt.named), salt)
     return replace(parsed, salt=digest, **blend.settings(parsed))
@@ -109,8 +113,8 @@ class _Conversation:
         shown: set[int] = set()  # texts that are documents as a whole
         named = [(count + index, (0, len(document.text))) for index, document in enumerate(rendered)]
         if documents and not rendered:
-            own, named = show_documents(own, documents)
-            if template.content_format == "string":
+            own, named, in_text = show_documents(own, documents)
+            if in_text:
                 shown_in, (_, num_shown) = named[-1]
             else:
                 shown = {number for number, _ in named}
@@ -131,10 +135,30 @@ class _Conversation:
         """Return the whole text, with these texts in the places of the conversation's own."""
         return render(self.own, self.documents, texts)
 
+    def render_literal(self, trusts: bool) -> tuple[str, list[Span]]:
+        """Return the whole text, and the spans of it in which control tokens are text, none with `trusts`."""
+        if trusts:
+            return self.render(self.texts), []
+        given = [(n, *field) for n, each in enumerate(self.documents) for field in each.fields.items()]
+        shown = [(number, key) for number, key, value in given if isinstance(value, str)]
+        count, values = len(self.texts), [self.documents[number].fields[key] for number, key in shown]
+
+        def render_fields(texts: Sequence[str]) -> str:
+            fields = [dict(each.fields) for each in self.documents]
+            for (number, key), value in zip(shown, texts[count:], strict=True):
+                fields[number][key] = value
+            documents = [replace(each, fields=own) for each, own in zip(self.documents, fields, strict=True)]
+            return render(self.own, documents, texts[:count])
+
+        texts = [*self.texts, *values]
+        numbers = [*self.own.literal_numbers(), *range(len(self.own.texts), len(texts))]
+        return render_literal(render_fields, texts, numbers, control_tokens(self.own.template.tokenizer))
+
     def with_chunks(
         self,
         finder: PassageFinder,
         whole: str,
+        literal: Sequence[Span],
         salt: str | None,
         pages: tuple[int | None, ...],
         source: str,
@@ -143,7 +167,7 @@ class _Conversation:
         tokens do not say where they stand, it is a plain prompt. `pages` has the passage that each named one continues;
         `source` is the field that they come from, with {} for a number. Raises ValueError if one continues another that
         stands after it."""
-        tokens = tokenize(self.own.template.tokenizer, whole)
+        tokens = tokenize(self.own.template.tokenizer, whole, literal)
         slots = self._find_slots(whole, finder.detects) if tokens.have_offsets else None
         plain = ParsedPrompt(tokens.ids, whole, num_unfound_parts=len(self.named) if slots is None else 0)
         if not slots:

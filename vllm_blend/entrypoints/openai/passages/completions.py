@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_blend.chunks.text_tokens import tokenize
 from vllm_blend.entrypoints.openai.passages.finder import PassageFinder, TextSection
 from vllm_blend.entrypoints.openai.passages.options import BlendOptions, parse_pages, parse_scores
 from vllm_blend.entrypoints.openai.passages.text_pieces import split_text
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import salt_digest
 from vllm_blend.prompt_parser import parse_prompt
+from vllm_blend.prompt_pieces import tokenize
 
 _CHUNKS = "the prompt's chunks"
 
@@ -28,6 +28,7 @@ def completion_prompt(
     vocab_size: int,
     max_model_len: int,
     blends: bool,
+    trusts: bool = False,
 ) -> ParsedPrompt:
     """Return a completion's prompt as token ids with its chunks. `prompt` is a string, a list of token ids, or
     {"prefix", "chunks", "suffix"} (a ChunkedPrompt); `blends` says whether the engine blends.
@@ -38,7 +39,7 @@ def completion_prompt(
     blend.check(blends)
     if isinstance(prompt, Mapping):
         prompt = _with_options(dict(prompt), blend)
-    parsed = parse_prompt(prompt, tokenizer, vocab_size, max_model_len)
+    parsed = parse_prompt(prompt, tokenizer, vocab_size, max_model_len, trusts)
     if isinstance(prompt, dict):
         finder.see((chunk for chunk in prompt.get("chunks", ()) if isinstance(chunk, str)), salt)
     else:

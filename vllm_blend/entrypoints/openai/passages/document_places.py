@@ -10,8 +10,8 @@ from dataclasses import replace
 from vllm_blend.chunks.chat_prompt import ConversationTexts
 from vllm_blend.chunks.chat_template import TEMPLATE_ERRORS, between_marks, template_variables
 from vllm_blend.chunks.messages import Message
-from vllm_blend.chunks.text_tokens import Span
 from vllm_blend.entrypoints.openai.passages.documents import Document
+from vllm_blend.prompt_pieces import Span
 
 _BLANK_LINE = "\n\n"
 _MARK = "TheDocumentSays0x7a31f5c2n{}e"
@@ -32,9 +32,10 @@ def are_rendered(own: ConversationTexts, documents: Sequence[Document]) -> bool:
 
 def show_documents(
     own: ConversationTexts, documents: Sequence[Document]
-) -> tuple[ConversationTexts, list[tuple[int, Span]]]:
+) -> tuple[ConversationTexts, list[tuple[int, Span]], bool]:
     """Put documents before the last message of a user: as parts of it if the template takes parts, else into its first
-    text. Return the conversation, and for each document the number of its text and where it stands in that.
+    text. Return the conversation, for each document the number of its text and where it stands in it, and whether they
+    stand in a text.
 
     Raises ValueError if no user has said anything.
     """
@@ -47,21 +48,22 @@ def show_documents(
     index, message = asked[-1], own.messages[asked[-1]]
     number = own.places.index((index, 0))
     shown = [document.shown + _BLANK_LINE for document in documents]
-    if own.template.content_format == "string":
+    kept = (*[0.0] * len(documents), *message.kept) if message.kept else ()
+    parts = replace(message, texts=(*shown, *message.texts), kept=kept, in_parts=True)
+    if _with_message(own, index, parts).formats[index] != "openai":
         changed = replace(message, texts=("".join(shown) + message.texts[0], *message.texts[1:]))
         ends = list(itertools.accumulate(map(len, shown)))
-        return _with_message(own, index, changed), [(number, span) for span in itertools.pairwise([0, *ends])]
+        return _with_message(own, index, changed), [(number, span) for span in itertools.pairwise([0, *ends])], True
     if _separates_parts(own, index):
         shown = [document.shown for document in documents]
-    kept = (*[0.0] * len(shown), *message.kept) if message.kept else ()
-    changed = replace(message, texts=(*shown, *message.texts), kept=kept)
-    return _with_message(own, index, changed), [(number + i, (0, len(text))) for i, text in enumerate(shown)]
+    changed = replace(parts, texts=(*shown, *message.texts))
+    return _with_message(own, index, changed), [(number + i, (0, len(text))) for i, text in enumerate(shown)], False
 
 
 def _separates_parts(own: ConversationTexts, index: int) -> bool:
     """Return whether the template begins a new line between two parts of this message."""
     marks = [_MARK.format(number) for number in range(2)]
-    marked = _with_message(own, index, replace(own.messages[index], texts=(*marks, "-"), kept=()))
+    marked = _with_message(own, index, replace(own.messages[index], texts=(*marks, "-"), kept=(), in_parts=True))
     try:
         between = between_marks(marked.render(marked.texts), marks)
     except (*TEMPLATE_ERRORS, ValueError):

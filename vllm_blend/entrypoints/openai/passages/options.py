@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from vllm_blend.blend.selectors import make_selector
 from vllm_blend.checks import a_type, check_ratio, closest, is_number
+from vllm_blend.chunk_options import parse_continues, parse_relevance
 from vllm_blend.inputs import ParsedPrompt
-from vllm_blend.prompt_parser import parse_continues, parse_relevance
 
 Mode = Literal["off", "reuse", "blend"]
 Order = Literal["given", "free"]
