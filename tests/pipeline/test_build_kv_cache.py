@@ -7,6 +7,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def stages(built: Stages, tmp_path: Path) -> Stages:
     """A copy to damage."""
     shutil.copytree(built.root, tmp_path / "copy")
     return Stages(tmp_path / "copy")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = Stages.over(tmp_path, demo_samples(1))
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    with pytest.raises(ValueError, match=r"tokens in float32 takes 0.0\d GiB, and .* has room for 0.00: name another"):
+        stages.build()
+    assert not list(stages.chunks.glob("*/metadata.json"))
 
 
 def test_every_passage_has_a_folder_and_the_best_are_for_the_gpu(built: Stages) -> None:

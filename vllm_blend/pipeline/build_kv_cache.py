@@ -15,6 +15,7 @@ computes only what is missing, damaged or another model's.
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,7 @@ def build_kv_cache(config: PrefillConfig, retrieval: RetrievalConfig) -> dict[st
     started = time.perf_counter()
     entries, too_long = _entries(stage, engine, config.pages)
     missing = _missing(entries.values(), directory, engine)
+    check_space(directory, sum(len(entries[name].id.token_ids) for name in missing), engine)
     written = _compute(missing, entries, stage, directory, engine)
     summary = {
         "samples": len(stage.samples),
@@ -95,6 +97,22 @@ def page_arguments(pages: bool) -> dict[str, Any]:
     """Return the engine's arguments for chunks that are encoded after what precedes them on their pages, or after the
     instruction alone. Either way it does not depend on the prompt, so the KV of a chunk is the same in all prompts."""
     return {"blend_encoding_context": "given" if pages else "prefix"}
+
+
+def check_space(directory: Path, tokens: int, engine: LLMEngine) -> None:
+    """Say how much the KV of so many tokens will take. Raises ValueError if the disk has less."""
+    needed = tokens * engine.composer.bytes_per_token
+    whole = directory.absolute()
+    free = shutil.disk_usage(next(each for each in (whole, *whole.parents) if each.exists())).free
+    dtype = str(engine.model_executor.driver_worker.dtype).removeprefix("torch.")
+    size = f"the KV of {tokens} tokens in {dtype} takes {needed / 2**30:.2f} GiB"
+    if needed > free:
+        raise ValueError(
+            f"{size}, and {directory} has room for {free / 2**30:.2f}: name another --output-dir, take fewer questions "
+            "with --max-samples, or halve it with --dtype bfloat16 if that is float32"
+        )
+    if tokens:
+        logger.info("%s in %s, which has room for %.2f GiB", size, directory, free / 2**30)
 
 
 def _entries(stage: StageInput, engine: LLMEngine, pages: bool) -> tuple[dict[str, _ChunkFolder], list[str]]:
@@ -170,6 +188,7 @@ def _compute(
                 for entry in same:
                     kv = computed[entry.id.key]
                     written += write_chunk(directory / entry.name, entry.id, kv, engine.fingerprint)
+                    bar.set_postfix_str(f"{written / 2**20:.0f} MiB", refresh=False)
                     bar.update()
     return written
 
