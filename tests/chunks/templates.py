@@ -142,5 +142,21 @@ PUBLISHED = {
         + _CALLS
         + "{% endif %}"
     ),
+    "mistral_strict": _each(
+        "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls is defined and m.tool_calls is not none %}"
+        "[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}"
+        "{{ raise_exception('ids have length 9') }}{% endif %}{{ c.function | tojson }}, {{ c.id }}{% endfor %}]</s>"
+        "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+        "{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_RESULTS] {{ m.content | string }}[/TOOL_RESULTS]"
+        "{% elif m.role == 'assistant' %} {{ m.content + '</s>' }}{% else %}{{ raise_exception('roles') }}{% endif %}",
+        "{% set loop_messages = messages %}{% set ns = namespace(index=0) %}{% for m in loop_messages %}"
+        "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+        "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}",
+    ),
+    "items_of_arguments": _each(
+        "<|sep|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls %}<function={{ c.function.name }}>"
+        "{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}{% endfor %}{% endfor %}</s>"
+    ),
     "parts_alone": _each("<|sep|>{{ m.role }}\n" + _PARTS + _CALLS + "</s>\n"),
 }

@@ -46,7 +46,7 @@ def chat_prompts(
     prompts: list[ParsedPrompt | str] = []
     for index, messages in enumerate(conversations):
         try:
-            conversation = ConversationTexts(template, messages)
+            conversation = ConversationTexts(template, template.fit(messages))
             text, literal = conversation.render_literal(trusts)
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template does not take conversation {index}: {error}") from error

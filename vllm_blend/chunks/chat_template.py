@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from vllm_blend.checks import a_type
-from vllm_blend.chunks.messages import ContentFormat, Message
+from vllm_blend.chunks.messages import ContentFormat, Message, with_short_ids, with_single_calls
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,20 @@ class ChatTemplate:
         formats = self.formats_of(messages) if formats is None else formats
         given = zip(messages, formats, own, strict=True)
         return render(self.tokenizer, [m.render(how, each) for m, how, each in given], self.text, **self.options)
+
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages as the template takes them, if it takes them in another form: with one tool call a message,
+        or short ids of calls."""
+        if not any("tool_calls" in message.fields for message in messages):
+            return messages
+        short = with_short_ids(messages)
+        for each in (messages, short, with_single_calls(messages), with_single_calls(short)):
+            try:
+                self.render(each)
+            except (*TEMPLATE_ERRORS, ValueError):
+                continue
+            return each
+        return messages
 
     def formats_of(self, messages: Sequence[Message]) -> tuple[ContentFormat, ...]:
         """Return how the template is given each content: as the message has it, if the template shows all of its texts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm_blend.checks import a_type, is_number
@@ -19,6 +20,8 @@ _KEPT_SECONDS = {"cache_control": 300.0, "prompt_cache_breakpoint": 1800.0}
 _TIME = re.compile(r"([0-9]{1,9})(s|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST = 30 * 86400
+INVALID_JSON = "INVALID_JSON"  # the key of arguments that are no JSON object, as in Anthropic's API
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,17 @@ def _parse_message(message: Any, name: str) -> Message:
     fields = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
     if message.get("tool_calls"):  # templates take an empty list for a message with calls
         fields["tool_calls"] = _parse_tool_calls(message["tool_calls"], f"{name}['tool_calls']")
+    if not fields.get("reasoning_content"):
+        fields.pop("reasoning_content", None)
+        if isinstance(message.get("reasoning"), str) and message["reasoning"]:
+            fields["reasoning_content"] = message["reasoning"]  # as templates call it
     content = message.get("content")
     if content is None:
-        if "tool_calls" in fields and message["role"] == "assistant":
+        if message["role"] == "assistant" and ("tool_calls" in fields or "reasoning_content" in fields):
             return Message(fields, ())
         raise ValueError(
-            f"{name} has no content, which only an assistant's message with tool_calls may leave out: give a string or "
-            "a list of text parts"
+            f"{name} has no content, which only an assistant's message with tool_calls or reasoning may leave out: "
+            "give a string or a list of text parts"
         )
     texts = tuple(_texts(content, f"{name}['content']"))
     parts = [] if isinstance(content, str) else content
@@ -166,7 +173,8 @@ def _check_text(text: Any, name: str) -> str:
 
 
 def _parse_tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as dicts, which templates expect; OpenAI's API has them as JSON."""
+    """Return tool calls with arguments as dicts, which templates expect; OpenAI's API has them as a text. One that is
+    no JSON object, as an answer that was cut off may have it, stands alone under the key of an error."""
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
         raise TypeError(f"{name} is {a_type(calls)}: give a list of calls")
     parsed = []
@@ -186,10 +194,60 @@ def _parse_arguments(given: Any, name: str) -> dict[str, Any]:
     if given is None or given == "":  # vLLM's clients leave them out of calls without any
         return {}
     if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is not valid JSON: {error}") from error
+        return parse_json_object(_check_text(given, name))
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} is of type {type(given).__name__}: give an object, or its JSON")
     return dict(given)
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object; of a text that is none, an object that has the text under the key of an error."""
+    try:
+        value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # not so halves of surrogate pairs
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: text}
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose tool calls have ids of nine letters and digits, as Mistral's templates demand. Other ids
+    are replaced, those of the results too."""
+
+    def short(given: Any) -> Any:
+        if not isinstance(given, str) or _SHORT_ID.fullmatch(given):
+            return given
+        return hashlib.blake2b(given.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()[:9]
+
+    changed = []
+    for message in messages:
+        fields = dict(message.fields)
+        if "tool_call_id" in fields:
+            fields["tool_call_id"] = short(fields["tool_call_id"])
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in fields["tool_calls"]]
+        changed.append(replace(message, fields=fields))
+    return changed
+
+
+def with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with one tool call each, followed by its result, as some templates demand."""
+    changed: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message, index = messages[index], index + 1
+        calls = message.fields.get("tool_calls", ())
+        if len(calls) < 2:
+            changed.append(message)
+            continue
+        results = []
+        while index < len(messages) and messages[index].role == "tool":
+            results.append(messages[index])
+            index += 1
+        ids = [call.get("id") for call in calls]
+        for number, call in enumerate(calls):
+            fields = {**message.fields, "tool_calls": [call]}
+            changed.append(replace(message, fields=fields) if number == 0 else Message(fields, ()))
+            changed += [result for result in results if result.fields.get("tool_call_id") == ids[number]]
+        changed += [result for result in results if result.fields.get("tool_call_id") not in ids]
+    return changed

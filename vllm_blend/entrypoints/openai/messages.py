@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_blend.chunks.messages import parse_json_object
 from vllm_blend.entrypoints.openai.block_answer import BlockAnswer
 from vllm_blend.entrypoints.openai.blocks import Block, Step
 from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
@@ -129,17 +129,7 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _arguments(block.text)}
-
-
-def _arguments(text: str) -> Any:
-    """Return the arguments of a call. Anthropic's API has no place for a text that is no JSON object: it stands alone
-    under the key of an error then."""
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {"INVALID_JSON": text}
-    return value if isinstance(value, dict) else {"INVALID_JSON": text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": parse_json_object(block.text)}
 
 
 def _event(name: str, **fields: Any) -> str:

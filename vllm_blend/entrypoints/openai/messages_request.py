@@ -53,6 +53,7 @@ def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     fields: dict[str, Any] = {}
+    thoughts: list[Any] = []
     for index, block in enumerate(blocks):
         place = f"{name}.content[{index}]"
         mark = _mark(block.get("cache_control"), f"{place}.cache_control")
@@ -64,11 +65,13 @@ def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
             content = [{**mark, **part} for part in _text_parts(block.get("content") or "", place)]
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "thinking":
-            fields["reasoning_content"] = block.get("thinking")
+            thoughts.append(block.get("thinking"))
         elif kind != "redacted_thinking":
             parts += [{**mark, **part} for part in _passages(block, place)]
+    if any(thoughts):
+        fields["reasoning_content"] = "\n".join(str(each) for each in thoughts if each)
     own = {"role": message.role, "content": parts or None, **fields}
-    return [*results, own] if parts or "tool_calls" in fields or not results else results
+    return [*results, own] if parts or fields or not results else results
 
 
 def _passages(block: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -50,16 +50,25 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     for index, item in enumerate(body.input):
         name, kind = f"input[{index}]", item.get("type", "message")
-        if kind == "message":
+        if kind == "message" and item.get("role") == "assistant":
+            own = _own_message(messages)
+            content = item.get("content")
+            if isinstance(content, str):
+                content = [{"type": "output_text", "text": content}]
+            own["content"] = [*own["content"], *content] if own["content"] and content else content or own["content"]
+        elif kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
             _add_call(messages, item)
+        elif kind == "reasoning":
+            _add_reasoning(messages, item)
         elif kind == "function_call_output":
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(output)
-        elif kind != "reasoning":  # templates drop the reasoning of earlier answers
+        else:
             raise bad_request(
-                f"{name}.type={kind!r} is not supported: use message, function_call and function_call_output items",
+                f"{name}.type={kind!r} is not supported: use message, reasoning, function_call and "
+                "function_call_output items",
                 name,
             )
     return messages
@@ -69,10 +78,24 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     """Add a call to the assistant's message, which calls share that were made at once."""
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
-    if messages and messages[-1]["role"] == "assistant":
-        messages[-1].setdefault("tool_calls", []).append(call)
-    else:
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    _own_message(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_reasoning(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Add reasoning to the assistant's message, as the text of its content, or else of its summary."""
+    for parts in (item.get("content"), item.get("summary")):
+        texts = [part.get("text") for part in parts or () if isinstance(part, Mapping)]
+        if text := "\n".join(each for each in texts if isinstance(each, str)):
+            own = _own_message(messages)
+            own["reasoning_content"] = "\n".join(filter(None, (own.get("reasoning_content"), text)))
+            return
+
+
+def _own_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the assistant's message at the end, which all items of one answer share."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
 
 
 def _tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:

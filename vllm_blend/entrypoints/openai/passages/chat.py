@@ -107,7 +107,7 @@ class _Conversation:
         cls, template: ChatTemplate, messages: Sequence[Message], documents: Sequence[Document]
     ) -> _Conversation:
         """Return the texts of a request. Raises ValueError if there is no place for its documents."""
-        own = ConversationTexts(template, messages)
+        own = ConversationTexts(template, template.fit(messages))
         rendered = tuple(documents) if documents and are_rendered(own, documents) else ()
         count, shown_in, num_shown = len(own.texts), None, 0
         shown: set[int] = set()  # texts that are documents as a whole
