@@ -129,7 +129,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_as_ever() -> None:
 def test_an_engine_process_joins_the_cluster_and_misses_its_rank(caplog: pytest.LogCaptureFixture) -> None:
     with engine(DEMO, enable_blending=True) as one:
         [expected] = run(one, blended(0.15), PARAMS)
-    with async_llm(enable_blending=True, **ON_RAY) as llm:
+    with async_llm(enable_blending=True, blend_encoding_context="page", **ON_RAY) as llm:
         asyncio.run(_answers_until_a_rank_dies(llm, expected, caplog))
 
 

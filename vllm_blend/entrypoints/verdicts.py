@@ -19,7 +19,8 @@ from vllm_blend.config import EngineConfig
 from vllm_blend.devices import resolve_device, resolve_dtype
 from vllm_blend.engine.setup import checkpoint_dtype
 from vllm_blend.kv_store.keys import weights_digest
-from vllm_blend.models.gguf.names import gguf_path, parts_of
+from vllm_blend.models.gguf.header import parts_of
+from vllm_blend.models.gguf.names import gguf_path
 from vllm_blend.models.loader import load_hf_config
 
 logger = logging.getLogger(__name__)
