@@ -2,23 +2,28 @@
 # From a fresh checkout to answers: installs into a virtual environment, retrieves, stores the passages' KV, answers by
 # blending, and compares that with full prefill. Needs Python 3.11+ and about 3 GB of disk, no GPU.
 #
-#   bash scripts/quickstart.sh
-#   MAX_SAMPLES=20 bash scripts/quickstart.sh
+#   bash scripts/quickstart.sh          # 30 questions
+#   bash scripts/quickstart.sh --all    # all of the data set
+#   MODEL_ID=model.gguf DATASET=hotpot_dev_distractor_v1.json DATASET_STYLE=musique bash scripts/quickstart.sh
 #
 # VENV         the environment's folder (.venv)
 # PYTHON       the interpreter that makes it (python3)
 # DATASET      data set file (inputs/musique_s.json)
 # MODEL_ID     model (inputs/demo-model-reuse)
-# MAX_SAMPLES  use only the first samples (all)
+# MAX_SAMPLES  use only the first samples (30)
 # RESULTS_DIR  where to write (results)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+if [[ "${1:-}" == --all ]]; then
+  MAX_SAMPLES=0
+  shift
+fi
 no_arguments "${BASH_SOURCE[0]}" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 check_variables
 VENV=${VENV:-.venv}
-export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/demo-model-reuse} MAX_SAMPLES=${MAX_SAMPLES:-0}
+export DATASET=${DATASET:-inputs/musique_s.json} MODEL_ID=${MODEL_ID:-inputs/demo-model-reuse} MAX_SAMPLES=${MAX_SAMPLES:-30}
 RESULTS_DIR=${RESULTS_DIR:-results}
 name="$(basename "$DATASET" .json)"
 
