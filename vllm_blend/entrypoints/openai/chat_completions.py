@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_blend.detokenizer import TokenTexts, token_bytes_function
 from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.logprobs import chat_logprobs, num_values, prompt_logprobs
@@ -60,6 +61,7 @@ class _Answer:
 
     def __post_init__(self) -> None:
         self._parsers: dict[int, OutputParser] = {}
+        self._texts: dict[int, TokenTexts] = {}
 
     def response(self, output: RequestOutput) -> ChatCompletionResponse:
         """Return the whole answer."""
@@ -154,4 +156,11 @@ class _Answer:
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids or self.server.options.return_tokens_as_token_ids)
         entries: Sequence[Any] = completion.logprobs
-        return chat_logprobs(completion.token_ids, entries, self.body.top_logprobs or 0, as_ids)
+        tokenizer = self.server.engine.get_tokenizer()
+        if completion.index not in self._texts:
+            skip = self.call.params.skip_special_tokens
+            self._texts[completion.index] = TokenTexts(tokenizer, skip, self.call.prompt.token_ids)
+        ids = completion.token_ids
+        texts = self._texts[completion.index].read(ids, completion.text, completion.finish_reason is not None)
+        bytes_of = token_bytes_function(tokenizer, len(tokenizer))
+        return chat_logprobs(ids, texts, entries, self.body.top_logprobs or 0, as_ids, bytes_of)
