@@ -113,7 +113,7 @@ class _Answer:
         return ChatChoice(
             index=completion.index,
             message=ChatMessage.model_validate({"role": self.call.role, **message, "refusal": None}),
-            finish_reason=parser.finish_reason(completion.finish_reason),
+            finish_reason=parser.finish_reason(completion.finish_reason, completion.stop_reason),
             stop_reason=completion.stop_reason,
             **self._token_fields(completion),
         )
@@ -139,7 +139,7 @@ class _Answer:
                 own["stop_reason"] = completion.stop_reason
             if delta or ends or own["logprobs"] is not None or own.get("token_ids"):
                 message = ChatMessage.model_validate(delta.to_dict())
-                finish_reason = parser.finish_reason(reason) if ends else None
+                finish_reason = parser.finish_reason(reason, completion.stop_reason) if ends else None
                 found.append((ChatChunkChoice(index=index, delta=message, finish_reason=finish_reason, **own), {}))
         return found
 

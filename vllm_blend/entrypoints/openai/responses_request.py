@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm_blend.entrypoints.openai.protocol.responses import LOGPROBS, ResponsesRequest
 
 _SAME = (
     "temperature",
@@ -36,6 +36,12 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "response_format": _response_format(body.text or {}),
     }
+    if LOGPROBS in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    elif body.top_logprobs:
+        raise bad_request(
+            f"top_logprobs={body.top_logprobs} needs include=[{LOGPROBS!r}]: give both, or neither", "top_logprobs"
+        )
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
         chat["tool_choice"] = _tool_choice(body.tool_choice)
