@@ -102,3 +102,14 @@ def test_settings_that_leave_no_answer_are_the_clients_fault(settings: dict[str,
     streamed = server.post(CHAT, json=body | {"stream": True})
     last = [line.removeprefix("data: ") for line in streamed.text.splitlines() if '"error"' in line][-1]
     assert json.loads(last)["error"]["message"] == refused["message"]
+
+
+def test_a_prefilled_answer_goes_on(server: TestServer) -> None:
+    """The prompt ends with the beginning, which is not part of the answer."""
+    ended = post(server, MESSAGES, {"messages": ASKED, "max_tokens": 4, "temperature": 0})
+    begun = [*ASKED, {"role": "assistant", "content": "Jor"}]
+    answer = post(server, MESSAGES, {"messages": begun, "max_tokens": 4, "temperature": 0})
+    chat = {"messages": begun, "max_tokens": 4, "temperature": 0, "continue_final_message": True}
+    [choice] = post(server, CHAT, {**chat, "add_generation_prompt": False})["choices"]
+    assert [block["text"] for block in answer["content"]] == [choice["message"]["content"]]
+    assert answer["content"] != ended["content"]

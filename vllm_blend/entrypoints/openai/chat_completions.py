@@ -109,7 +109,7 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parser = self._make_parser()
-        message = parser.parse(completion.text).to_dict()
+        message = self._shown(parser.parse(completion.text).to_dict())
         return ChatChoice(
             index=completion.index,
             message=ChatMessage.model_validate({"role": self.call.role, **message, "refusal": None}),
@@ -138,10 +138,16 @@ class _Answer:
             if ends:
                 own["stop_reason"] = completion.stop_reason
             if delta or ends or own["logprobs"] is not None or own.get("token_ids"):
-                message = ChatMessage.model_validate(delta.to_dict())
+                message = ChatMessage.model_validate(self._shown(delta.to_dict()))
                 finish_reason = parser.finish_reason(reason, completion.stop_reason) if ends else None
                 found.append((ChatChunkChoice(index=index, delta=message, finish_reason=finish_reason, **own), {}))
         return found
+
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a message, without reasoning if the request does not want it."""
+        if self.body.include_reasoning is not False:
+            return message
+        return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
     def _make_parser(self) -> OutputParser:
         return self.call.parsers.make(self.call.prompt.text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm_blend.entrypoints.openai.protocol.responses import LOGPROBS, ResponsesRequest
+
+logger = logging.getLogger(__name__)
 
 _SAME = (
     "temperature",
@@ -117,6 +120,10 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    if text.get("verbosity") is not None:
+        logger.warning(
+            "text.verbosity=%.50r is ignored: say in a message how long the answer is to be", text["verbosity"]
+        )
     given = text.get("format")
     if given is None:
         return None
