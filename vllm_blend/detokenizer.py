@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from weakref import WeakKeyDictionary
 
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm_blend.outputs import Logprob
 from vllm_blend.sampling_params import SamplingParams
@@ -16,6 +19,7 @@ from vllm_blend.sampling_params import SamplingParams
 _UNDECODABLE = "\ufffd"  # stands for bytes that are no character, or not yet
 _CONTEXT_TOKENS = 8  # of the prompt: decoders look back at neighbours only
 _MAX_UNDECODED = 8  # tokens; a character has at most 4 bytes, and a token at least 1
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MAX_PIECES = 1 << 16  # that are remembered of a tokenizer: some 10 MiB
 
 
@@ -114,7 +118,7 @@ class _IncrementalDecoder:
             {} if skip or params.spaces_between_special_tokens else {i: t.content for i, t in added.items()}
         )
         self._after_added = False  # whether the token before was one of those
-        visible = (token for token in reversed(prompt) if self._is_visible(token))
+        visible = (token for token in reversed(prompt) if self.is_visible(token))
         self._ids = list(islice(visible, _CONTEXT_TOKENS))[::-1]
         self._read = len(self._ids)  # tokens of the window whose text is out
         context = self._decode(self._ids)
@@ -140,7 +144,7 @@ class _IncrementalDecoder:
         return piece
 
     def _decode_with(self, token: int) -> str:
-        if not self._is_visible(token):
+        if not self.is_visible(token):
             return ""
         self._ids.append(token)
         self._is_whole = False
@@ -157,7 +161,7 @@ class _IncrementalDecoder:
         """Return what the tokens held back decode to now."""
         return self._new(self._decode(self._ids))
 
-    def _is_visible(self, token: int) -> bool:
+    def is_visible(self, token: int) -> bool:
         return token not in self._silent and token < self._vocab_size
 
     def _new(self, text: str) -> str:
@@ -221,14 +225,85 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) ->
     return by_settings[key]
 
 
+class TokenTexts:
+    """The texts and bytes of tokens one after another, so that those of all join to the text.
+
+    The text of a character that takes several tokens is that of its last token; the bytes of each are its own. Tokens
+    that the text leaves out, as special ones are by default, have neither, nor has what stands behind the text's end:
+    the token or the string that ended it. `context` are the tokens before the first.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = False, context: Sequence[int] = ()
+    ) -> None:
+        params = SamplingParams(skip_special_tokens=skip_special_tokens)
+        self._decoder = _IncrementalDecoder(tokenizer, params, context)
+        self._bytes_of = token_bytes_function(tokenizer, len(tokenizer))
+        self._left = 0  # characters of the text that no token has had yet
+
+    def read(self, token_ids: Sequence[int], text: str | None = None, ends: bool = False) -> list[tuple[str, bytes]]:
+        """Return the text and the bytes of the next tokens. `ends`: no others follow, so that bytes that are no
+        character show as U+FFFD. Where `text` is given, what has come of the whole one since the last call, tokens do
+        not go beyond it."""
+        self._left += len(text or "")
+        found = self._read(token_ids, ends)
+        if text is None:
+            return found
+        cut: list[tuple[str, bytes]] = []
+        for own, own_bytes in found:
+            if ends and self._left < max(1, len(own)):
+                own = own[: max(0, self._left)]
+                own_bytes = own.encode()
+            self._left -= len(own)
+            cut.append((own, own_bytes))
+        return cut
+
+    def _read(self, token_ids: Sequence[int], ends: bool) -> list[tuple[str, bytes]]:
+        found: list[tuple[str, bytes]] = []
+        for index, token in enumerate(token_ids):
+            text = self._decoder.step(token)
+            if ends and index == len(token_ids) - 1:
+                text += self._decoder.pending()
+            own = self._bytes_of(token) if self._decoder.is_visible(token) else b""
+            is_spaced = text.strip().encode() == own.strip()  # a space at the beginning of a text is dropped
+            found.append((text, text.encode() if is_spaced or not own else own))
+        return found
+
+
+@lru_cache(maxsize=4)
+def token_bytes_function(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> Callable[[int], bytes]:
+    """Return a function that returns the bytes that a token stands for, of a tokenizer of `num_tokens` tokens. Those of
+    one token may be no whole characters."""
+    added = {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+    decode = _decode_function(tokenizer, False)
+    kind = tokenizer.backend_tokenizer.decoder.__getstate__() if _has_decoder(tokenizer) else b""
+    is_byte_level, has_spaces = b'"ByteLevel"' in kind, "\u2581".encode() in kind or b"Metaspace" in kind
+    falls_back = b'"ByteFallback"' in kind
+    to_byte = {character: byte for byte, character in bytes_to_unicode().items()} if is_byte_level else {}
+
+    def of(token: int) -> bytes:
+        if token in added:
+            return added[token]
+        piece = tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return b""
+        if is_byte_level and all(character in to_byte for character in piece):
+            return bytes(to_byte[character] for character in piece)
+        if falls_back and (found := _BYTE.fullmatch(piece)):
+            return bytes([int(found[1], 16)])
+        return piece.replace("\u2581", " ").encode() if has_spaces or falls_back else decode([token]).encode()
+
+    return of
+
+
+def _has_decoder(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.is_fast and tokenizer.backend_tokenizer.decoder is not None
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
     """Return the text that every token adds to those before it, special ones included. A character of several tokens
     counts to the last of them."""
-    decoder = _IncrementalDecoder(tokenizer, SamplingParams(skip_special_tokens=False), ())
-    texts = [decoder.step(token) for token in token_ids]
-    if texts:
-        texts[-1] += decoder.pending()
-    return texts
+    return [text for text, _ in TokenTexts(tokenizer).read(token_ids, ends=True)]
 
 
 def with_decoded_tokens(entry: dict[int, Logprob], tokenizer: PreTrainedTokenizerBase) -> dict[int, Logprob]:

@@ -66,7 +66,14 @@ class ChatTemplate:
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages as the template takes them, if it takes them in another form: with one tool call a message,
-        or short ids of calls."""
+        or short ids of calls. Raises ValueError for a final message that cannot be continued."""
+        last = messages[-1]
+        if self.options.get("continue_final_message") and ("tool_calls" in last.fields or not "".join(last.texts)):
+            what = "has tool calls" if "tool_calls" in last.fields else "has no text"
+            raise ValueError(
+                f"continue_final_message: the final message {what}, but a text is what can be continued: leave "
+                "continue_final_message out, or end with a message of text alone"
+            )
         if not any("tool_calls" in message.fields for message in messages):
             return messages
         short = with_short_ids(messages)

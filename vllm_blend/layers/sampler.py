@@ -17,11 +17,14 @@ from vllm_blend.ops.host_copy import HostCopy, to_device
 from vllm_blend.ops.sampling import BROKEN, NONE_LEFT
 from vllm_blend.outputs import Logprob
 
+NO_TOKEN_LEFT = (
+    "no token is left to choose from: structured_outputs, logits_processors, allowed_token_ids, bad_words and "
+    "min_tokens together exclude all"
+)
 _ERRORS = {
     BROKEN: "the model's logits are NaN or infinite, so no token can be chosen: check the weights, the dtype "
     "and any KV cache that was loaded",
-    NONE_LEFT: "no token is left to choose from: structured_outputs, logits_processors, allowed_token_ids, bad_words "
-    "and min_tokens together exclude all",
+    NONE_LEFT: NO_TOKEN_LEFT,
 }
 
 

@@ -103,7 +103,7 @@ def as_messages(parsers: OutputParsers, text: str) -> list[dict[str, Any]]:
 
 
 def as_input(parsers: OutputParsers, text: str) -> list[dict[str, Any]]:
-    writer: Any = SimpleNamespace(id="resp_1")
+    writer: Any = SimpleNamespace(id="resp_1", _text_part=lambda block: responses._text_part(block.text, []))
     items = [responses._Answer._item(writer, block, "completed") for block in blocks(parsers, text)]
     items = json.loads(json.dumps(items))
     results = [

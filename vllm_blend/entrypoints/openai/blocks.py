@@ -45,8 +45,8 @@ class BlockReader:
                 yield "open", self._begin(Block(0, "text")), ""
             yield from self._close()
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        return self._parser.finish_reason(reason)
+    def is_cut_by(self, stop_reason: int | str | None) -> bool:
+        return self._parser.is_cut_by(stop_reason)
 
     @property
     def has_calls(self) -> bool:

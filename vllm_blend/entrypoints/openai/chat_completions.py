@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_blend.detokenizer import TokenTexts, token_bytes_function
 from vllm_blend.entrypoints.openai.chat_request import ChatCall, prepare_chat
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.logprobs import chat_logprobs, num_values, prompt_logprobs
@@ -60,6 +61,7 @@ class _Answer:
 
     def __post_init__(self) -> None:
         self._parsers: dict[int, OutputParser] = {}
+        self._texts: dict[int, TokenTexts] = {}
 
     def response(self, output: RequestOutput) -> ChatCompletionResponse:
         """Return the whole answer."""
@@ -107,11 +109,11 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parser = self._make_parser()
-        message = parser.parse(completion.text).to_dict()
+        message = self._shown(parser.parse(completion.text).to_dict())
         return ChatChoice(
             index=completion.index,
             message=ChatMessage.model_validate({"role": self.call.role, **message, "refusal": None}),
-            finish_reason=parser.finish_reason(completion.finish_reason),
+            finish_reason=parser.finish_reason(completion.finish_reason, completion.stop_reason),
             stop_reason=completion.stop_reason,
             **self._token_fields(completion),
         )
@@ -136,10 +138,16 @@ class _Answer:
             if ends:
                 own["stop_reason"] = completion.stop_reason
             if delta or ends or own["logprobs"] is not None or own.get("token_ids"):
-                message = ChatMessage.model_validate(delta.to_dict())
-                finish_reason = parser.finish_reason(reason) if ends else None
+                message = ChatMessage.model_validate(self._shown(delta.to_dict()))
+                finish_reason = parser.finish_reason(reason, completion.stop_reason) if ends else None
                 found.append((ChatChunkChoice(index=index, delta=message, finish_reason=finish_reason, **own), {}))
         return found
+
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a message, without reasoning if the request does not want it."""
+        if self.body.include_reasoning is not False:
+            return message
+        return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
     def _make_parser(self) -> OutputParser:
         return self.call.parsers.make(self.call.prompt.text)
@@ -154,4 +162,11 @@ class _Answer:
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids or self.server.options.return_tokens_as_token_ids)
         entries: Sequence[Any] = completion.logprobs
-        return chat_logprobs(completion.token_ids, entries, self.body.top_logprobs or 0, as_ids)
+        tokenizer = self.server.engine.get_tokenizer()
+        if completion.index not in self._texts:
+            skip = self.call.params.skip_special_tokens
+            self._texts[completion.index] = TokenTexts(tokenizer, skip, self.call.prompt.token_ids)
+        ids = completion.token_ids
+        texts = self._texts[completion.index].read(ids, completion.text, completion.finish_reason is not None)
+        bytes_of = token_bytes_function(tokenizer, len(tokenizer))
+        return chat_logprobs(ids, texts, entries, self.body.top_logprobs or 0, as_ids, bytes_of)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_blend.detokenizer import TokenTexts, token_bytes_function, token_texts
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.generation import Generation, until_disconnected
 from vllm_blend.entrypoints.openai.logprobs import CompletionLogprobsWriter, num_values, prompt_logprobs
@@ -174,7 +175,9 @@ class _ChoiceWriter:
         self._number, self._body, self._prompt = number, body, prompt
         self._tokenizer = server.engine.get_tokenizer()
         as_ids = bool(body.return_tokens_as_token_ids or server.options.return_tokens_as_token_ids)
-        self._logprobs = CompletionLogprobsWriter(as_ids, lambda token: str(self._tokenizer.decode([token])))
+        bytes_of = token_bytes_function(self._tokenizer, len(self._tokenizer))
+        self._logprobs = CompletionLogprobsWriter(as_ids, bytes_of)
+        self._texts = TokenTexts(self._tokenizer, body.skip_special_tokens is not False, prompt.token_ids)
         self._begun = False
 
     def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
@@ -182,12 +185,17 @@ class _ChoiceWriter:
         body, ids = self._body, list(completion.token_ids)
         entries: list[Any] = list(completion.logprobs or [])
         text = completion.text
+        texts: list[str] = []
+        if body.logprobs is not None:
+            ends = completion.finish_reason is not None
+            texts = [own for own, _ in self._texts.read(ids, completion.text, ends)]
         fields: dict[str, Any] = {}
         if first and body.echo:
             text = self._prompt_text(output) + text
             if output.prompt_logprobs is not None and body.logprobs is not None:
                 entries = [*output.prompt_logprobs, *entries]
                 ids = [*output.prompt_token_ids, *ids]
+                texts = [*self._prompt_texts(output), *texts]
         if first and body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:
@@ -197,18 +205,25 @@ class _ChoiceWriter:
         return CompletionChoice(
             index=self._number,
             text=text,
-            logprobs=self._write_logprobs(ids, entries),
+            logprobs=self._write_logprobs(ids, texts, entries),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             **fields,
         )
 
     def _write_logprobs(
-        self, ids: Sequence[int], entries: Sequence[Mapping[int, Any] | None]
+        self, ids: Sequence[int], texts: Sequence[str], entries: Sequence[Mapping[int, Any] | None]
     ) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        return self._logprobs.write(ids[: len(entries)], entries)
+        return self._logprobs.write(ids[: len(entries)], texts[: len(entries)], entries)
+
+    def _prompt_texts(self, output: RequestOutput) -> list[str]:
+        """Return the texts of the prompt's tokens, which join to its text: BOS that the text does not have is empty."""
+        ids, text = list(output.prompt_token_ids), self._prompt_text(output)
+        bos, token = self._tokenizer.bos_token_id, self._tokenizer.bos_token
+        num_silent = int(bos is not None and ids[:1] == [bos] and not text.startswith(str(token)))
+        return [""] * num_silent + token_texts(self._tokenizer, ids[num_silent:])
 
     def _prompt_text(self, output: RequestOutput) -> str:
         text = output.prompt if output.prompt is not None else self._prompt.text

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from vllm_blend.engine.async_llm import AsyncLLM
-from vllm_blend.entrypoints.openai.errors import APIError
+from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
 from vllm_blend.entrypoints.openai.server import note, server_of
 from vllm_blend.entrypoints.openai.tracing import RequestSpan, trace_headers
 from vllm_blend.inputs import ParsedPrompt
+from vllm_blend.layers.sampler import NO_TOKEN_LEFT
 from vllm_blend.outputs import RequestOutput
 from vllm_blend.sampling_params import SamplingParams
 
@@ -131,6 +132,8 @@ class Generation:
     def _check(self, output: RequestOutput) -> None:
         reasons = [completion.finish_reason for completion in output.outputs]
         if "error" in reasons:
+            if output.error and output.error.startswith(NO_TOKEN_LEFT):  # the request contradicts itself
+                raise bad_request(f"the settings of the request leave no answer: {output.error}; leave one of them out")
             raise APIError(500, f"the generation failed: {output.error}", code="generation_failed")
         if "abort" in reasons:
             if self.deadline is not None and time.time() >= self.deadline - 0.5:

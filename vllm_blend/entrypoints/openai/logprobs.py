@@ -10,6 +10,7 @@ from vllm_blend.entrypoints.openai.protocol.completion import CompletionLogprobs
 from vllm_blend.outputs import Logprob, RequestOutput
 
 Entry = Mapping[int, Logprob]
+_UNDECODABLE = "\ufffd"
 _LEAST = -9999.0  # for log-probabilities of minus infinity, which JSON has no number for
 
 
@@ -35,22 +36,27 @@ def num_values(outputs: Sequence[RequestOutput]) -> int:
 
 
 class CompletionLogprobsWriter:
-    """Writes the log-probabilities of one completion, piece by piece: offsets go on from the piece before."""
+    """Writes the log-probabilities of one completion, piece by piece: offsets go on from the piece before.
 
-    def __init__(self, as_ids: bool, decode: Callable[[int], str]) -> None:
-        self._as_ids, self._decode, self._offset = as_ids, decode, 0
+    The tokens join to the text: a character of several tokens stands with the last of them, and tokens that the text
+    leaves out are empty.
+    """
 
-    def write(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
+    def __init__(self, as_ids: bool, bytes_of: Callable[[int], bytes]) -> None:
+        self._as_ids, self._bytes_of, self._offset = as_ids, bytes_of, 0
+
+    def write(
+        self, token_ids: Sequence[int], texts: Sequence[str], entries: Sequence[Entry | None]
+    ) -> CompletionLogprobs:
         """Return the log-probabilities of the next tokens. An entry is None for the first token of a prompt."""
         offsets, tokens, chosen, tops = [], [], [], []
-        for token, entry in zip(token_ids, entries, strict=True):
+        for token, text, entry in zip(token_ids, texts, entries, strict=True):
             known = entry.get(token) if entry else None
-            text = self._decode(token) if known is None else token_text(token, known, self._as_ids)
             offsets.append(self._offset)
             self._offset += len(text)
-            tokens.append(text)
+            tokens.append(f"token_id:{token}" if self._as_ids else text)
             chosen.append(None if known is None else finite(known.logprob))
-            tops.append({token_text(i, each, self._as_ids): finite(each.logprob) for i, each in (entry or {}).items()})
+            tops.append({self._key(i, each): finite(each.logprob) for i, each in (entry or {}).items()})
         return CompletionLogprobs(
             text_offset=offsets,
             token_logprobs=chosen,
@@ -58,27 +64,35 @@ class CompletionLogprobsWriter:
             top_logprobs=[top or None for top in tops],
         )
 
+    def _key(self, token: int, logprob: Logprob) -> str:
+        """Return a token's text alone, or its bytes, as OpenAI writes them, where that is no text."""
+        text = token_text(token, logprob, self._as_ids)
+        if self._as_ids or _UNDECODABLE not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes_of(token))
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, as_ids: bool) -> ChatLogprobs:
-    """Return the log-probabilities of a message's tokens, with those of the `num_top` most likely ones."""
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    texts: Sequence[tuple[str, bytes]],
+    entries: Sequence[Entry],
+    num_top: int,
+    as_ids: bool,
+    bytes_of: Callable[[int], bytes],
+) -> ChatLogprobs:
+    """Return the log-probabilities of a message's tokens, with those of the `num_top` most likely ones. `texts` has the
+    text and the bytes that each token adds to the message, which `bytes_of` returns for a token alone."""
     content = []
-    for token, entry in zip(token_ids, entries, strict=True):
+    for token, (text, own), entry in zip(token_ids, texts, entries, strict=True):
         best = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]
-        own = _token(token, entry[token], as_ids)
-        content.append(
-            TokenLogprob(
-                token=own.token,
-                logprob=own.logprob,
-                bytes=own.bytes,
-                top_logprobs=[_token(i, each, as_ids) for i, each in best],
-            )
-        )
+        tops = [
+            TopLogprob(token=token_text(i, each, as_ids), logprob=finite(each.logprob), bytes=list(bytes_of(i)))
+            for i, each in best
+        ]
+        shown = f"token_id:{token}" if as_ids else text
+        logprob = finite(entry[token].logprob)
+        content.append(TokenLogprob(token=shown, logprob=logprob, bytes=list(own), top_logprobs=tops))
     return ChatLogprobs(content=content)
-
-
-def _token(token: int, logprob: Logprob, as_ids: bool) -> TopLogprob:
-    text = token_text(token, logprob, as_ids)
-    return TopLogprob(token=text, logprob=finite(logprob.logprob), bytes=list(text.encode("utf-8", "replace")))
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:

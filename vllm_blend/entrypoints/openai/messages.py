@@ -105,7 +105,7 @@ class _Answer(BlockAnswer):
     def _stop(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return why an answer ended."""
         reason, by = completion.finish_reason, completion.stop_reason
-        if reason == "stop" and self._reader.has_calls:
+        if reason == "stop" and self._reader.has_calls and not self._reader.is_cut_by(by):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "stop" and isinstance(by, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": by}

@@ -41,10 +41,52 @@ def as_chat(body: MessagesRequest) -> ChatCompletionRequest:
         "vllm_xargs": body.vllm_xargs,
         "chat_template_kwargs": _template_kwargs(body),
     }
+    chat |= _output(body) | _prefill(body, messages)
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
         chat |= _tool_choice(body.tool_choice or {})
     return ChatCompletionRequest(**chat)
+
+
+def _output(body: MessagesRequest) -> dict[str, Any]:
+    """Return the form that the answer must have, and the effort."""
+    config = body.output_config or {}
+    if unknown := sorted(set(config) - {"format", "effort"}):
+        raise bad_request(f"output_config.{unknown[0]} is not supported: give format and effort", "output_config")
+    given = body.output_format if config.get("format") is None else config["format"]
+    fields = {} if config.get("effort") is None else {"reasoning_effort": config["effort"]}
+    if given is None:
+        return fields
+    if (
+        not isinstance(given, Mapping)
+        or given.get("type") != "json_schema"
+        or not isinstance(given.get("schema"), dict)
+    ):
+        name = "output_format" if config.get("format") is None else "output_config.format"
+        raise bad_request(f"{name} is {given!r}: give {{'type': 'json_schema', 'schema': {{...}}}}", name)
+    return fields | {"response_format": {"type": "json_schema", "json_schema": {"schema": given["schema"]}}}
+
+
+def _prefill(body: MessagesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Have a final message of the assistant continued: the answer goes on with its text. An empty one is taken out."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return {}
+    last, name = messages[-1], f"messages[{len(body.messages) - 1}]"
+    if "tool_calls" in last:
+        raise bad_request(f"{name} ends with tool_use: let a message with its tool_result follow", name)
+    text = "".join(part["text"] for part in last["content"] or ())
+    if not text and "reasoning_content" not in last:
+        messages.pop()
+        return {}
+    if not text or text != text.rstrip():
+        what = "has thinking and no text" if not text else "ends with white space"
+        raise bad_request(f"{name} is the beginning of the answer, but {what}: end it with text, or leave it out", name)
+    if (body.tool_choice or {}).get("type") in ("any", "tool"):
+        raise bad_request(
+            f"{name} is the beginning of the answer, but tool_choice demands that it be a call: leave one of them out",
+            name,
+        )
+    return {"continue_final_message": True}
 
 
 def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
@@ -63,6 +105,8 @@ def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
             fields.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": call})
         elif kind == "tool_result":
             content = [{**mark, **part} for part in _text_parts(block.get("content") or "", place)]
+            if block.get("is_error") is True:  # templates have no field for it
+                content = [{**part, "text": f"Error: {part['text']}"} for part in content[:1]] + content[1:]
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "thinking":
             thoughts.append(block.get("thinking"))
@@ -77,6 +121,8 @@ def _as_messages(message: AnthropicMessage, name: str) -> list[dict[str, Any]]:
 def _passages(block: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return a block of text, a document or a search result as text parts, the title on a line before the text."""
     kind = block.get("type")
+    if isinstance(cited := block.get("citations"), Mapping) and cited.get("enabled"):
+        raise bad_request(f"{name}.citations is not supported: ask for quotations in a message", f"{name}.citations")
     if kind == "text":
         return _text_parts([block], name)
     if kind == "search_result":
@@ -95,7 +141,7 @@ def _passages(block: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
             "tool_result blocks",
             name,
         )
-    title = block.get("title")
+    title = "\n".join(each for each in (block.get("title"), block.get("context")) if isinstance(each, str) and each)
     parts = _text_parts(content, name)
     return [{**part, "text": f"{title}\n{part['text']}"} for part in parts] if title else parts
 

@@ -13,6 +13,7 @@ reason = parser.finish_reason(output.finish_reason)   # "tool_calls" where OpenA
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,7 @@ class OutputParser:
 
     def __init__(self, choice: ToolChoice, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._choice, self._reasoning, self._tools = choice, reasoning, tools
+        self._last_arguments: list[str] = []  # of the last call
 
     def feed(self, text: str) -> MessageDelta:
         """Return what can be told after `text`, the next piece of the answer."""
@@ -95,11 +97,21 @@ class OutputParser:
         """Return what a whole answer says. Use a new parser for each answer."""
         return join_deltas([self.feed(text), self.finish()])
 
-    def finish_reason(self, reason: str | None) -> str | None:
+    def finish_reason(self, reason: str | None, stop_reason: int | str | None = None) -> str | None:
         """Return the finish reason of OpenAI's API: "tool_calls" for an answer that stopped for its calls, but not for
-        the call that the request named."""
+        the call that the request named, nor for one that a stop string, the `stop_reason`, has cut."""
         has_calls = self._tools is not None and self._tools.num_calls > 0 and self._choice.mode != "named"
-        return "tool_calls" if has_calls and reason == "stop" else reason
+        return "tool_calls" if has_calls and reason == "stop" and not self.is_cut_by(stop_reason) else reason
+
+    def is_cut_by(self, stop_reason: int | str | None) -> bool:
+        """Return whether a stop string has ended the answer within a call."""
+        if not isinstance(stop_reason, str) or self._tools is None or self._tools.num_calls == 0:
+            return False
+        try:
+            json.loads("".join(self._last_arguments) or "{}")
+        except (ValueError, RecursionError):
+            return True
+        return False
 
     def _join(self, deltas: Sequence[MessageDelta]) -> MessageDelta:
         """Put what the parsers say together, without the content that the first one gave to the second one."""
@@ -108,4 +120,8 @@ class OutputParser:
             return first
         limit = None if self._choice.is_parallel else 1
         calls = [call for delta in others for call in delta.calls if limit is None or call.index < limit]
+        for call in calls:
+            if call.id is not None:
+                self._last_arguments.clear()
+            self._last_arguments.append(call.arguments)
         return replace(first, content="".join(delta.content for delta in others), calls=tuple(calls))

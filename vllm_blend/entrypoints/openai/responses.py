@@ -125,8 +125,11 @@ class _Answer(BlockAnswer):
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}] if block.text else []
             return {"type": "reasoning", "id": f"rs_{item_id}", "summary": [], "content": content, "status": status}
-        content = [_text_part(block.text)] if status == "completed" else []
+        content = [self._text_part(block)] if status == "completed" else []
         return {"type": "message", "id": f"msg_{item_id}", "role": "assistant", "status": status, "content": content}
+
+    def _text_part(self, block: Block) -> dict[str, Any]:
+        return _text_part(block.text, self._logprobs_of(block) if self._logprobs else [])
 
     def _block_events(self, step: Step, block: Block, text: str) -> Iterator[str]:
         item = self._item(block, "completed" if step == "close" else "in_progress")
@@ -136,12 +139,14 @@ class _Answer(BlockAnswer):
             yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "text":
             if step == "open":
-                yield self._event("response.content_part.added", **part, part=_text_part(""))
+                yield self._event("response.content_part.added", **part, part=_text_part("", []))
             elif step == "more":
                 yield self._event("response.output_text.delta", **part, delta=text, logprobs=[])
             else:
-                yield self._event("response.output_text.done", **part, text=block.text, logprobs=[])
-                yield self._event("response.content_part.done", **part, part=_text_part(block.text))
+                yield self._event(
+                    "response.output_text.done", **part, text=block.text, logprobs=item["content"][0]["logprobs"]
+                )
+                yield self._event("response.content_part.done", **part, part=item["content"][0])
         elif block.kind == "reasoning" and step != "open":
             name = "response.reasoning_text.delta" if step == "more" else "response.reasoning_text.done"
             yield self._event(name, **part, **({"delta": text} if step == "more" else {"text": block.text}))
@@ -158,5 +163,5 @@ class _Answer(BlockAnswer):
         return f"event: {name}\ndata: {dump(event)}\n\n"
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_blend.entrypoints.openai.errors import bad_request
 from vllm_blend.entrypoints.openai.protocol.chat import ChatCompletionRequest
-from vllm_blend.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm_blend.entrypoints.openai.protocol.responses import LOGPROBS, ResponsesRequest
+
+logger = logging.getLogger(__name__)
 
 _SAME = (
     "temperature",
@@ -36,6 +39,12 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "response_format": _response_format(body.text or {}),
     }
+    if LOGPROBS in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    elif body.top_logprobs:
+        raise bad_request(
+            f"top_logprobs={body.top_logprobs} needs include=[{LOGPROBS!r}]: give both, or neither", "top_logprobs"
+        )
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
         chat["tool_choice"] = _tool_choice(body.tool_choice)
@@ -111,6 +120,10 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 
 def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    if text.get("verbosity") is not None:
+        logger.warning(
+            "text.verbosity=%.50r is ignored: say in a message how long the answer is to be", text["verbosity"]
+        )
     given = text.get("format")
     if given is None:
         return None

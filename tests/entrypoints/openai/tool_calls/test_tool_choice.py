@@ -125,7 +125,8 @@ def test_the_schema_of_required_calls_takes_calls_of_the_tools() -> None:
 
 def test_the_schema_of_a_named_call_is_that_of_its_arguments() -> None:
     assert choose(function(name="grow")).json_schema == TREE
-    assert choose(function(name="now")).json_schema == {"type": "object", "properties": {}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert choose(function(name="now")).json_schema == nothing
 
 
 def read(choice: ToolChoice, text: str, reasoning: str | None = "qwen3") -> tuple[dict[str, Any], str | None]:

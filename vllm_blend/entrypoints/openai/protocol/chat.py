@@ -32,8 +32,10 @@ class ChatCompletionRequest(SamplingFields):
         "functions": Unsupported(None, "give tools", ([],)),
         "function_call": Unsupported(None, "give tool_choice", ("none",)),
         "echo": Unsupported(False, "it belongs to /v1/completions"),
+        "add_special_tokens": Unsupported(False, "the chat template writes them"),
+        "verbosity": Unsupported(None, "no template knows it: say in a message how long the answer is to be", (), True),
     }
-    ignored: ClassVar[frozenset[str]] = IGNORED_ANYWHERE | {"verbosity"}
+    ignored: ClassVar[frozenset[str]] = IGNORED_ANYWHERE
 
     messages: ChatMessages
     documents: Documents | None = Field(None, description="passages: strings, {title, text} or {id, data}")

@@ -167,7 +167,6 @@ IGNORED_ANYWHERE = frozenset(
         "prompt_cache_options",
         "prompt_cache_breakpoint",
         "allowed_openai_params",
-        "add_special_tokens",
     )
 )
 

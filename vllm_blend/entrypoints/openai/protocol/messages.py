@@ -30,10 +30,9 @@ class MessagesRequest(RequestModel):
     refused: ClassVar[dict[str, Unsupported]] = {
         "mcp_servers": Unsupported(None, "the server calls no other servers: give tools", ([],)),
         "container": Unsupported(None, "the server runs no code"),
+        "context_management": Unsupported(None, "send the messages that the model is to see", ({}, {"edits": []})),
     }
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        ("metadata", "service_tier", "betas", "context_management", "output_config", "inference_geo")
-    )
+    ignored: ClassVar[frozenset[str]] = frozenset(("metadata", "service_tier", "betas", "inference_geo"))
 
     model: str | None = None
     messages: ListOf[AnthropicMessage]
@@ -46,6 +45,8 @@ class MessagesRequest(RequestModel):
     tools: Annotated[ListOf[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = Field(None, description="format: json_schema; effort")
+    output_format: dict[str, Any] | None = Field(None, description="as output_config.format")
     stream: bool | None = None
     cache_control: dict[str, Any] | None = Field(None, description="that of the last block")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from vllm_blend.entrypoints.openai.protocol.chat import TokenLogprob
 from vllm_blend.entrypoints.openai.protocol.common import (
     Metadata,
     PromptTokensDetails,
@@ -36,14 +37,12 @@ class ResponsesRequest(RequestModel):
         (
             "store",
             "user",
-            "include",
             "service_tier",
             "safety_identifier",
             "prompt_cache_key",
             "prompt_cache_retention",
             "prompt_cache_options",
             "stream_options",
-            "top_logprobs",
         )
     )
 
@@ -59,6 +58,8 @@ class ResponsesRequest(RequestModel):
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema")
     reasoning: dict[str, Any] | None = None
     metadata: Metadata | None = None
+    include: Strings | None = Field(None, description='what else to return: "message.output_text.logprobs"')
+    top_logprobs: Whole | None = Field(None, ge=0)
     stream: bool | None = None
 
     blend: Settings | None = None
@@ -73,11 +74,14 @@ class ResponsesRequest(RequestModel):
     vllm_xargs: Settings | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 class OutputText(ResponseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[TokenLogprob]
 
 
 class ReasoningText(ResponseModel):

@@ -111,7 +111,9 @@ def _parse_tool(given: Any, field: str) -> Tool:
     kind = (parameters or {}).get("type", "object")
     if kind != "object":
         raise ValueError(f"{field}.function.parameters.type={kind!r} is not supported: arguments are an 'object'")
-    return Tool(name, {"type": "object", "properties": {}, **(parameters or {})}, given)
+    if parameters is None:  # OpenAI: a function without parameters
+        return Tool(name, {"type": "object", "properties": {}, "additionalProperties": False}, given)
+    return Tool(name, {"type": "object", "properties": {}, **parameters}, given)
 
 
 def _named_function(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str:
