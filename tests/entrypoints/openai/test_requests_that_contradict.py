@@ -113,3 +113,22 @@ def test_a_prefilled_answer_goes_on(server: TestServer) -> None:
     [choice] = post(server, CHAT, {**chat, "add_generation_prompt": False})["choices"]
     assert [block["text"] for block in answer["content"]] == [choice["message"]["content"]]
     assert answer["content"] != ended["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": ASKED}),
+        (RESPONSES, {"input": "Hi"}),
+        (MESSAGES, {"messages": ASKED, "max_tokens": 1}),
+        (f"{MESSAGES}/count_tokens", {"messages": ASKED}),
+    ],
+)
+def test_gpt_oss_is_refused_by_name(
+    path: str, body: dict[str, Any], server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers have several channels, which no parser here reads; plain completions take its token ids."""
+    monkeypatch.setattr(server.engine.model_config.hf_config, "model_type", "gpt_oss")
+    refused = post(server, path, body, 400)["error"]
+    assert refused["param"] == "model" and "gpt-oss" in refused["message"] and "openai-harmony" in refused["message"]
+    post(server, "/v1/completions", {"prompt": [5], "max_tokens": 1, "return_token_ids": True})

@@ -40,6 +40,7 @@ class ChatCall:
 
 def prepare_chat(server: Server, body: ChatCompletionRequest, tenant: Tenant) -> ChatCall:
     """Render and tokenize a conversation, and check its settings. Raises ValueError, TypeError or APIError."""
+    check_format(server)
     check_num_completions(1, body.n, server)
     messages = parse_messages(body.messages)
     choice = parse_tool_choice(body.tool_choice, parse_tools(body.tools), body.parallel_tool_calls)
@@ -60,6 +61,19 @@ def prepare_chat(server: Server, body: ChatCompletionRequest, tenant: Tenant) ->
     params = _sampling_params(body, server, prompt, parsers)
     check_prompt_logprobs([(prompt, params)], server.engine.vocab_size)
     return ChatCall(prompt, params, role, parsers)
+
+
+def check_format(server: Server) -> None:
+    """Raise APIError (400) for a model whose answers are in a format that the chat endpoints do not read."""
+    if server.engine.model_config.hf_config.model_type == "gpt_oss":
+        raise bad_request(
+            f"{server.model_name!r} is a gpt-oss model: it reads and writes OpenAI's harmony format, which the chat "
+            "endpoints do not: render the conversation with the package openai-harmony, send the token ids to "
+            "/v1/completions with return_token_ids=true, and have the package parse those of the answer; or use "
+            "LLM.chat, offline",
+            "model",
+            "model_not_supported",
+        )
 
 
 def _output_parsers(server: Server, choice: ToolChoice, template: ChatTemplate) -> OutputParsers:
