@@ -283,7 +283,12 @@ BAD: dict[str, tuple[Any, SamplingParams, dict[str, Any], str]] = {
     "id": (QUESTION, params(stop_token_ids=[10**6]), {}, "outside the vocabulary"),
     "processors": (QUESTION, params(logits_processors=[lambda ids, row: row]), {}, "functions of this process"),
     "selector": ({"prefix": "a", "chunks": ["b"], "suffix": "c", "blend_selector": "no"}, params(), {}, "no"),
-    "logprobs of a blend": ({"prefix": "a", "chunks": ["b"], "suffix": "c"}, params(prompt_logprobs=1), {}, "blend"),
+    "logprobs of a blend": (
+        {"prefix": "a\n", "chunks": ["b\n"], "suffix": "c"},
+        params(prompt_logprobs=1),
+        {},
+        "blend",
+    ),
     "deadline": (QUESTION, params(), {"deadline": float("nan")}, "deadline"),
     "a prompt of the wrong types": (ParsedPrompt([5, 6], blend_selector=3), params(), {}, "cannot be read"),  # type: ignore[arg-type]
 }

@@ -70,10 +70,12 @@ def test_a_prompt_is_what_the_chat_template_makes(template: str) -> None:
     prefix, chunks, suffix = asking.pieces(SAMPLE)
     assert "".join([prefix, *chunks, suffix]) == expected
     assert chunks == ["Dog\nThe dog barks.\n\n", "It <s> naps.\n\n"] and suffix.startswith("Question: Who barks?\n")
-    parsed = parse_prompt(asking.prompt(SAMPLE), tokenizer, len(tokenizer))
+    parsed = parse_prompt(asking.prompt(SAMPLE), tokenizer, len(tokenizer), trusts=True)
     encoded: Any = tokenizer.apply_chat_template(message(template), **options)
     ids = encoded["input_ids"]
-    assert parsed.token_ids == ids  # BOS only where the template has it; special tokens are special ones
+    assert (
+        parsed.token_ids == ids
+    )  # BOS only where the template has it; special tokens are special ones of trusted chunks
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == expected.count("<|im_end|>") > 0
     assert [tokenizer.decode(ids[start:stop]) for start, stop in parsed.chunk_bounds] == chunks
 

@@ -18,7 +18,7 @@ def order_by_relevance(parsed: ParsedPrompt) -> ParsedPrompt:
     """
     if (ordered := parsed.ordered) is not None:
         own = ("blend_selector", "blend_recompute_ratio", "salt", "order", "retention", "retain")  # of the request
-        return replace(ordered, **{name: getattr(parsed, name) for name in own})
+        return replace(ordered, text=None, **{name: getattr(parsed, name) for name in own})
     order = relevance_order(len(parsed.chunk_bounds), parsed.relevance, parsed.continues)
     return reorder_chunks(parsed, order)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -127,7 +127,11 @@ class RequestBuilder:
 
     def _retention_key(self, parsed: ParsedPrompt, blends: bool) -> RetentionKey | None:
         """Return the key under which the pages of a prompt's context are retained; None if they are not."""
-        if not (self.config.blend.enable_blending and parsed.chunk_bounds):
+        if not self.config.blend.enable_blending:
+            return None
+        if not parsed.chunk_bounds:
+            if parsed.blend_selector is not None or parsed.blend_recompute_ratio is not None:
+                self.planner.plan(replace(parsed, token_ids=[0, 0], chunk_bounds=((0, 1),)))  # its settings must hold
             return None
         asked = self.planner.plan(parsed)  # its settings must hold, also where the prompt is too short to blend
         return retention_key(self.fingerprint, parsed, asked) if blends and parsed.retain is not False else None
