@@ -25,6 +25,10 @@ def _check_origins(name: str, value: list[str] | None) -> None:
     )
 
 
+def _check_path(name: str, value: str) -> None:
+    require(value == "" or value.startswith("/"), f"{name}={value!r} does not begin with /: write /{value}")
+
+
 @dataclass(frozen=True)
 class ServerOptions(OptionGroup):
     """How the server is reached, who may use it, and how much it takes on."""
@@ -77,7 +81,9 @@ class ServerOptions(OptionGroup):
         False, "do not blend without a verdict of check-model that lets the server's rule, ratio and company pass"
     )
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
-    root_path: str = option("", "path under which a proxy serves this server")
+    root_path: str = option(
+        "", "path under which a proxy serves this server, whether it keeps that path or not", check=_check_path
+    )
     allowed_origins: list[str] | None = option(
         None, "origins of web pages that may call the server (CORS), or * for any", check=_check_origins
     )
