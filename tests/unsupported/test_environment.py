@@ -23,6 +23,15 @@ def test_the_key_of_the_environment_closes_the_server(monkeypatch: pytest.Monkey
     assert parse([REUSE_DEMO, "--api-key", "other"])[1].api_key == ["other"]
 
 
+def test_seconds_of_the_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "65")
+    assert parse([REUSE_DEMO])[1].timeout_keep_alive == 65
+    assert parse([REUSE_DEMO, "--timeout-keep-alive", "7"])[1].timeout_keep_alive == 7
+    assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE is ignored, as --timeout-keep-alive is given" in caplog.text
+    with pytest.raises(ValueError, match="VLLM_HTTP_TIMEOUT_KEEP_ALIVE must be whole seconds"):
+        apply_environment({}, {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1.5"})
+
+
 def test_an_empty_key_does_not_open_the_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ _LOGGING = "give --log-format and --uvicorn-log-level"
 _OFF = ("", "0", "false", "no", "off")
 
 # The name -> the option of the server that it sets. An option that is given wins.
-SETS_OPTION: dict[str, str] = {"VLLM_API_KEY": "api_key"}
+SETS_OPTION: dict[str, str] = {"VLLM_API_KEY": "api_key", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "timeout_keep_alive"}
 # Read where they matter.
 READ_ELSEWHERE = frozenset(("VLLM_CPU_KVCACHE_SPACE", "VLLM_FLAT_LOGPROBS", "VLLM_MAX_N_SEQUENCES"))
 # The name -> why the server does not start with it, or what to do instead. Values of `_OFF` ask for nothing.
@@ -69,4 +69,8 @@ def _set(values: dict[str, Any], name: str, value: str) -> None:
     if option in values:
         logger.warning("the environment variable %s is ignored, as %s is given", name, flag)
         return
-    values[option] = [value] if option == "api_key" else value
+    if option == "api_key":
+        values[option] = [value]
+        return
+    require(value.isdecimal(), f"the environment variable {name} must be whole seconds: give them, or unset it")
+    values[option] = int(value)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from vllm_blend.engine.errors import EngineDeadError, QueueFullError
+from tests.entrypoints.openai.servers import fake_engine
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.options import ServerOptions
@@ -76,21 +74,6 @@ def test_keys_that_could_not_be_told_apart_or_sent(text: str, message: str, tmp_
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         Tenants.from_options(None, str(path))
-
-
-def fake_engine(is_full: bool = False, is_down: bool = False) -> Any:
-    async def check_health() -> None:
-        if is_down:
-            raise EngineDeadError("it is down")
-
-    def check_room(_: int = 1) -> None:
-        if is_full:
-            raise QueueFullError("it is full", 1.5)
-        if is_down:
-            raise EngineDeadError("it is down")
-
-    config = SimpleNamespace(model=SimpleNamespace(model="m"))
-    return SimpleNamespace(config=config, max_model_len=8, check_health=check_health, check_room=check_room)
 
 
 def ask(app: FastAPI, path: str, headers: dict[str, str] | None = None) -> httpx.Response:

@@ -71,6 +71,7 @@ def create_app(
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
         root_path=options.root_path,
+        body_timeout=options.body_timeout,
         on_refused=app.state.server.metrics.recorder.count_refused,
     )
     if options.allowed_origins:  # outermost: pages must be able to read errors, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -34,10 +35,12 @@ class RequestContext:
         logs_access: bool,
         on_refused: Callable[[int], None],
         root_path: str = "",
+        body_timeout: float | None = None,
     ) -> None:
         """`on_refused` gets the status of every error that ends a request before the engine has its prompts."""
         self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
         self.on_refused, self.root_path = on_refused, root_path.rstrip("/")
+        self.body_timeout = body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +78,7 @@ class RequestContext:
         try:
             if scope["state"]["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 scope["state"]["tenant"] = self.tenants.authenticate(headers)
-            limited = await self._limit(headers, receive)
+            limited = await self._limit(headers, self._in_time(receive))
         except APIError as error:
             await error_response(error, scope["state"]["path"])(scope, receive, send)
             return
@@ -95,6 +98,32 @@ class RequestContext:
             if begun:
                 raise
             await error_response(error, scope["state"]["path"])(scope, receive, send)
+
+    def _in_time(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises APIError if the body has not come in time. What comes after it, which is the
+        client's leaving, may take any time."""
+        if self.body_timeout is None:
+            return receive
+        seconds, ends, is_complete = self.body_timeout, time.monotonic() + self.body_timeout, False
+
+        async def receive_in_time() -> Message:
+            nonlocal is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(max(0.0, ends - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise APIError(
+                    408,
+                    f"the body took more than {seconds:g} s (--body-timeout): send it faster, or send less",
+                    code="body_timeout",
+                    headers={"Connection": "close"},
+                ) from None
+            is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        return receive_in_time
 
     async def _limit(self, headers: Headers, receive: Receive) -> Receive:
         """Return a `receive` that refuses a body beyond the limit. Raises APIError if its length says so already."""
