@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from vllm_blend.command_line import BAD_INPUT, CommandParser, add_flags, given
 from vllm_blend.engine_args import OPTION_GROUPS, OPTIONS, EngineArgs
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.unsupported.engine_args import UNSUPPORTED_ENGINE_ARGS
+from vllm_blend.unsupported.environment import apply_environment
 from vllm_blend.unsupported.server_flags import UNSUPPORTED_SERVER_FLAGS
 
 SERVER_OPTIONS = {option.name: option for option in ServerOptions.options()}
@@ -94,6 +96,7 @@ def parse(argv: list[str]) -> tuple[EngineArgs, ServerOptions]:
     server_values = given(namespace, [*SERVER_OPTIONS])
     if "allowed_origins" in server_values:
         server_values["allowed_origins"] = _read_list(server_values["allowed_origins"])
+    server_values = apply_environment(server_values, os.environ)
     return EngineArgs(**values), ServerOptions(**server_values)
 
 

@@ -14,6 +14,7 @@ docs/ray.md explains what clients see, and what differs from `vllm-blend serve`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from vllm_blend.models.loader import load_hf_config
 from vllm_blend.models.sharing import check_ranks_fit
 from vllm_blend.options import Option
 from vllm_blend.ray.options import RayOptions
+from vllm_blend.unsupported.environment import apply_environment
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +88,8 @@ def read_options(options: Mapping[str, Any]) -> AppConfig:
     if isinstance(values.get("chunk_store_path"), str):
         values["chunk_store_path"] = str(Path(values["chunk_store_path"]).absolute())
     engine = EngineArgs(**DEFAULTS | {name: value for name, value in values.items() if name in OPTIONS})
-    server = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
+    server_values = {name: value for name, value in values.items() if name in SERVER_OPTIONS}
+    server = ServerOptions(**apply_environment(server_values, os.environ))
     ray = RayOptions(**{name: value for name, value in values.items() if name in RAY_OPTIONS})
     return AppConfig(engine, server, ray)
 

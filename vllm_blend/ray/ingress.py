@@ -28,7 +28,7 @@ from vllm_blend.ray.passages import passage_tokens
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0  # in which a replica has to take a request for /health
-_HEALTH = ("/health", "/ping")
+_HEALTH = ("/health", "/ready", "/ping")
 # What a replica would answer for itself alone.
 _OF_ONE_REPLICA = ("/metrics", "/status", "/v1/chunks")
 _LOST = "the replica that was answering has ended: try again"

@@ -234,7 +234,7 @@ UNSUPPORTED_ENGINE_ARGS: dict[str, Unsupported] = {
     "enable_logging_iteration_details": Unsupported(False, _METRICS),
     "enable_layerwise_nvtx_tracing": Unsupported(False, NO_PROFILER),
     "profiler_config": Unsupported({}, NO_PROFILER),
-    "fail_on_environ_validation": Unsupported(False, "environment variables of vLLM are not read"),
+    "fail_on_environ_validation": Unsupported(False, "vllm-blend serve warns of variables that it does not read"),
     "additional_config": Unsupported({}, "there are no plugins that could read it"),
 }
 """vLLM's name -> its default there, and why other values are refused or what to do instead.

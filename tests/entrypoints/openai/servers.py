@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
@@ -20,6 +21,7 @@ from tests.engine.engines import ROOT, threads
 from tests.waiting import DEADLINE, wait_until
 from vllm_blend import EngineArgs
 from vllm_blend.engine.async_llm import AsyncLLM
+from vllm_blend.engine.errors import EngineDeadError, QueueFullError
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.run import DrainingServer, address, bind, new_server
@@ -96,6 +98,23 @@ class _Listening:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # little is on its way to a slow reader
         self.address: tuple[str, int] = self.socket.getsockname()
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+
+
+def fake_engine(is_full: bool = False, is_down: bool = False) -> Any:
+    """Return an engine that is asked for nothing but its health: servers of it start at once."""
+
+    async def check_health() -> None:
+        if is_down:
+            raise EngineDeadError("it is down")
+
+    def check_room(_: int = 1) -> None:
+        if is_full:
+            raise QueueFullError("it is full", 1.5)
+        if is_down:
+            raise EngineDeadError("it is down")
+
+    config = SimpleNamespace(model=SimpleNamespace(model="m"))
+    return SimpleNamespace(config=config, max_model_len=8, check_health=check_health, check_room=check_room)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vllm_blend.entrypoints.openai.protocol.responses import ResponsesResponse
 
 USER = {"role": "user", "content": "a"}
 STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-WITHOUT_BODY = ("/health", "/ping")
+WITHOUT_BODY = ("/health", "/ready", "/ping")
 PARAMETERS = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "name": "f", "parameters": PARAMETERS}
 
@@ -64,7 +64,7 @@ def test_keys_are_described_where_the_server_has_some(description: dict[str, Any
     open_paths = {
         path for path, each in with_keys["paths"].items() if any(o.get("security") == [] for o in each.values())
     }
-    assert open_paths == {"/health", "/ping", "/version", "/metrics", "/status"}
+    assert open_paths == {"/health", "/ready", "/ping", "/version", "/metrics", "/status"}
 
 
 def test_messages_are_described(description: dict[str, Any]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from tests.entrypoints.openai.servers import fake_engine
 from vllm_blend.entrypoints.openai.app import create_app
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.options import ServerOptions
@@ -76,34 +76,51 @@ def test_keys_that_could_not_be_told_apart_or_sent(text: str, message: str, tmp_
         Tenants.from_options(None, str(path))
 
 
-def test_keys_over_http(caplog: pytest.LogCaptureFixture) -> None:
-    """Everything needs a key but what load balancers ask for. The log has the tenant, and no key."""
-
-    async def check_health() -> None:
-        return None
-
-    engine: Any = SimpleNamespace(
-        config=SimpleNamespace(model=SimpleNamespace(model="m")), max_model_len=8, check_health=check_health
-    )
-    options = ServerOptions(api_key=["secret-1", "secret-2"])
-    app = create_app(engine, options)
-    assert "secret" not in repr(options)
-
-    async def ask(path: str, headers: dict[str, str]) -> httpx.Response:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+def ask(app: FastAPI, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    async def get() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             return await client.get(path, headers=headers)
 
+    return asyncio.run(get())
+
+
+@pytest.mark.parametrize("prefix", ["", "/gateway/llm"])
+def test_keys_over_http(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Everything needs a key but what load balancers ask for, behind a proxy that keeps its path, too. The log has the
+    tenant, and no key."""
+    options = ServerOptions(api_key=["secret-1", "secret-2"], root_path=prefix and f"{prefix}/")
+    app = create_app(fake_engine(), options)
+    assert "secret" not in repr(options)
+
     def status(path: str, headers: dict[str, str]) -> int:
-        return asyncio.run(ask(path, headers)).status_code
+        kept, stripped = (ask(app, before + path, headers).status_code for before in (prefix, ""))
+        assert kept == stripped
+        return kept
 
     caplog.set_level(logging.INFO)
     assert status("/v1/models", bearer("secret-2")) == 200
-    for path in ("/v1/models", "/tokenize", "/openapi.json", "/v1/nothing"):
+    for path in ("/v1/models", "/tokenize", "/openapi.json", "/v1/nothing", "/healthy", "/health/x", "/gateway"):
         assert status(path, {}) == status(path, bearer("secret")) == 401
-    for path in ("/health", "/ping", "/version"):
+    for path in ("/health", "/ready", "/ping", "/version", "/"):
         assert status(path, {}) == 200
-    answer = asyncio.run(ask("/v1/models", bearer("wrong-key")))
+    answer = ask(app, f"{prefix}/v1/messages/x", bearer("secret-1"))
+    assert answer.status_code == 404 and answer.json()["type"] == "error"  # Anthropic's shape
+    answer = ask(app, f"{prefix}/v1/models", bearer("wrong-key"))
     assert answer.headers["www-authenticate"] == "Bearer" and answer.json()["error"]["code"] == "invalid_api_key"
     assert "tenant=key-2" in caplog.text
     assert "secret" not in caplog.text and "wrong-key" not in caplog.text + answer.text
+
+
+def test_ready_means_that_a_request_would_be_taken() -> None:
+    options = ServerOptions(api_key=["secret"])
+    full, down, draining = (create_app(fake_engine(*states), options) for states in ((True,), (False, True), ()))
+    draining.state.server.is_draining = True
+    answers = [(ask(app, "/health"), ask(app, "/ready")) for app in (full, down, draining)]
+    assert [(health.status_code, ready.status_code) for health, ready in answers] == [
+        (200, 503),
+        (503, 503),
+        (503, 503),
+    ]
+    codes = [ready.json()["error"]["code"] for _, ready in answers]
+    assert codes == ["queue_full", "engine_unavailable", "shutting_down"]
+    assert answers[0][1].headers["retry-after"] == "2"

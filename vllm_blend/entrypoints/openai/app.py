@@ -56,7 +56,6 @@ def create_app(
     app = FastAPI(
         title="vllm-blend",
         summary="An OpenAI server in which every passage is reusable",
-        root_path=options.root_path,
         openapi_url="/openapi.json" if has_docs else None,
         responses=ERRORS,
         strict_content_type=False,
@@ -71,6 +70,8 @@ def create_app(
         tenants=Tenants.from_options(options.api_key, options.api_keys) if tenants is None else tenants,
         max_body_size=options.max_body_size,
         logs_access=not options.disable_access_log,
+        root_path=options.root_path,
+        body_timeout=options.body_timeout,
         on_refused=app.state.server.metrics.recorder.count_refused,
     )
     if options.allowed_origins:  # outermost: pages must be able to read errors, too

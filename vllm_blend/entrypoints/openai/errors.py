@@ -22,6 +22,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -147,18 +148,18 @@ def install_error_handlers(app: FastAPI) -> None:
     the engine's passes on to `RequestContext`, which answers it as the last."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return error_response(error, request.url.path)
+        return error_response(error, request.state.path)
 
     async def not_found(request: Request, error: Exception) -> Response:
         if isinstance(error, APIError):
-            return error_response(error, request.url.path)
+            return error_response(error, request.state.path)
         message = f"there is no endpoint {request.url.path}: see /docs for those there are"
-        return error_response(APIError(404, message), request.url.path)
+        return error_response(APIError(404, message), request.state.path)
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         allowed = as_api_error(error).headers
         message = f"{request.url.path} does not take {request.method}: see /docs"
-        return error_response(APIError(405, message, headers=allowed), request.url.path)
+        return error_response(APIError(405, message, headers=allowed), request.state.path)
 
     for kind in (HTTPException, RequestValidationError, ValueError, TypeError, *_ENGINE_ERRORS):
         app.add_exception_handler(kind, answer)

@@ -1,11 +1,13 @@
-"""GET /health, /ping and /version."""
+"""GET /health, /ready, /ping and /version."""
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_blend.engine.errors import QueueFullError
 from vllm_blend.entrypoints.openai.errors import APIError
 from vllm_blend.entrypoints.openai.protocol.others import VersionResponse
 from vllm_blend.entrypoints.openai.server import server_of
@@ -22,6 +24,21 @@ async def health(request: Request) -> Response:
     if server.is_draining:
         raise APIError(503, "the server is shutting down", code="shutting_down")
     await server.engine.check_health()
+    return Response(status_code=200)
+
+
+@router.get("/ready", response_class=Response)
+async def ready(request: Request) -> Response:
+    """Answer 200 if a request sent now would be taken, and 503 otherwise: the engine is down or hangs, the server is
+    about to stop, or the queue is full. For load balancers; `/health` says whether to start the server again."""
+    server = server_of(request)
+    if server.is_draining:
+        raise APIError(503, "the server is shutting down", code="shutting_down")
+    try:
+        server.engine.check_room()
+    except QueueFullError as error:
+        seconds = max(1, math.ceil(error.retry_after))
+        raise APIError(503, str(error), code="queue_full", headers={"Retry-After": str(seconds)}) from error
     return Response(status_code=200)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -16,7 +17,7 @@ from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
 # As in vLLM, these need no key, and nor does the status page. None tells what a tenant has sent.
-OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/metrics", "/status", "/"))
+OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics", "/status", "/"))
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _LENGTH_DIGITS = 19  # of a 64-bit number
 _DRAINED_BODIES = 8  # times the limit: what is read of a body that is too large, so that the client hears the answer
@@ -33,10 +34,13 @@ class RequestContext:
         max_body_size: int,
         logs_access: bool,
         on_refused: Callable[[int], None],
+        root_path: str = "",
+        body_timeout: float | None = None,
     ) -> None:
         """`on_refused` gets the status of every error that ends a request before the engine has its prompts."""
         self.app, self.tenants, self.max_body_size, self.logs_access = app, tenants, max_body_size, logs_access
-        self.on_refused = on_refused
+        self.on_refused, self.root_path = on_refused, root_path.rstrip("/")
+        self.body_timeout = body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +50,9 @@ class RequestContext:
         given = headers.get("x-request-id", "")
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        if self.root_path:
+            scope["root_path"] = self.root_path
+        state["path"] = path = path_of(scope)
         REQUEST_ID.set(request_id)  # not reset: what follows in this task is about this request, errors included
         state["tenant"] = ANYONE
         begun, status, num_bytes = time.perf_counter(), 0, 0
@@ -62,18 +69,18 @@ class RequestContext:
         try:
             await self._answer(scope, headers, receive, send_with_id)
         finally:
-            if status >= 400 and scope["path"] not in OPEN_PATHS and "answer_id" not in state.get("log_fields", {}):
+            if status >= 400 and path not in OPEN_PATHS and "answer_id" not in state.get("log_fields", {}):
                 self.on_refused(status)
             if self.logs_access:
                 _log(scope, state, status, num_bytes, time.perf_counter() - begun)
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
-            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            if scope["state"]["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                 scope["state"]["tenant"] = self.tenants.authenticate(headers)
-            limited = await self._limit(headers, receive)
+            limited = await self._limit(headers, self._in_time(receive))
         except APIError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope["state"]["path"])(scope, receive, send)
             return
         await self._call(scope, limited, send)
 
@@ -90,7 +97,33 @@ class RequestContext:
         except Exception as error:
             if begun:
                 raise
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope["state"]["path"])(scope, receive, send)
+
+    def _in_time(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises APIError if the body has not come in time. What comes after it, which is the
+        client's leaving, may take any time."""
+        if self.body_timeout is None:
+            return receive
+        seconds, ends, is_complete = self.body_timeout, time.monotonic() + self.body_timeout, False
+
+        async def receive_in_time() -> Message:
+            nonlocal is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(max(0.0, ends - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise APIError(
+                    408,
+                    f"the body took more than {seconds:g} s (--body-timeout): send it faster, or send less",
+                    code="body_timeout",
+                    headers={"Connection": "close"},
+                ) from None
+            is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        return receive_in_time
 
     async def _limit(self, headers: Headers, receive: Receive) -> Receive:
         """Return a `receive` that refuses a body beyond the limit. Raises APIError if its length says so already."""
@@ -130,6 +163,15 @@ class RequestContext:
             f"the body is larger than {self.max_body_size} bytes: send less, or raise --max-body-size",
             code="body_too_large",
         )
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request as this server knows it: without `--root-path`, which some proxies keep."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    if prefix and (path == prefix or path.startswith(f"{prefix}/")):
+        return path[len(prefix) :] or "/"
+    return path
 
 
 def _log(scope: Scope, state: dict[str, Any], status: int, num_bytes: int, seconds: float) -> None:

@@ -14,6 +14,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is wrong",
         401: "The API key is missing or unknown",
         404: "There is no such model or endpoint",
+        408: "The body did not come in time",
         413: "The body is too large",
         415: "The body is not JSON",
         429: "Too many requests wait",

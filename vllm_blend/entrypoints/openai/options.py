@@ -25,6 +25,10 @@ def _check_origins(name: str, value: list[str] | None) -> None:
     )
 
 
+def _check_path(name: str, value: str) -> None:
+    require(value == "" or value.startswith("/"), f"{name}={value!r} does not begin with /: write /{value}")
+
+
 @dataclass(frozen=True)
 class ServerOptions(OptionGroup):
     """How the server is reached, who may use it, and how much it takes on."""
@@ -44,6 +48,20 @@ class ServerOptions(OptionGroup):
     )
     request_timeout: float | None = option(None, "seconds after which a request is aborted", check=positive)
     max_body_size: int = option(8 << 20, "bytes of the largest request; larger ones get 413", check=positive)
+    body_timeout: float = option(
+        120.0, "seconds that a client may take to send a request's body; then it gets 408", check=positive
+    )
+    max_header_size: int = option(
+        64 << 10, "bytes of a request's URL and headers; larger ones get 414 or 431", check=positive
+    )
+    max_header_count: int = option(256, "headers of a request; more get 431", check=positive)
+    header_timeout: float = option(
+        20.0, "seconds that a new connection may be silent, or take for a request's headers", check=positive
+    )
+    timeout_keep_alive: int = option(
+        5, "seconds that a connection is kept after an answer, for the client's next request", check=positive
+    )
+    max_connections: int = option(4096, "connections at a time; more get 503 and are closed", check=positive)
     max_prompts: int = option(1024, "the most completions (prompts times n) that one request may have", check=positive)
     heartbeat_timeout: float = option(
         Timeouts.heartbeat,
@@ -77,7 +95,9 @@ class ServerOptions(OptionGroup):
         False, "do not blend without a verdict of check-model that lets the server's rule, ratio and company pass"
     )
     detect_chunks: bool = option(True, "find passages that were seen before in plain strings")
-    root_path: str = option("", "path under which a proxy serves this server")
+    root_path: str = option(
+        "", "path under which a proxy serves this server, whether it keeps that path or not", check=_check_path
+    )
     allowed_origins: list[str] | None = option(
         None, "origins of web pages that may call the server (CORS), or * for any", check=_check_origins
     )

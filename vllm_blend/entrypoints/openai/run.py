@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import socket
 import ssl
 import stat
@@ -21,6 +22,7 @@ from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.engine.timeouts import Timeouts
 from vllm_blend.engine_args import EngineArgs
 from vllm_blend.entrypoints.openai.app import create_app
+from vllm_blend.entrypoints.openai.connection import ConnectionLimits, limited_protocol
 from vllm_blend.entrypoints.openai.logs import configure_logging
 from vllm_blend.entrypoints.openai.options import ServerOptions
 from vllm_blend.entrypoints.openai.server import Server
@@ -31,6 +33,7 @@ from vllm_blend.entrypoints.verdicts import announce
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+OTHER_FILES = 256  # that a server has open besides its connections
 FULL_COLLECTION = 25  # smaller collections between two full ones, instead of Python's 10; some garbage waits for them
 
 
@@ -45,6 +48,7 @@ def run_server(args: EngineArgs, options: ServerOptions) -> int:
     config = args.create_engine_config()
     if config.blend.enable_blending:
         announce(config, options.require_verdict)
+    allow_files(options.max_connections)
     with listening(options) as listener:
         timeouts = Timeouts(options.heartbeat_timeout, options.step_timeout)
         queued = options.max_queued_requests
@@ -79,6 +83,22 @@ def _spare_collections() -> None:
     gc.freeze()
     youngest, middle, _ = gc.get_threshold()
     gc.set_threshold(youngest, middle, FULL_COLLECTION)
+
+
+def allow_files(num_connections: int) -> None:
+    """Raise this process's limit on open files so that it can hold so many connections, as far as the system allows."""
+    wanted = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning(
+            "the system allows %d open files, which is less than --max-connections %d and %d other files need: raise "
+            "`ulimit -n`, or lower --max-connections",
+            *(allowed, num_connections, OTHER_FILES),
+        )
 
 
 def check_certificate(options: ServerOptions) -> None:
@@ -194,8 +214,15 @@ async def serve(app: FastAPI, listener: socket.socket, options: ServerOptions) -
 
 def new_server(app: FastAPI, options: ServerOptions) -> DrainingServer:
     """Return what serves an application in the event loop that runs."""
+    limits = ConnectionLimits(
+        options.max_header_size, options.max_header_count, options.header_timeout, options.max_connections
+    )
+    server: Server = app.state.server
     config = uvicorn.Config(
         app,
+        http=limited_protocol(limits, server.metrics.recorder.count_refused),
+        ws="none",
+        timeout_keep_alive=options.timeout_keep_alive,
         log_config=None,
         access_log=False,
         ssl_keyfile=options.ssl_keyfile,
@@ -203,4 +230,4 @@ def new_server(app: FastAPI, options: ServerOptions) -> DrainingServer:
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-    return DrainingServer(config, app.state.server)
+    return DrainingServer(config, server)

@@ -32,7 +32,7 @@ _SIZES = {
 }
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FAILURES = ("bad_input", "queue_full", "engine_down", "deadline", "failed")
-REFUSALS = (400, 401, 404, 405, 413, 415, 429, 500, 503)  # the statuses of requests that get no further
+REFUSALS = (400, 401, 404, 405, 408, 413, 414, 415, 429, 431, 500, 503)  # the statuses of requests that get no further
 
 
 class Recorder:
