@@ -86,7 +86,12 @@ class ModelConfig(OptionGroup):
         "they are to the model; by default they are text there, so that no document can begin a turn",
     )
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts are token ids, and outputs have no text")
-    dtype: str | torch.dtype = option("auto", "auto, float32, bfloat16 or float16")
+    dtype: str | torch.dtype = option(
+        "auto",
+        "auto, float32, bfloat16 or float16. auto is the checkpoint's on a GPU, bfloat16 there for float32; on a CPU "
+        "it is bfloat16 for checkpoints of 16 bits and GGUF files if the processor multiplies it (AVX512-BF16, AMX), "
+        "float32 otherwise",
+    )
     device: str | torch.device = option("auto", "auto, cpu or cuda")
     max_model_len: int | None = option(
         None,

@@ -86,7 +86,8 @@ A `llama` with experts is `MixtralForCausalLM`, and a `mistral3` that scales its
 scaling is read as `linear` (also of a factor without a type, as in llama.cpp), `yarn` and Phi-3's `longrope`, and as
 that of Llama 3.1 and later from the factors that a file has (`rope_freqs.weight`), which `transformers` 5.23 leaves
 out. `dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3 and gpt-oss, whose
-activations leave float16's range. Metadata that would change the model and are not supported are refused by name.
+activations leave float16's range; on a CPU it is bfloat16 if the processor multiplies that, as for any checkpoint of 16
+bits, and float32 otherwise. Metadata that would change the model and are not supported are refused by name.
 `transformers` may know what is refused here:
 `AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it. `vllm-blend
 finetune` trains no GGUF files.
