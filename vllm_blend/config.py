@@ -110,7 +110,8 @@ class ModelConfig(OptionGroup):
     )
     dequantize_weights: bool = option(
         False,
-        "dequantize 4-bit checkpoints at load: prompts and batches are faster, at about four times the memory",
+        "dequantize 4-bit checkpoints and GGUF files at load: prompts and batches may be faster, at about four times "
+        "the memory",
     )
     generation_config: str = option(
         "auto",
