@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define VB_ABI_VERSION 5
+#define VB_ABI_VERSION 6
 
 #if defined(_WIN32)
 #define VB_EXPORT extern "C" __declspec(dllexport)
@@ -140,6 +140,26 @@ VB_EXPORT int VB_FN(int4_linear)(void* out, const void* x, const void* weight, c
 // out [features, in] = the weight that int4_linear multiplies; features may be any number.
 VB_EXPORT int VB_FN(int4_unpack)(void* out, const void* weight, const void* scales, const void* zeros, int64_t in,
                                  int64_t features, int64_t group, int32_t scale_dtype, int32_t dtype, int32_t threads);
+
+// Matrices in ggml's blocks, of the types that csrc/cpu/blocks.h has; `kind` is ggml's number of the type. `weight` is
+// packed as that file says: bands of 16 features, the last one padded with zeros. In every set, for every dtype.
+//
+// out [count, in], packed, = the rows `rows` of a matrix as a file has it; they must be there.
+VB_EXPORT int VB_FN(blocks_pack)(void* out, const void* from, const int64_t* rows, int64_t count, int64_t in,
+                                 int32_t kind, int32_t threads);
+
+// out [rows, features] = x [rows, in] . weight [features, in]^T + bias (which may be null), for few rows.
+VB_EXPORT int VB_FN(blocks_linear)(void* out, const void* x, const void* weight, const void* bias, int64_t rows,
+                                   int64_t in, int64_t features, int64_t out_stride, int64_t x_stride, int32_t kind,
+                                   int32_t dtype, int32_t threads);
+
+// out [rows, in] = the features of the weight from `first` on, a multiple of 16.
+VB_EXPORT int VB_FN(blocks_unpack)(void* out, const void* weight, int64_t first, int64_t rows, int64_t in, int32_t kind,
+                                   int32_t dtype, int32_t threads);
+
+// out [count, in] = the features `ids` of the weight, which must be there.
+VB_EXPORT int VB_FN(blocks_rows)(void* out, const void* weight, const int64_t* ids, int64_t count, int64_t in,
+                                 int32_t kind, int32_t dtype, int32_t threads);
 
 #endif  // VB_ISA
 #endif

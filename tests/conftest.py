@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Engines are kept for other tests, and a prefix cache goes through all of its pages before it uses one again.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "0.125")
     settings.use(Settings(*(config.getoption(name) for name in ("device", "dtype", "attention_backend"))))
+    settings.run_as_without_bfloat16()
     if importlib.util.find_spec("hypothesis") is not None:  # the environment of tests/colbert has none
         _let_hypothesis_take_its_time()
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests import settings
 from vllm_blend.child_process import child_environment, send_settings, start_module
 
 MODULES = ("vllm_blend.engine.process.main", "vllm_blend.executor.worker_process")
@@ -187,5 +188,6 @@ def run(request: Request, fds: list[int]) -> int:
 if __name__ == "__main__":
     for each in (*MODULES, *LAZY):
         importlib.import_module(each)
+    settings.run_as_without_bfloat16()
     gc.freeze()  # the processes share what they do not touch
     sys.exit(run(*serve(socket.socket(fileno=int(sys.stdin.read())))))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vllm_blend import devices
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -71,3 +73,9 @@ def use(settings: Settings) -> None:
     """Called once, before test files are imported: what they make at their top level depends on it."""
     global _current
     _current = settings
+
+
+def run_as_without_bfloat16() -> None:
+    """Have dtype="auto" be float32 on every CPU: greedy answers are compared. It does not reach programs of their own
+    that tests start."""
+    devices.multiplies_bfloat16 = lambda: False

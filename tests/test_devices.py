@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend import devices
 from vllm_blend.config import SchedulerConfig
-from vllm_blend.devices import resolve_device
+from vllm_blend.devices import resolve_device, resolve_dtype
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -68,3 +68,24 @@ def test_the_tokens_of_a_step() -> None:
     assert [SchedulerConfig().step_tokens(device) for device in (cpu, gpu)] == [2048, 8192]
     assert SchedulerConfig(max_num_seqs=4000).step_tokens(cpu) == 4000
     assert SchedulerConfig(max_num_batched_tokens=300).step_tokens(gpu) == 300
+
+
+@pytest.mark.parametrize(
+    ("fast", "checkpoint", "expected"),
+    [
+        (True, torch.bfloat16, torch.bfloat16),
+        (True, torch.float16, torch.bfloat16),
+        (True, torch.float32, torch.float32),
+        (True, None, torch.float32),
+        (False, torch.bfloat16, torch.float32),
+        (False, torch.float16, torch.float32),
+    ],
+)
+def test_auto_on_a_cpu_is_bfloat16_where_it_is_fast(
+    fast: bool, checkpoint: torch.dtype | None, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: fast)
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", checkpoint, cpu) == expected
+    assert resolve_dtype("float32", checkpoint, cpu) == torch.float32
+    assert resolve_dtype("float16", checkpoint, cpu) == torch.float16

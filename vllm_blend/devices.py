@@ -69,18 +69,26 @@ def _why_no_cuda() -> str:
 def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return the dtype of the weights.
 
-    'auto' is the checkpoint's dtype on a GPU (bfloat16 for float32 checkpoints: half the memory serves as well) and
-    float32 on a CPU, where half precision is fast on few machines and emulated on the others.
+    'auto' is the checkpoint's dtype on a GPU (bfloat16 for float32 checkpoints: half the memory serves as well). On a
+    CPU with products of bfloat16 it is bfloat16 for checkpoints of 16 bits: no instruction set that is common computes
+    in float16, whose numbers bfloat16 rounds but never overflows. Everywhere else it is float32.
     """
     if isinstance(dtype, torch.dtype):
         require(dtype in _DTYPES.values(), f"dtype={dtype} is not supported: use one of {sorted(_DTYPES)}")
         return dtype
     if dtype == "auto":
         if device.type == "cpu":
-            return torch.float32
+            half = checkpoint_dtype in (torch.bfloat16, torch.float16) and multiplies_bfloat16()
+            return torch.bfloat16 if half else torch.float32
         return torch.bfloat16 if checkpoint_dtype in (None, torch.float32) else checkpoint_dtype
     require(dtype in _DTYPES, f"dtype={dtype!r} is unknown: use 'auto' or one of {sorted(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has products of bfloat16 (AVX512-BF16; all with AMX-BF16 have it) that torch uses."""
+    has_products: bool = torch.cpu._is_avx512_bf16_supported()
+    return has_products and torch.backends.mkldnn.is_available()
 
 
 def resolve_cache_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:

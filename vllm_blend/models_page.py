@@ -73,9 +73,19 @@ _GGUF = """
 
 `model` may be the path of a GGUF file of version 2 or 3, or name one of a repository on the Hub; of a file in several
 parts give the first (`-00001-of-00003.gguf`). It is enough: **config, tokenizer, chat template and end tokens come from
-the file's metadata**. Weights in F32, F16, BF16 or any quantized type that the package `gguf` can dequantize are
-**dequantized at load**, matrix by matrix, with a warning. The families are compared with the models from which the test
-files are written, and some with `transformers`' reader of GGUF, too. Other architectures are refused.
+the file's metadata**.
+
+**On a CPU, quantized matrices stay as they are**, those of linear layers, the embedding and the output: Q4_0, Q4_1,
+Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, with the compiled kernels and one rank. They are read once, into bands of 16
+rows whose numbers lie side by side, and take the bytes that they have in the file. Up to 32 rows, as in decoding, are
+multiplied by the numbers themselves: activations are not rounded to 8 bits, as in llama.cpp, because the matrix takes
+longer to arrive from memory than its numbers take to unpack. For more rows a stretch of the matrix at a time is
+unpacked to the activations' dtype, for torch's product. `dequantize_weights=True` dequantizes all at load.
+
+Other types that the package `gguf` can dequantize, experts, and everything on a GPU or several ranks are **dequantized
+at load**, matrix by matrix. A warning says so, and what memory they take. The families are compared with the models
+from which the test files are written, and some with `transformers`' reader of GGUF, too. Other architectures are
+refused.
 
 | `general.architecture` | architecture |
 |---|---|
@@ -86,7 +96,8 @@ A `llama` with experts is `MixtralForCausalLM`, and a `mistral3` that scales its
 scaling is read as `linear` (also of a factor without a type, as in llama.cpp), `yarn` and Phi-3's `longrope`, and as
 that of Llama 3.1 and later from the factors that a file has (`rope_freqs.weight`), which `transformers` 5.23 leaves
 out. `dtype="auto"` on a GPU is float16 for F16 and quantized types, but bfloat16 for Gemma 3 and gpt-oss, whose
-activations leave float16's range. Metadata that would change the model and are not supported are refused by name.
+activations leave float16's range; on a CPU it is bfloat16 if the processor multiplies that, as for any checkpoint of 16
+bits, and float32 otherwise. Metadata that would change the model and are not supported are refused by name.
 `transformers` may know what is refused here:
 `AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new_path)` converts it. `vllm-blend
 finetune` trains no GGUF files.

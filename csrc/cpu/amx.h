@@ -30,6 +30,8 @@ VB_INLINE void tiles_begin() {
     config.row_bytes[i] = 64;
     config.rows[i] = TILE;
   }
+  // GCC 12 may drop the stores to `config`: it does not know that the instruction reads memory.
+  __asm__ __volatile__("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 VB_INLINE void tiles_end() { _tile_release(); }

@@ -109,7 +109,7 @@ from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.engine.arg_utils import EngineArgs
 
 model = {model!r}
-llm = LLM(model, max_model_len=64, max_num_seqs=4)
+llm = LLM(model, max_model_len=64, max_num_seqs=4, dtype="float32")
 known = llm.llm_engine.model_config
 assert known is llm.llm_engine.get_model_config() and isinstance(known, config.ModelConfig)
 assert (known.model, known.tokenizer, known.max_model_len, known.dtype) == (model, model, 64, torch.float32)

@@ -186,6 +186,20 @@ def test_another_engine_reuses_what_one_has_stored(tmp_path: Path, stored: str) 
         store_of(llm).close()
 
 
+@pytest.mark.cpu_only
+def test_chunks_of_another_dtype_are_misses(tmp_path: Path) -> None:
+    """dtype="auto" may differ between two machines that share a store."""
+    writing = persistent(tmp_path, dtype="float32")
+    run(writing, tiny_prompt(), PARAMS)
+    cold(writing)
+    reading = persistent(tmp_path, dtype="bfloat16")
+    run(reading, tiny_prompt(), PARAMS)
+    cold(reading)
+    found = metrics(reading)
+    assert found["chunk_store_disk_hits"] == 0 and found["chunks_encoded"] == PIECES
+    assert found["chunk_store_disk_chunks"] == 2 * PIECES
+
+
 def test_what_an_engine_stored_goes_out_as_folders_and_in_again(tmp_path: Path) -> None:
     """Chunks that came from a server go out too: engines tell the store the content of what they store."""
     first = new_llm(TINY, enable_blending=True, chunk_store_url=(tmp_path / "server").as_uri())

@@ -20,7 +20,7 @@ from vllm_blend.config import EngineConfig, EngineConfigSource
 from vllm_blend.core.block_manager import BlockManager
 from vllm_blend.core.page_manager import PageManager
 from vllm_blend.core.scheduler import Scheduler
-from vllm_blend.devices import resolve_cache_dtype, resolve_device, resolve_dtype
+from vllm_blend.devices import resolve_cache_dtype, resolve_device
 from vllm_blend.engine import generation_config, setup
 from vllm_blend.engine.blend_planner import BlendPlanner, check_settings
 from vllm_blend.engine.chunk_encoding import ChunkRegistration
@@ -78,7 +78,7 @@ class LLMEngine(ChunkedEngine):
         model = config.model
         self.hf_config = load_hf_config(model.model, model.revision, model.trust_remote_code, model.hf_overrides)
         self.max_model_len = setup.resolve_max_model_len(config.model, self.hf_config)
-        dtype = resolve_dtype(config.model.dtype, setup.checkpoint_dtype(self.hf_config), device)
+        dtype = setup.resolve_model_dtype(config.model, self.hf_config, device)
         resolve_cache_dtype(config.cache.kv_cache_dtype, dtype)  # an error now, not when weights are loaded
         resolved = {"tokenizer": model.tokenizer or model.model, "dtype": dtype, "max_model_len": self.max_model_len}
         self.model_config = LoadedModelConfig(**vars(model) | resolved, hf_config=self.hf_config)

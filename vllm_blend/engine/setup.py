@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from vllm_blend.checks import require
 from vllm_blend.config import EngineConfig, ModelConfig
+from vllm_blend.devices import resolve_dtype
 from vllm_blend.distributed.ranks import ONE_RANK
 from vllm_blend.executor.backends import choose_backend
 from vllm_blend.executor.base import Executor
@@ -56,6 +57,22 @@ def checkpoint_dtype(hf_config: PretrainedConfig) -> torch.dtype | None:
     """Return the dtype that config.json names, None if it names none."""
     named = getattr(hf_config, "dtype", None)  # transformers 4 reads "torch_dtype" into the same attribute
     return named if isinstance(named, torch.dtype) else None
+
+
+def resolve_model_dtype(config: ModelConfig, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights, and say so if "auto" changes that of a float16 checkpoint. A GGUF file's
+    quantized matrices have none."""
+    stored = checkpoint_dtype(hf_config)
+    dtype = resolve_dtype(config.dtype, stored, device)
+    if config.dtype == "auto" and stored == torch.float16 != dtype and gguf_path(config.model, config.revision) is None:
+        logger.warning(
+            "%s is a float16 checkpoint and runs in %s on this CPU, which computes slowly in float16; dtype='float16' "
+            "keeps its numbers%s",
+            config.model,
+            str(dtype).removeprefix("torch."),
+            ", and so does dtype='float32', in twice the memory" if dtype == torch.bfloat16 else "",
+        )
+    return dtype
 
 
 def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:

@@ -12,7 +12,12 @@ from vllm_blend.distributed.sharding import Layout, Share, padded_share, row_lay
 
 
 class Embedding(nn.Module):
-    """Token ids [T] int64 -> vectors [T, hidden_size]; its memory is not initialised until the loader fills it."""
+    """Token ids [T] int64 -> vectors [T, hidden_size]; its memory is not initialised until the loader fills it.
+
+    A matrix that stays in a file's blocks is in `blocks`, and the weight has no rows.
+    """
+
+    blocks: ops.BlockMatrix | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ONE_RANK) -> None:
         super().__init__()
@@ -20,6 +25,8 @@ class Embedding(nn.Module):
         self.weight = _new_weight(self.share, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.blocks is not None:
+            return ops.blocks_rows(input_ids, self.blocks, self.weight.dtype)
         if self.ranks.size == 1:
             return F.embedding(input_ids, self.weight)
         ids = input_ids - self.share.start
@@ -36,8 +43,11 @@ class LMHead(nn.Module):
     """Hidden states [n, hidden_size] -> logits [n, vocab_size]; they come together on rank 0, others have [n, 0].
 
     The logits are float32 on a CPU and in the weight's dtype on a GPU, where a float32 copy of a large batch costs more
-    than choosing its tokens. With `tied_to` the head shares that embedding's weight.
+    than choosing its tokens. With `tied_to` the head shares that embedding's weight. A matrix that stays in a file's
+    blocks is in `blocks`, and the weight has no rows.
     """
+
+    blocks: ops.BlockMatrix | None = None
 
     def __init__(
         self, vocab_size: int, hidden_size: int, tied_to: Embedding | None = None, ranks: Ranks = ONE_RANK
@@ -48,7 +58,8 @@ class LMHead(nn.Module):
         self.weight = _new_weight(self.share, hidden_size) if tied_to is None else tied_to.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = ops.linear(hidden, self.weight)
+        blocks = self.blocks
+        logits = ops.linear(hidden, self.weight) if blocks is None else ops.blocks_linear(hidden, blocks)
         if self.ranks.size > 1:
             logits = self.ranks.gather_columns(logits)[:, : self.share.total]
         return logits if logits.is_cuda else logits.float()
@@ -56,6 +67,13 @@ class LMHead(nn.Module):
     def layouts(self) -> dict[str, Layout]:
         """Return the layout of the weight, if this is one rank's share of it."""
         return _layouts(self.share, self.weight)
+
+
+def keep_blocks(matrix: ops.BlockMatrix, *layers: Embedding | LMHead) -> None:
+    """Have an embedding, a head, or both that are tied, use a matrix in blocks instead of their weight."""
+    for layer in layers:
+        layer.blocks = matrix
+        layer.weight = nn.Parameter(layer.weight.new_empty(0, layer.weight.shape[1]), requires_grad=False)
 
 
 def _new_weight(share: Share, hidden_size: int) -> nn.Parameter:

@@ -21,11 +21,13 @@ class Linear(nn.Module):
 
     With quantization="fp8" the weight is e4m3 with one float32 scale per output channel; x is [tokens, in_features] and
     is quantised per token, unless it is quantised already. The output has the dtype that was the default when the layer
-    was made. A layer whose matrix stays in 4 bits has it in `int4`, and a weight without rows.
+    was made. A layer whose matrix stays in 4 bits has it in `int4`, one whose matrix stays in a file's blocks in
+    `blocks`, and both have a weight without rows.
     """
 
     weight_scale: torch.Tensor | None
     int4: ops.Int4Weight | None = None
+    blocks: ops.BlockMatrix | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, quantization: str | None = None
@@ -45,6 +47,8 @@ class Linear(nn.Module):
             assert isinstance(x, torch.Tensor)
             if self.int4 is not None:
                 return ops.int4_linear(x, self.int4, self.bias)
+            if self.blocks is not None:
+                return ops.blocks_linear(x, self.blocks, self.bias)
             return ops.linear(x, self.weight, self.bias)
         return ops.quantized_linear(*self._operands(x), self.bias, self.dtype)
 
@@ -63,6 +67,19 @@ class Linear(nn.Module):
     def keep_int4(self, matrix: ops.Int4Weight) -> None:
         """Multiply by a matrix [out_features, in_features] in 4 bits from now on, instead of `weight`."""
         self.int4 = matrix
+        self._drop_weight()
+
+    def keep_blocks(self, matrix: ops.BlockMatrix) -> None:
+        """Multiply by a matrix [out_features, in_features] in blocks from now on, instead of `weight`."""
+        self.blocks = matrix
+        self._drop_weight()
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the matrix stays as the checkpoint has it, quantized."""
+        return self.int4 is not None or self.blocks is not None
+
+    def _drop_weight(self) -> None:
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
     def weight_destination(self, rows: slice = slice(None)) -> torch.Tensor | QuantizedDestination:
@@ -75,7 +92,7 @@ class Linear(nn.Module):
     def checkpoint_views(self) -> dict[str, torch.Tensor | QuantizedDestination | Layout]:
         """Return where each tensor of the checkpoint goes, by its name beside the layer's own."""
         bias = {} if self.bias is None else {"bias": self.bias.detach()}
-        weight = {} if self.int4 is not None else {"weight": self.weight_destination()}
+        weight = {} if self.is_kept else {"weight": self.weight_destination()}
         return {**weight, **bias} | self.layouts()
 
     def checkpoint_weights(self) -> dict[str, int]:
@@ -141,7 +158,7 @@ class PackedLinear(Linear):
             rows = slice(first, first + share.count)
             weight, bias = self.weight.detach()[rows], None if self.bias is None else self.bias.detach()[rows]
             whole = share.is_whole
-            if self.int4 is None:
+            if not self.is_kept:
                 destination = self.weight_destination(rows) if whole else row_layout([share], weight, columns)
                 views[f"{name}.weight"] = destination
             if bias is not None:

@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Int4Layers:
-    """What became of the quantized matrices of a checkpoint: the names of those that stay in 4 bits, why others do not,
-    and the bytes of the layers that keep them, beside those of the same layers dequantized."""
+class KeptLayers:
+    """What became of the quantized matrices of a checkpoint: the names of those that stay as they are, why others do
+    not, and the bytes of the layers that keep them, beside those of the same layers dequantized."""
 
+    kept_in: str = "4 bits"
     kept: set[str] = field(default_factory=set)
     reasons: dict[str, list[str]] = field(default_factory=dict)
     nbytes: int = 0
@@ -33,12 +34,13 @@ class Int4Layers:
         self.reasons.setdefault(reason, []).extend(names)
 
     def log(self, model: str, dtype: str) -> None:
-        """Say what stays in 4 bits, and warn of what does not."""
+        """Say what stays quantized, and warn of what does not."""
         if self.kept:
             logger.info(
-                "%d matrices of %s stay in 4 bits: they take %.1f MiB instead of %.1f in %s",
+                "%d matrices of %s stay in %s: they take %.1f MiB instead of %.1f in %s",
                 len(self.kept),
                 model,
+                self.kept_in,
                 self.nbytes / 2**20,
                 self.dequantized_nbytes / 2**20,
                 dtype,
@@ -67,10 +69,10 @@ def keep_int4_layers(
     stored: Mapping[str, StoredTensor],
     checkpoint_name: Callable[[str], str],
     device: torch.device,
-) -> Int4Layers:
+) -> KeptLayers:
     """Give every linear layer whose matrices `stored` has in 4 bits those matrices, on `device`. `checkpoint_name`
     gives a parameter's name there. What is stored otherwise, or does not fit, is left to the loader."""
-    layers = Int4Layers()
+    layers = KeptLayers()
     others = {name for name, tensor in stored.items() if isinstance(tensor, DequantizedTensor)}
     for path, module in model.named_modules():
         if isinstance(module, Linear):
@@ -88,7 +90,7 @@ def _keep(
     layer: Linear,
     found: Mapping[str, StoredTensor | None],
     rows: Mapping[str, int],
-    layers: Int4Layers,
+    layers: KeptLayers,
     device: torch.device,
 ) -> None:
     size = layer.weight.shape[1]

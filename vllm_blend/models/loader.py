@@ -19,6 +19,7 @@ from vllm_blend.distributed.ranks import ONE_RANK, Ranks
 from vllm_blend.layers.layernorm import RMSNorm
 from vllm_blend.layers.linear import Linear
 from vllm_blend.layers.quantization import QuantizingRMSNorm, check_quantization
+from vllm_blend.models.block_layers import why_no_blocks
 from vllm_blend.models.causal_lm import CausalLM, as_causal_lm
 from vllm_blend.models.config_sizes import check_config_sizes
 from vllm_blend.models.decoder import DecoderForCausalLM
@@ -116,9 +117,9 @@ def load_model(
     `model` is the directory, GGUF file or Hub id with the weights; `load_format="dummy"` fills small random weights of
     a fixed seed instead and reads no file. `max_position` is the number of positions served (max_model_len): it sizes
     the RoPE tables. With quantization="fp8" linear layers are quantised matrix by matrix as they are filled: only one
-    at a time is on the device in `dtype`. With `keeps_int4` linear layers keep the 4-bit weights of a checkpoint where
-    this device multiplies them; a warning names what is dequantized, and why. Of several `ranks` each builds, and
-    reads, its own share of the layers.
+    at a time is on the device in `dtype`. With `keeps_int4` layers keep the 4-bit weights of a checkpoint, and the
+    blocks of a GGUF file, where this device multiplies them; a warning names what is dequantized, and why. Of several
+    `ranks` each builds, and reads, its own share of the layers.
 
     Raises ValueError for an unsupported architecture, checkpoint or quantization, TypeError for a registered class that
     is no `CausalLM`, and FileNotFoundError if there are no weights.
@@ -148,16 +149,21 @@ def load_model(
     if has_int4 and not keeps_int4:
         reason = "4-bit weights are not to be kept (dequantize_weights)"
     keeps = asks and reason is None
+    is_quantized = gguf is not None and bool(files) and bool(quantized_types(read_header(gguf)))
+    if is_quantized:
+        reason = why_no_blocks(dtype, device, ranks) if keeps_int4 else "blocks are not to be kept (dequantize_weights)"
+    keeps_blocks = is_quantized and reason is None
     # A model whose matrices stay in 4 bits may not fit the device with others. Memory of the host that nothing is
     # written to takes none.
     with construct_as(dtype, torch.device("cpu") if keeps else device):
         built = _build(model_class, hf_config, max_position, quantization, ranks)
     causal_lm = as_causal_lm(built)
     if load_format == "auto":
-        if ranks.rank == 0 and not keeps:
-            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason, ranks.size)
+        if ranks.rank == 0 and not (keeps or keeps_blocks):
+            nbytes = sum(parameter.nbytes for parameter in built.parameters())
+            _warn_of_dequantization(model, stored_as, gguf, dtype, quantization, reason, ranks.size, nbytes)
         with _naming(gguf):
-            layers = fill_from_files(built, files, stored_as, device if keeps else None)
+            layers = fill_from_files(built, files, stored_as, device if keeps else None, keeps_blocks)
         layers.log(model, str(dtype).removeprefix("torch."))
     else:
         fill_dummy(built)
@@ -188,6 +194,7 @@ def _warn_of_dequantization(
     quantization: str | None,
     reason: str | None,
     num_ranks: int,
+    nbytes: int,
 ) -> None:
     keeps_fp8 = stored_as is not None and stored_as.keeps_fp8
     if quantization is not None and keeps_fp8:
@@ -203,12 +210,13 @@ def _warn_of_dequantization(
         hint = "; quantization='fp8' keeps them in FP8 on a GPU that multiplies it"
     logger.warning(
         "the matrices of %s are quantized (%s: %s) and are dequantized to %s at load, as %s: they take the memory, and "
-        "give the speed, of an unquantized model%s",
+        "give the speed, of an unquantized model (%.2f GiB here)%s",
         model,
         name,
         stores,
         quantization or str(dtype).removeprefix("torch."),
         reason or "no kernels here multiply them as they are",
+        nbytes / 2**30,
         hint,
     )
 

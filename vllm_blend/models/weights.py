@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from vllm_blend.distributed.sharding import Layout
-from vllm_blend.layers.embedding import LMHead
+from vllm_blend.layers.embedding import Embedding, LMHead
 from vllm_blend.layers.experts import Experts
 from vllm_blend.layers.linear import Linear, PackedLinear
 from vllm_blend.layers.quantization import QuantizedDestination
-from vllm_blend.models.int4_layers import Int4Layers, keep_int4_layers
+from vllm_blend.models.block_layers import keep_block_layers
+from vllm_blend.models.int4_layers import KeptLayers, keep_int4_layers
 from vllm_blend.models.stored import BadTensor, PlainTensor, StoredTensor, opened
 from vllm_blend.models.text_parts import TextPart, text_tensors
 from vllm_blend.models.weight_formats.base import WeightFormat
@@ -95,6 +96,8 @@ def checkpoint_destinations(model: nn.Module) -> dict[str, Destination]:
             destinations.update({f"{beside}{name}": view for name, view in module.checkpoint_views().items()})
             seen.update(id(parameter) for parameter in module.parameters())
             continue
+        if isinstance(module, Embedding | LMHead) and module.blocks is not None:
+            continue
         layouts = layouts_of(module)
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:  # a tied parameter belongs to the first module that has it
@@ -126,7 +129,8 @@ def fill_from_files(
     files: Iterable[Path],
     weight_format: WeightFormat | None = None,
     int4_device: torch.device | None = None,
-) -> Int4Layers:
+    keeps_blocks: bool = False,
+) -> KeptLayers:
     """Copy every tensor of `files` into `model`, one at a time, cast to the model's dtype; matrices that are quantized
     by `weight_format` are dequantized, but with `int4_device` linear layers keep those of 4-bit integers there, where
     they can, and the rest of the model moves to that device before it is filled. Returns which layers keep them.
@@ -134,7 +138,7 @@ def fill_from_files(
     Raises ValueError for a file that cannot be read, and for missing, unexpected or misshapen tensors, and those with
     numbers that are not finite, by name.
     """
-    layers = Int4Layers()
+    layers = KeptLayers()
     tied = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LMHead) and module.tied}
     with opened(files) as found:
         if isinstance(model, TextPart):
@@ -149,6 +153,9 @@ def fill_from_files(
         if int4_device is not None:
             layers = keep_int4_layers(model, wanted, partial(_renamed, parts=_renamed_parts(model)), int4_device)
             model.to(int4_device)
+            wanted = {name: tensor for name, tensor in wanted.items() if name not in layers.kept}
+        if keeps_blocks:
+            layers = keep_block_layers(model, wanted, partial(_renamed, parts=_renamed_parts(model)))
             wanted = {name: tensor for name, tensor in wanted.items() if name not in layers.kept}
         destinations = checkpoint_destinations(model)
         unexpected = sorted(wanted.keys() - destinations.keys())

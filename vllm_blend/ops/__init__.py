@@ -5,6 +5,7 @@ The plain torch version of `f` is `f_reference`, beside it in the same file: the
 
 from vllm_blend.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from vllm_blend.ops.attention import attention_mass, paged_attention
+from vllm_blend.ops.blocks import BlockMatrix, BlockRows, blocks_linear, blocks_rows, pack_blocks, unpack_blocks
 from vllm_blend.ops.cache import HeadNorms, place_chunks, reshape_and_cache, rotary_and_cache
 from vllm_blend.ops.deviation import kv_deviation
 from vllm_blend.ops.fp8 import (
@@ -29,6 +30,8 @@ from vllm_blend.ops.token_masks import keep_allowed
 from vllm_blend.ops.transfer import HostKV, HostPieces, copy_pieces
 
 __all__ = [
+    "BlockMatrix",
+    "BlockRows",
     "HeadNorms",
     "HostKV",
     "HostPieces",
@@ -39,6 +42,8 @@ __all__ = [
     "ShiftedSegment",
     "attention_mass",
     "attention_states",
+    "blocks_linear",
+    "blocks_rows",
     "copy_pieces",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
@@ -49,6 +54,7 @@ __all__ = [
     "linear",
     "mean_shift",
     "merge_states",
+    "pack_blocks",
     "pack_int4",
     "pack_tiles",
     "paged_attention",
@@ -68,6 +74,7 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "unpack_blocks",
     "unpack_int4",
     "unpack_tiles",
 ]

@@ -22,7 +22,7 @@ from vllm_blend.ops.e4m3 import E4M3
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 5  # VB_ABI_VERSION of the header that the signatures below were written from
+ABI_VERSION = 6  # VB_ABI_VERSION of the header that the signatures below were written from
 LIBRARY = Path(__file__).resolve().parent.parent / "libvllm_blend_cpu.so"
 DISABLE_VARIABLE = "VLLM_BLEND_DISABLE_KERNELS"
 ISA_VARIABLE = "VLLM_BLEND_CPU_ISA"
@@ -132,6 +132,25 @@ class CPUKernels(Protocol):
     def int4_unpack(
         self, out: to.Out, weight: to.Weight, scales: to.Scales, zeros: to.ZeroPoints, size: Int64, features: Int64,
         group: Int64, scale_dtype: Int32, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def blocks_pack(
+        self, out: to.Out, weight: to.Weight, rows: to.Rows, count: Int64, size: Int64, kind: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def blocks_linear(
+        self, out: to.Out, x: to.Input, weight: to.Weight, bias: to.Bias | None, rows: Int64, size: Int64,
+        features: Int64, out_stride: Int64, x_stride: Int64, kind: Int32, dtype: Int32, threads: Int32, /,
+    ) -> Int: ...
+
+    def blocks_unpack(
+        self, out: to.Out, weight: to.Weight, first: Int64, rows: Int64, size: Int64, kind: Int32, dtype: Int32,
+        threads: Int32, /,
+    ) -> Int: ...
+
+    def blocks_rows(
+        self, out: to.Out, weight: to.Weight, ids: to.Rows, count: Int64, size: Int64, kind: Int32, dtype: Int32,
+        threads: Int32, /,
     ) -> Int: ...
 # fmt: on
 

@@ -127,3 +127,47 @@ def int4_unpack(kernels: CPUKernels, weight: Int4Matrix, dtype: torch.dtype) -> 
     if status:
         raise_status(status, "int4_unpack")
     return out
+
+
+def blocks_pack(
+    kernels: CPUKernels, out: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, size: int, kind: int
+) -> None:
+    status = kernels.blocks_pack(
+        to.Out(out), to.Weight(stored), to.Rows(rows), len(rows), size, kind, torch.get_num_threads()
+    )
+    if status:
+        raise_status(status, "blocks_pack")
+
+
+def blocks_linear(
+    kernels: CPUKernels, out: torch.Tensor, x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, kind: int
+) -> None:
+    """Write x [rows, in] times a matrix, plus bias, into out [rows, features], whose rows may be parts of others."""
+    rows, size = x.shape
+    status = kernels.blocks_linear(
+        to.Out(out), to.Input(x), to.Weight(data), None if bias is None else to.Bias(bias), rows, size, out.shape[1],
+        out.stride(0), x.stride(0), kind, DTYPE_CODES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise_status(status, "blocks_linear")
+
+
+def blocks_unpack(
+    kernels: CPUKernels, data: torch.Tensor, first: int, rows: int, size: int, kind: int, dtype: torch.dtype
+) -> torch.Tensor:
+    out = torch.empty(rows, size, dtype=dtype)
+    status = kernels.blocks_unpack(
+        to.Out(out), to.Weight(data), first, rows, size, kind, DTYPE_CODES[dtype], torch.get_num_threads()
+    )
+    if status:
+        raise_status(status, "blocks_unpack")
+    return out
+
+
+def blocks_rows(kernels: CPUKernels, out: torch.Tensor, data: torch.Tensor, ids: torch.Tensor, kind: int) -> None:
+    count, size = out.shape
+    status = kernels.blocks_rows(
+        to.Out(out), to.Weight(data), to.Rows(ids), count, size, kind, DTYPE_CODES[out.dtype], torch.get_num_threads()
+    )
+    if status:
+        raise_status(status, "blocks_rows")

@@ -30,6 +30,25 @@ class GGUFTensor:
         values = read_tensor(self._header, self._place)
         return values if self._change is None else self._change(values)
 
+    @property
+    def kind(self) -> int:
+        """Return ggml's number of its type."""
+        return self._place.kind
+
+    def blocks(self) -> torch.Tensor:
+        """Return the rows of a matrix as the file has them, uint8 [rows, bytes], in mapped memory."""
+        place = self._place
+        try:
+            return torch.from_numpy(
+                np.memmap(place.path, np.uint8, "c", place.start, (place.shape[0], place.num_bytes // place.shape[0]))
+            )
+        except OSError as error:
+            raise ValueError(f"{self._header.path}: the tensor {place.name!r} cannot be read: {error!r}") from error
+
+    def row_order(self) -> torch.Tensor | None:
+        """Return which rows of the file the rows of a checkpoint's matrix are, None if the order is the same."""
+        return None if self._change is None else self._change(torch.arange(self.shape[0])[:, None]).flatten()
+
     def entry(self, index: int) -> torch.Tensor:
         """Return one of the tensors that are stacked in this one, and read no other."""
         return read_tensor(self._header, self._place.entry(index))
@@ -51,6 +70,10 @@ class FusedExperts:
         self.shape = (experts, *inputs, outputs * len(stacks))
         if any(stack.shape != stacks[0].shape for stack in stacks):
             raise ValueError(f"{name} is made of tensors of the shapes {[stack.shape for stack in stacks]}")
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(stack.kind not in FLOATS for stack in self._stacks)
 
     def read(self) -> torch.Tensor:
         return self[()]
