@@ -86,12 +86,7 @@ class ModelConfig(OptionGroup):
         "they are to the model; by default they are text there, so that no document can begin a turn",
     )
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts are token ids, and outputs have no text")
-    dtype: str | torch.dtype = option(
-        "auto",
-        "auto, float32, bfloat16 or float16. auto is the checkpoint's on a GPU, bfloat16 there for float32; on a CPU "
-        "it is bfloat16 for checkpoints of 16 bits and GGUF files if the processor multiplies it (AVX512-BF16, AMX), "
-        "float32 otherwise",
-    )
+    dtype: str | torch.dtype = option("auto", "auto (bf16 or float32 on CPUs: docs/cpu.md), float32, bfloat16, float16")
     device: str | torch.device = option("auto", "auto, cpu or cuda")
     max_model_len: int | None = option(
         None,
@@ -110,8 +105,7 @@ class ModelConfig(OptionGroup):
     )
     dequantize_weights: bool = option(
         False,
-        "dequantize 4-bit checkpoints and GGUF files at load: prompts and batches may be faster, at about four times "
-        "the memory",
+        "dequantize 4-bit checkpoints and GGUF files at load: large batches are faster, at 2 to 4 times the memory",
     )
     generation_config: str = option(
         "auto",

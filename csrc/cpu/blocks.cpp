@@ -18,7 +18,7 @@ struct Blocks {
 
 // out [M, BAND] = M rows of x, as [in, M] floats, times a band; sums [in / 16, M] are those of 16 inputs.
 template <typename K, int M>
-VB_INLINE void multiply_band(float* out, const uint8_t* band, const float* x, const float* sums, int64_t in) {
+static __attribute__((noinline)) void multiply_band(float* out, const uint8_t* band, const float* x, const float* sums, int64_t in) {
   constexpr int CHAINS = M <= 2 ? 2 : 1;  // a sum that waits for itself would leave the multipliers idle
   for (int part = 0; part < BAND / VL; ++part) {
     vf total[M] = {};

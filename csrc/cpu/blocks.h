@@ -96,15 +96,21 @@ VB_INLINE vf nibbles(vu lanes) {
   return to_float(lanes & 15);
 #endif
 }
-// v + 16 in the lanes whose bit is set.
-VB_INLINE vf add_sixteen(vf v, uint32_t bits) {
+// v + 16 in the lanes of a part whose bit is set.
+VB_INLINE vf add_sixteen(vf v, const uint16_t* bits, int part) {
 #if defined(__AVX512F__)
+  (void)part;
   const __m512 wide = bit_cast<__m512>(v);
-  return bit_cast<vf>(_mm512_mask_add_ps(wide, __mmask16(bits), wide, _mm512_set1_ps(16)));
+  return bit_cast<vf>(_mm512_mask_add_ps(wide, __mmask16(*bits), wide, _mm512_set1_ps(16)));
 #else
   vu own;
-  for (int i = 0; i < VL; ++i) own[i] = 1u << i;
-  const vi is_set = ((vu{} + bits) & own) != 0;
+  for (int i = 0; i < VL; ++i) own[i] = 1u << (part * VL + i);
+#if defined(__AVX2__)
+  const vu all = bit_cast<vu>(_mm256_set1_epi16(short(*bits)));
+#else
+  const vu all = vu{} + *bits;
+#endif
+  const vi is_set = (all & own) == own;
   return v + bit_cast<vf>(is_set & bit_cast<vi>(splat(16)));
 #endif
 }
@@ -137,8 +143,8 @@ VB_INLINE void each_input(const uint8_t* numbers, int part, const First& first, 
       const vu pair = bytes(lower + BAND * j);
       vf a = nibbles(pair), b = nibbles(pair >> 4);
       if constexpr (K::BITS == 5) {
-        a = add_sixteen(a, fifth[j] >> (part * VL));
-        b = add_sixteen(b, fifth[16 + j] >> (part * VL));
+        a = add_sixteen(a, fifth + j, part);
+        b = add_sixteen(b, fifth + 16 + j, part);
       }
       first(j, a);
       second(16 + j, b);
@@ -167,7 +173,7 @@ VB_INLINE BlockScale scale_of(const uint8_t* block, int tile, int run, int part)
 
 // to[k * VL + lane] = what the inputs of a tile are, in the rows from part * VL on.
 template <typename K>
-VB_INLINE void unpack_tile(float* to, const uint8_t* block, int tile, int part) {
+static __attribute__((noinline)) void unpack_tile(float* to, const uint8_t* block, int tile, int part) {
   const BlockScale one = scale_of<K>(block, tile, 0, part), two = scale_of<K>(block, tile, K::RUNS - 1, part);
   auto put = [&](int k, vf numbers, const BlockScale& by) __attribute__((always_inline)) {
     store(to + k * VL, K::HAS_OFFSET ? numbers * by.scale + by.offset : (numbers - float(K::ZERO)) * by.scale);

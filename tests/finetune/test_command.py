@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.engines import DEMO, ROOT, engine, greedy, run, tiny_model
+from vllm_blend.finetune import measure
 from vllm_blend.finetune.command import main
+from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.saving import save_model
 from vllm_blend.pipeline.datasets import normalize_sample
 from vllm_blend.pipeline.prompts import build_qa_prompt
@@ -245,4 +249,24 @@ def test_measuring_needs_a_configuration_alone(model: str, tmp_path: Path, capsy
     assert finetune(tmp_path, "--measure-only", "--device", "cpu", *options) == 0
     report = capsys.readouterr().out
     assert "2 prompts of 64 tokens a step, in 1 parts" in report
-    assert "tokens/s" in report and "peak memory of this process" in report and "estimated for a GPU" in report
+    assert "tokens/s" in report and "peak memory of this process" in report and "estimated: " in report
+
+
+def test_memory_is_estimated_before_training(
+    model: str, dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Activations are computed again where they would take much of it; what cannot fit is refused."""
+    config, cpu = AutoConfig.from_pretrained(model), torch.device("cpu")
+    plan = TrainingPlan(steps=1, batch_size=4)
+    plain, again = (replace(plan, checkpoint_activations=value) for value in (False, True))
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
+    most, least = (measure.estimate(config, one, 256, parameters, parameters, False).total for one in (plain, again))
+    assert 16 * parameters < least < most
+    for free, expected in ((2.1 * most, plain), (1.9 * most, again), (1.1 * least, again), (None, plain)):
+        monkeypatch.setattr(measure, "available_bytes", lambda free=free: free)
+        assert measure.fit_to_memory(config, plan, 256, False, None, cpu) == expected
+    monkeypatch.setattr(measure, "available_bytes", lambda: 1000)
+    options = ["--output", tmp_path / "new", "--dataset", dataset, "--steps", 1, "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        finetune(model, *options)
+    assert re.search(r"training takes about .* GB are free: compute fewer than 64 rows", capsys.readouterr().err)

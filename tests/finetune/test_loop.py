@@ -170,7 +170,7 @@ def test_the_loss_is_cross_entropy_and_divergence_however_many_logits_at_once(mo
     expected.backward()
     wanted, hidden.grad = hidden.grad, None
     for at_once in (420 * 7, 2**27):  # tokens of a part: 7, all
-        monkeypatch.setattr(losses, "LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(losses, "LOGITS_AT_ONCE", {False: at_once})
         outcome = weighted_loss(hidden, head, batch, Taught(seen, other, 2.0))
         outcome.loss.backward()
         assert wanted is not None and hidden.grad is not None

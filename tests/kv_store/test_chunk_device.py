@@ -35,11 +35,11 @@ def test_a_cpu_engine_has_no_gpu_for_its_chunks() -> None:
 
 
 def test_pinning_more_than_there_is_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_available_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 << 30)
     with pytest.raises(ValueError, match=r"8\.0 GiB .* 3\.0 GiB .*lower blend_chunk_cache_gib"):
         host_memory.pinned_buffer(8 << 30, "blend_chunk_cache_gib")
 
 
 def test_the_available_memory_is_known_on_linux() -> None:
-    available = host_memory._available_bytes()
+    available = host_memory.available_bytes()
     assert available is None or available > 1 << 20

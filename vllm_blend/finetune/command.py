@@ -27,7 +27,7 @@ from vllm_blend.finetune import attention
 from vllm_blend.finetune.loop import compile_layers
 from vllm_blend.finetune.lora import Adapter, check_lora
 from vllm_blend.finetune.masks import MaskShares
-from vllm_blend.finetune.measure import measure
+from vllm_blend.finetune.measure import fit_to_memory, measure
 from vllm_blend.finetune.options import add_training_options, make_plan
 from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.replicas import Replicas, joined
@@ -70,6 +70,8 @@ def run(
     source = make_source(args, tokenizer, lengths, 0 if resumed is None else resumed.rows, replicas, say)
     if plan.target is not None and not source.development:
         raise ValueError(f"--target {plan.target} needs development rows: give --development FILE, or --worlds")
+    again, with_adapter = args.checkpoint_activations, bool(args.lora_rank)
+    plan = fit_to_memory(config, plan, max(source.lengths), with_adapter, again, device)
     attention.register()
     student = make_student(args, config, tokenizer, device)
     teacher = make_teacher(args, student, plan.compile, device)

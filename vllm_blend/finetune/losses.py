@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vllm_blend.finetune.masks import KINDS
 from vllm_blend.finetune.rows import RowBatch
 
-LOGITS_AT_ONCE = 2**27  # numbers; 512 MiB in float32
+LOGITS_AT_ONCE = {True: 2**27, False: 2**25}  # numbers, on a GPU and elsewhere: 512 and 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Taught:
     weight: float
 
 
+def logits_at_once(on_gpu: bool) -> int:
+    """Return how many logits are made at a time."""
+    return LOGITS_AT_ONCE[on_gpu]
+
+
 def head_input(model: Any, states: torch.Tensor) -> torch.Tensor:
     """Return what the head makes the model's logits of, from its last hidden states: Granite's are scaled."""
     divisor = getattr(model.config, "logits_scaling", 1.0)
@@ -55,7 +60,7 @@ def weighted_loss(hidden: torch.Tensor, head: Any, batch: RowBatch, taught: Taug
     given = tuple(tensor[:, 1:].flatten() for tensor in (batch.ids, batch.weights, batch.answers))
     if taught is not None:
         taught = replace(taught, hidden=taught.hidden[:, :-1].flatten(0, 1))
-    at_once = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    at_once = max(1, logits_at_once(hidden.is_cuda) // head.weight.shape[0])
     losses, right = [], []
     for start in range(0, len(states), at_once):
         part = slice(start, start + at_once)

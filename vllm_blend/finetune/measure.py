@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM
 from vllm_blend.finetune import attention
 from vllm_blend.finetune.loop import Surroundings, TrainingProgress, compile_layers, train
 from vllm_blend.finetune.lora import Adapter
-from vllm_blend.finetune.losses import LOGITS_AT_ONCE
+from vllm_blend.finetune.losses import logits_at_once
 from vllm_blend.finetune.plan import TrainingPlan
 from vllm_blend.finetune.rows import LENGTH_MULTIPLE, Row, RowPool, RowPools, pad_rows
 from vllm_blend.finetune.teacher import FrozenModel, Teacher, WithoutAdapter
+from vllm_blend.kv_store.host_memory import available_bytes
 
 CHUNKS, ANSWER_TOKENS = 8, 32  # of each measured prompt
 LOGITS_COPIES = 5  # tensors as large as the logits: those, their logarithms, their gradients, the teacher's
+SCORES_COPIES = 3  # of one layer's attention scores on a CPU, beside what is kept for the backward pass
 FLOAT, HALF = 4, 2  # bytes
 
 
@@ -40,21 +42,55 @@ class Estimate:
         return self.weights + self.activations + self.logits
 
 
-def estimate(config: Any, plan: TrainingPlan, length: int, parameters: int, trained: int) -> Estimate:
-    """Return the bytes of weights (with gradients, optimizer, and the copies in half precision that a step makes),
-    activations and logits, for rows of `length` tokens on a GPU."""
-    whole = trained == parameters
-    weights = trained * 4 * FLOAT + parameters * HALF
-    weights += parameters * HALF if whole and plan.distill else 0  # the teacher
+def estimate(
+    config: Any, plan: TrainingPlan, length: int, parameters: int, trained: int, on_gpu: bool = True
+) -> Estimate:
+    """Return the bytes of weights (with gradients, optimizer, and the copies in half precision that a step on a GPU
+    makes), activations and logits, for rows of `length` tokens. A CPU computes in float32, and keeps the scores of
+    attention over rows that reuse chunks."""
+    whole, size = trained == parameters, HALF if on_gpu else FLOAT
+    weights = trained * 4 * FLOAT
+    weights += parameters * HALF if on_gpu else (parameters - trained) * FLOAT
+    weights += parameters * size if whole and plan.distill else 0  # the teacher
     slots = length + (0 if plan.shares is None else plan.shares.recompute_slots(length))
     rows = plan.batch_size // plan.accumulate
     hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    stream = slots * rows * hidden * (FLOAT if whole else HALF)  # a layer's input
-    layer = slots * rows * HALF * (16 * hidden + 4 * mlp)
+    stream = slots * rows * hidden * (FLOAT if whole else size)  # a layer's input
+    scores = 0 if on_gpu or plan.shares is None else rows * config.num_attention_heads * slots * slots * FLOAT
+    layer = slots * rows * size * (16 * hidden + 4 * mlp) + scores
     activations = layers * stream + layer if plan.checkpoint_activations else layers * (stream + layer)
-    activations += rows * slots * slots * HALF  # the mask
-    logits = min(LOGITS_AT_ONCE, rows * length * config.vocab_size) * FLOAT * LOGITS_COPIES
+    activations += SCORES_COPIES * scores + rows * slots * slots * size  # and the mask
+    logits = min(logits_at_once(on_gpu), rows * length * config.vocab_size) * FLOAT * LOGITS_COPIES
     return Estimate(float(weights), float(activations), float(logits))
+
+
+def fit_to_memory(
+    config: Any, plan: TrainingPlan, length: int, with_adapter: bool, checkpoint: bool | None, device: torch.device
+) -> TrainingPlan:
+    """Return the plan, which computes activations again if they would take more than half of the free memory; with
+    `checkpoint` that is decided already. Raises ValueError if a CPU's memory is too small by the estimate: the system
+    would end the process without a word. A GPU's own error says what it lacks."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    if free is None:
+        return replace(plan, checkpoint_activations=bool(checkpoint))
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    trained = 0 if with_adapter else parameters
+
+    def needed(again: bool) -> Estimate:
+        own = replace(plan, checkpoint_activations=again)
+        return estimate(config, own, length, parameters, trained, device.type == "cuda")
+
+    chosen = needed(False).total > free / 2 if checkpoint is None else checkpoint
+    found = needed(chosen)
+    if device.type == "cpu" and found.total > free:
+        raise ValueError(
+            f"training takes about {found.total / 1e9:.1f} GB (weights and optimizer {found.weights / 1e9:.1f}, "
+            f"activations {found.activations / 1e9:.1f}, logits {found.logits / 1e9:.1f}), and {free / 1e9:.1f} GB are "
+            f"free: compute fewer than {plan.batch_size // plan.accumulate} rows at a time (--batch-size, "
+            f"--accumulate), shorten rows of {length} tokens (--max-length), or train an adapter (--lora-rank)"
+        )
+    return replace(plan, checkpoint_activations=chosen)
 
 
 def measure(config: Any, plan: TrainingPlan, length: int, lora_rank: int, lora_alpha: int, device: torch.device) -> str:
@@ -121,7 +157,7 @@ def _report(
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, of = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of this process"
-    guess = estimate(config, plan, length, parameters, trained)
+    guess = estimate(config, plan, length, parameters, trained, on_gpu)
     tokens = plan.batch_size * length
     return "\n".join(
         [
@@ -129,7 +165,7 @@ def _report(
             f"{plan.batch_size} prompts of {length} tokens a step, in {plan.accumulate} parts",
             f"measured: first step {ends[0]:.1f} s, later {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s",
             f"measured: peak memory {of}: {peak / 1e9:.1f} GB",
-            f"estimated for a GPU: {guess.total / 1e9:.1f} GB (weights and optimizer {guess.weights / 1e9:.1f}, "
+            f"estimated: {guess.total / 1e9:.1f} GB (weights and optimizer {guess.weights / 1e9:.1f}, "
             f"activations {guess.activations / 1e9:.1f}, logits {guess.logits / 1e9:.1f})",
         ]
     )

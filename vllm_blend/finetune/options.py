@@ -25,8 +25,9 @@ def add_training_options(parser: argparse.ArgumentParser, defaults: TrainingPlan
     add("--accumulate", type=int, default=1, help="parts that a batch is computed in, to save memory (default: 1)")
     add(
         "--checkpoint-activations",
-        action="store_true",
-        help="compute activations again in the backward pass, to save memory",
+        action=argparse.BooleanOptionalAction,
+        help="compute activations again in the backward pass, to save memory (default of vllm-blend finetune: if they "
+        "would take more than half of what is free)",
     )
     add("--learning-rate", type=float, default=defaults.learning_rate, help="peak learning rate (default: %(default)s)")
     add("--warmup-steps", type=int, default=defaults.warmup_steps, help="steps up to the peak (default: %(default)s)")
@@ -73,4 +74,5 @@ def make_plan(
     """Return the plan that the options make. Raises ValueError that names a bad option."""
     compiled = resolve_device(args.device).type == "cuda" if args.compile is None else args.compile
     given = {name: getattr(args, name) for name in PLANNED}
+    given["checkpoint_activations"] = bool(args.checkpoint_activations)
     return TrainingPlan(**given, shares=shares, distill=distill, short_share=short_share, compile=compiled)

@@ -101,7 +101,7 @@ def pinned_buffer(num_bytes: int, setting: str) -> np.ndarray:
     `setting` is what errors tell the user to lower. Raises ValueError if the host has too little memory. The memory
     is unlocked and given back when the array and every view of it are gone.
     """
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and num_bytes > available:
         raise ValueError(
             f"{setting}: {num_bytes / 2**30:.1f} GiB of host memory cannot be pinned, as {available / 2**30:.1f} GiB "
@@ -126,7 +126,7 @@ def pinned_buffer(num_bytes: int, setting: str) -> np.ndarray:
     return buffer
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Return how much memory can be taken without swapping; None if the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
