@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -224,7 +225,8 @@ class AsyncLLM:
         number = next(self._numbers)
         request = AsyncRequest(number, request_id, parsed, params, arrival_time, self._processor, self._converting)
         # text, and with it the stop strings, is the affair of this process
-        tokens_only, ids_only = replace(params, stop=None, detokenize=False), replace(parsed, text=None)
+        tokens_only, ids_only = copy(params), replace(parsed, text=None)
+        tokens_only.stop, tokens_only.detokenize = [], False  # its fields have been checked, and may be long
         self._table.add(request)
         try:
             self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority))
