@@ -47,6 +47,8 @@ class NewRequest:
     priority: int = 0
     on_end: Callable[[], None] | None = None
     on_advance: Callable[[RequestGroup], None] | None = None
+    tenant: str = ""
+    call: str = ""
 
 
 @dataclass(eq=False)
@@ -95,6 +97,7 @@ class RequestBuilder:
             longest = min(self.max_model_len, len(token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(new.request_id, token_ids, own, metrics, index, longest, new.priority, parsed.salt)
             request.blend, request.retention = plan, retention
+            request.tenant, request.call = new.tenant, new.call
             request.sampling = SamplingState(
                 own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words, shared=lists
             )
