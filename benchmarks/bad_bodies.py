@@ -54,6 +54,8 @@ def bodies(
     integers = [7] * (VALUES - 10)
     pieces = {"prefix": "a", "chunks": ["a b"] * 10_000, "suffix": "?"}
     scored = {"prompt": [[7 + i] * 1000 for i in range(12)], "max_tokens": 1, "echo": True, "logprobs": 20}
+    stops = [f"{i:>15}" for i in range(1000)]
+    many = {"prompt": "a", "n": 256, "max_tokens": 64, "ignore_eos": True}
     return {
         "nothing": list,
         STEP: whole_step,
@@ -70,6 +72,11 @@ def bodies(
         "130,000 empty objects": one(CHAT, {"messages": [user], "documents": [{}] * 130_000}),
         "10,000 chunks": one(COMPLETIONS, {"prompt": pieces, "max_tokens": 1}),
         "252,000 log-probabilities asked for": one(COMPLETIONS, scored),
+        "1,000 stop strings for 256 completions": one(COMPLETIONS, many | {"stop": stops}),
+        "1,000 bad words for 256 completions": one(COMPLETIONS, many | {"bad_words": stops}),
+        "a document of 130,000 keys": one(
+            CHAT, {"messages": [user], "documents": [{"text": "a", **{f"tit{i}": 1 for i in range(130_000)}}]}
+        ),
         "lists 100,000 deep": one(CHAT, b"[" * 100_000 + b"]" * 100_000),
     }
 

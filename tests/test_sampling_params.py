@@ -125,7 +125,7 @@ def test_greedy_below_a_hundred_thousandth() -> None:
     assert not SamplingParams(temperature=1e-5).greedy
 
 
-@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completion(0)])
+@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completions()[0]])
 def test_copies_share_nothing_that_can_change(copied: Callable[[SamplingParams], SamplingParams]) -> None:
     given: dict[str, Any] = {
         "stop": ["a"],
@@ -149,7 +149,7 @@ def test_what_was_changed_after_it_was_checked_is_checked_again() -> None:
     params = SamplingParams()
     params.temperature = -1.0
     with pytest.raises(ValueError, match=r"temperature=-1\.0 is out of range"):
-        params.for_completion(0)
+        params.for_completions()
 
 
 class Counting:
@@ -166,7 +166,7 @@ class Counting:
         return Counting()
 
 
-@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completion(0)])
+@pytest.mark.parametrize("copied", [SamplingParams.clone, lambda params: params.for_completions()[0]])
 def test_a_processor_that_is_listed_twice_has_one_state_in_a_copy(
     copied: Callable[[SamplingParams], SamplingParams],
 ) -> None:
@@ -180,16 +180,35 @@ def test_processors_that_became_no_list_are_named(given: Any) -> None:
     params = SamplingParams()
     params.logits_processors = given
     with pytest.raises(TypeError, match=r"logits_processors=.* must be a list of functions"):
-        params.for_completion(0)
+        params.for_completions()
 
 
 def test_completions_get_different_seeds() -> None:
     params = SamplingParams(n=3, seed=2**63 - 2, temperature=0.7)
-    several = [params.for_completion(index) for index in range(3)]
+    several = params.for_completions()
     assert several[0].seed == params.seed and len({p.seed for p in several}) == 3
     assert all(p.n == 1 and p.temperature == 0.7 for p in several)
-    assert [SamplingParams(n=2).for_completion(i).seed for i in range(2)] == [None, None]
-    assert None not in {SamplingParams(n=9, seed=-5).for_completion(i).seed for i in range(9)}
+    assert [each.seed for each in SamplingParams(n=2).for_completions()] == [None, None]
+    assert None not in {each.seed for each in SamplingParams(n=9, seed=-5).for_completions()}
+
+
+def test_completions_share_lists_that_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `n` costs does not depend on how long the lists are, and a processor keeps a state for each completion."""
+    params = SamplingParams(n=5, logit_bias={1: 2.0}, allowed_token_ids=[1], bad_words=["a"], stop=["b"])
+    params.logits_processors, checks = [Counting()], list[SamplingParams]()
+    check = SamplingParams.__post_init__
+
+    def counted(params: SamplingParams) -> None:
+        checks.append(params)
+        check(params)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", counted)
+    several = params.for_completions()
+    assert len(checks) == 1 and all(each.n == 1 for each in several)
+    for name in ("logit_bias", "allowed_token_ids", "bad_words", "stop"):
+        assert len({id(getattr(each, name)) for each in several}) == 1
+        assert getattr(several[0], name) is not getattr(params, name)
+    assert len({id((each.logits_processors or [None])[0]) for each in several}) == 5
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])

@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vllm_blend.outputs import Logprob
 from vllm_blend.sampling_params import SamplingParams
+from vllm_blend.stop_strings import StopStrings
 
 _UNDECODABLE = "\ufffd"  # stands for bytes that are no character, or not yet
 _CONTEXT_TOKENS = 8  # of the prompt: decoders look back at neighbours only
@@ -34,12 +35,12 @@ class Detokenizer:
         self, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> None:
         self._params = params
-        self._stops = list(params.stop or ())
+        self._stops = StopStrings.of(params.stop) if params.stop else None
         self._decoder = (
             _IncrementalDecoder(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
         )
         self._text = ""  # certain text, cut at the stop string once one is found
-        self._searched = 0  # characters of it that no stop string may end in any more
+        self._state = 0  # of `_stops`, after that text
         self._num_tokens = 0
         self._stopped = False
 
@@ -53,11 +54,11 @@ class Detokenizer:
         self._num_tokens += 1
         if self._decoder is None or (ends and not self._params.include_stop_str_in_output):
             return None
+        start = len(self._text)
         self._text += self._decoder.step(token_id)
-        if ends or self._num_tokens <= self._params.min_tokens:
-            self._searched = len(self._text)
+        if self._stops is None:
             return None
-        return self._find_stop()
+        return self._find_stop(self._stops, start, not ends and self._num_tokens > self._params.min_tokens)
 
     @property
     def text(self) -> str:
@@ -73,31 +74,24 @@ class Detokenizer:
         """
         if finished or self._stopped:
             return self.text
-        if self._params.include_stop_str_in_output:
+        if self._params.include_stop_str_in_output or self._stops is None:
             return self._text
-        held = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._text)), held, -1):
-                if self._text.endswith(stop[:length]):
-                    held = length
-                    break
-        return self._text[: len(self._text) - held]
+        return self._text[: len(self._text) - self._stops.held[self._state]]
 
-    def _find_stop(self) -> str | None:
-        if not self._stops:
-            return None
-        found: tuple[int, int, str] | None = None  # end, start: the least is completed first, then longest
-        for stop in self._stops:
-            start = self._text.find(stop, max(0, self._searched - len(stop) + 1))
-            if start >= 0 and (found is None or (start + len(stop), start, stop) < found):
-                found = (start + len(stop), start, stop)
-        self._searched = len(self._text)
-        if found is None:
-            return None
-        end, start, stop = found
-        self._text = self._text[: end if self._params.include_stop_str_in_output else start]
-        self._stopped = True
-        return stop
+    def _find_stop(self, stops: StopStrings, start: int, may_stop: bool) -> str | None:
+        """Read the text from `start` on; return the stop string that ends the output, if one may and does."""
+        state = self._state
+        for end in range(start, len(self._text)):
+            state = stops.step(state, self._text[end])
+            length = stops.found[state]
+            if length and may_stop:
+                begin = end + 1 - length
+                stop = self._text[begin : end + 1]
+                self._text = self._text[: end + 1 if self._params.include_stop_str_in_output else begin]
+                self._stopped = True
+                return stop
+        self._state = state
+        return None
 
 
 class _IncrementalDecoder:

@@ -209,12 +209,21 @@ class SamplingParams:
         given = self.logits_processors or ()
         return copy.deepcopy(self, dict(zip(map(id, given), _clones(given), strict=True)))
 
-    def for_completion(self, index: int) -> SamplingParams:
-        """Return the settings of completion `index` of `n`: n=1, and a seed of its own if there is one. They are
-        checked again, as callers may have changed a field, and share nothing that callers can change."""
-        seed = self.seed if self.seed is None or index == 0 else (self.seed + index) % 2**63
+    def for_completions(self) -> list[SamplingParams]:
+        """Return the settings of each of `n` completions: n=1, and a seed of its own if there is one. They are checked
+        again, as callers may have changed a field, and share nothing that callers can change. Lists they share with one
+        another, as lists may be long and `n` large."""
         form = copy.deepcopy(self.structured_outputs)  # of the other fields, checking makes new lists and dicts
-        return replace(self, n=1, seed=seed, logits_processors=_clones(self.logits_processors), structured_outputs=form)
+        processors = _clones(self.logits_processors)
+        several = [replace(self, n=1, logits_processors=processors, structured_outputs=form)]
+        for index in range(1, self.n):
+            other = copy.copy(several[0])
+            if self.seed is not None:
+                other.seed = (self.seed + index) % 2**63
+            if processors:
+                other.logits_processors = _clones(self.logits_processors)
+            several.append(other)
+        return several
 
     def bind(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[tuple[int, ...]]:
         """Check what depends on the vocabulary, before any work starts; return the token sequences of `bad_words`.

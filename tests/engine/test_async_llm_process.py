@@ -155,7 +155,7 @@ def test_an_engine_is_given_up_when_steps_keep_failing() -> None:
             raise error
 
     sockets: Any = SimpleNamespace()
-    loop = EngineLoop(cast(Any, SimpleNamespace(step=step)), sockets, sockets)
+    loop = EngineLoop(cast(Any, SimpleNamespace(step=step, prepare=None)), sockets, sockets)
     for _ in range(5):
         loop._step()
     with pytest.raises(ValueError, match="5"):

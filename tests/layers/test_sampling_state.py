@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
 from tests.layers.sampling import state
-from vllm_blend.layers.sampling_state import check_stop
+from vllm_blend.layers.sampling_state import TokenLists, check_stop
+from vllm_blend.sampling_params import SamplingParams
 
 CASES: list[tuple[list[int], dict[str, Any], tuple[str, int | None] | None]] = [
     ([5], {}, None),
@@ -62,3 +64,27 @@ def test_a_seed_fixes_the_numbers() -> None:
     expected = [torch.rand((), dtype=torch.float64, generator=generator).item() for _ in range(150)]
     sequence = state(seed=5)
     assert [sequence.next_uniform() for _ in range(150)] == expected
+
+
+class CountingDict(dict[Any, Any]):
+    """A dict that counts how often it is asked."""
+
+    num_asked = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.num_asked += 1
+        return super().get(key, default)
+
+
+def test_bad_words_are_looked_up_by_their_lengths() -> None:
+    """A step asks once for each length of a bad word, however many words there are, and equals a look at each."""
+    rng = random.Random(0)
+    words = [tuple(rng.choices(range(4), k=rng.randint(1, 5))) for _ in range(300)]
+    lists = TokenLists(SamplingParams(), (), words)
+    ends = lists.__dict__["_ends_of_words"] = CountingDict(lists._ends_of_words)
+    for step in range(1, 100):
+        output = rng.choices(range(4), k=rng.randint(0, 6))
+        longer = {last for *start, last in words if start and output[-len(start) :] == start}
+        assert lists.banned_after(output) == longer
+        assert ends.num_asked <= 4 * step
+    assert set(lists.always_banned.tolist()) == {word[0] for word in words if len(word) == 1}

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,8 @@ class AsyncLLM:
         priority: int = 0,
         arrival_time: float | None = None,
         deadline: float | None = None,
+        tenant: str = "",
+        call: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request until the finished one, each with what `output_kind` says. Closing the
         iterator early aborts the request.
@@ -141,9 +144,11 @@ class AsyncLLM:
         "abort". Raises ValueError or TypeError for bad input, QueueFullError if too many requests wait, EngineDeadError
         if the engine process has died or dies, ShuttingDownError after `drain`, and DeadlineError if the deadline
         passes before the first token.
+
+        Tenants take turns, and so do the calls of a tenant: requests with the same `call` are parts of one.
         """
         arrival_time = time.time() if arrival_time is None else arrival_time
-        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline)
+        request = await self._add(prompt, sampling_params, request_id, priority, arrival_time, deadline, tenant, call)
         timer = None
         if deadline is not None:
             seconds = max(0.0, deadline - time.time())
@@ -210,6 +215,8 @@ class AsyncLLM:
         priority: int,
         arrival_time: float,
         deadline: float | None,
+        tenant: str,
+        call: str,
     ) -> AsyncRequest:
         """Check a request and send it to the engine process."""
         self._check_arguments(params, request_id, deadline)
@@ -224,10 +231,11 @@ class AsyncLLM:
         number = next(self._numbers)
         request = AsyncRequest(number, request_id, parsed, params, arrival_time, self._processor, self._converting)
         # text, and with it the stop strings, is the affair of this process
-        tokens_only, ids_only = replace(params, stop=None, detokenize=False), replace(parsed, text=None)
+        tokens_only, ids_only = copy(params), replace(parsed, text=None)
+        tokens_only.stop, tokens_only.detokenize = [], False  # its fields have been checked, and may be long
         self._table.add(request)
         try:
-            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority))
+            self._client.send(Add(number, request_id, ids_only, tokens_only, arrival_time, priority, tenant, call))
         except BaseException:
             self._table.remove(request)
             raise

@@ -22,7 +22,7 @@ from vllm_blend.engine.extension import Extension
 from vllm_blend.engine.requests import RequestGroup
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.kv_store.keys import ModelFingerprint
-from vllm_blend.layers.sampling_state import SamplingState
+from vllm_blend.layers.sampling_state import SamplingState, TokenLists
 from vllm_blend.models.causal_lm import attention_layers
 from vllm_blend.outputs import RequestMetrics
 from vllm_blend.request import Request
@@ -47,6 +47,8 @@ class NewRequest:
     priority: int = 0
     on_end: Callable[[], None] | None = None
     on_advance: Callable[[RequestGroup], None] | None = None
+    tenant: str = ""
+    call: str = ""
 
 
 @dataclass(eq=False)
@@ -90,14 +92,16 @@ class RequestBuilder:
             check_nothing_needs_every_token(params, collects)
         metrics = RequestMetrics(arrival_time=time.time() if new.arrival_time is None else new.arrival_time)
         requests, token_ids = [], list(parsed.token_ids)  # which all completions share
-        for index in range(params.n):
-            own = params.for_completion(index)
+        lists: TokenLists | None = None  # which all completions share
+        for index, own in enumerate(params.for_completions()):
             longest = min(self.max_model_len, len(token_ids) + (own.max_tokens or self.max_model_len))
             request = Request(new.request_id, token_ids, own, metrics, index, longest, new.priority, parsed.salt)
             request.blend, request.retention = plan, retention
+            request.tenant, request.call = new.tenant, new.call
             request.sampling = SamplingState(
-                own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words
+                own, token_ids, request.output_token_ids, tuple(self.eos_token_ids), bad_words, shared=lists
             )
+            lists = request.sampling.lists
             request.detokenizer = Detokenizer(self.tokenizer, own, token_ids)
             if collects and index == 0:
                 request.collect_from = 0

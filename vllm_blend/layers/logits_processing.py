@@ -7,6 +7,7 @@ the whole batch at once; nothing of the vocabulary's size is built per sequence,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,8 +30,15 @@ class LogitsProcessing:
         rows = list(enumerate(states))
         self._with_functions = [(row, state) for row, state in rows if state.params.logits_processors]
         self._constrained = [(row, state.constraint) for row, state in rows if state.constraint is not None]
-        self._allowed = [(row, state.allowed_ids) for row, state in rows if state.allowed_ids is not None]
-        self._biased = [(row, *state.bias) for row, state in rows if state.bias is not None]
+        allowed = [(row, state.lists.allowed) for row, state in rows if state.lists.allowed is not None]
+        biased = [(row, *state.lists.bias) for row, state in rows if state.lists.bias is not None]
+        always_banned = [(row, ids) for row, state in rows if len(ids := state.lists.always_banned)]
+        self._allowed = _Pairs.of(allowed, device) if allowed else None
+        self._biased: tuple[_Pairs, torch.Tensor] | None = None
+        if biased:
+            amounts = to_device(np.concatenate([amounts for *_, amounts in biased]), device)
+            self._biased = _Pairs.of([(row, ids) for row, ids, _ in biased], device), amounts
+        self._always_banned = _Pairs.of(always_banned, device) if always_banned else None
         self._banning = [(row, state) for row, state in rows if state.bad_words or state.params.min_tokens]
         self._penalized = [(row, state) for row, state in rows if state.penalized]
         self._penalties = np.array([state.penalties for state in states], dtype=np.float32).reshape(-1, 3).T
@@ -71,31 +79,28 @@ class LogitsProcessing:
         return {int(rows[index]): error for index, error in errors.items()}
 
     def _keep_allowed(self, logits: torch.Tensor) -> None:
-        if not self._allowed:
+        if self._allowed is None:
             return
-        numbers, token_ids = [row for row, _ in self._allowed], [ids for _, ids in self._allowed]
-        rows, tokens = _pairs(numbers, token_ids, self._device)
+        rows, tokens = self._allowed.rows, self._allowed.tokens
         kept = logits[rows, tokens]
-        logits.index_fill_(0, to_device(np.array(numbers), self._device), -torch.inf)
+        logits.index_fill_(0, self._allowed.distinct_rows, -torch.inf)
         logits[rows, tokens] = kept
 
     def _add_bias(self, logits: torch.Tensor) -> None:
-        if not self._biased:
-            return
-        token_ids = [ids for _, ids, _ in self._biased]
-        rows, tokens = _pairs([row for row, _, _ in self._biased], token_ids, self._device)
-        logits[rows, tokens] += to_device(np.concatenate([amounts for _, _, amounts in self._biased]), self._device)
+        if self._biased is not None:
+            pairs, amounts = self._biased
+            logits[pairs.rows, pairs.tokens] += amounts
 
     def _ban(self, logits: torch.Tensor) -> None:
         vocab_size = logits.shape[-1]
+        pairs = [] if self._always_banned is None else [self._always_banned]
         banned = [(row, [i for i in state.banned_ids() if i < vocab_size]) for row, state in self._banning]
-        banned = [(row, ids) for row, ids in banned if ids]
-        if not banned:
-            return
-        id_arrays = [np.array(ids, dtype=np.int64) for _, ids in banned]
-        rows, tokens = _pairs([row for row, _ in banned], id_arrays, self._device)
-        # a Python number would be copied from the host, and wait
-        logits[rows, tokens] = logits.new_full((), -torch.inf)
+        now = [(row, np.array(ids, dtype=np.int64)) for row, ids in banned if ids]
+        if now:
+            pairs.append(_Pairs.of(now, self._device))
+        for each in pairs:
+            # a Python number would be copied from the host, and wait
+            logits[each.rows, each.tokens] = logits.new_full((), -torch.inf)
 
     def _penalize(self, logits: torch.Tensor) -> None:
         if not self._penalized:
@@ -111,10 +116,18 @@ def process_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> dic
     return LogitsProcessing(states, logits.device).apply(logits)
 
 
-def _pairs(
-    rows: list[int], ids: Sequence[NDArray[np.int64]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row and the token of every pair, both int64 [pairs], moved in one transfer."""
-    flat = np.stack([np.repeat(np.array(rows, dtype=np.int64), [len(i) for i in ids]), np.concatenate(ids)])
-    pairs = to_device(flat, device)
-    return pairs[0], pairs[1]
+@dataclass(frozen=True)
+class _Pairs:
+    """Tokens of rows of logits: the row and the token of every pair, int64 [pairs], and each row once."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    distinct_rows: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> _Pairs:
+        """Return the pairs of (row, its tokens), moved in one transfer."""
+        numbers = np.array([row for row, _ in tokens], dtype=np.int64)
+        rows, ids = np.repeat(numbers, [len(ids) for _, ids in tokens]), np.concatenate([ids for _, ids in tokens])
+        moved = to_device(np.concatenate([rows, ids, numbers]), device)
+        return cls(moved[: len(rows)], moved[len(rows) : 2 * len(rows)], moved[2 * len(rows) :])

@@ -21,6 +21,60 @@ _MOST_TAKEN_BACK = 128  # more than two steps in flight draw, with the most draf
 
 
 @dataclass(eq=False)
+class TokenLists:
+    """The tokens that a request's settings name. All its completions share one, as lists may be as long as the
+    vocabulary."""
+
+    params: SamplingParams
+    eos_token_ids: Sequence[int] = ()
+    bad_words: Sequence[tuple[int, ...]] = ()
+
+    @cached_property
+    def stopping(self) -> frozenset[int]:
+        return frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids or ())
+
+    @cached_property
+    def allowed(self) -> NDArray[np.int64] | None:
+        allowed = self.params.allowed_token_ids
+        return None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
+
+    @cached_property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, each once, and what is added to their logits."""
+        bias = self.params.logit_bias
+        if not bias:
+            return None
+        return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+
+    @cached_property
+    def always_banned(self) -> NDArray[np.int64]:
+        """Bad words of one token."""
+        return np.unique(np.array([word[0] for word in self.bad_words if len(word) == 1], dtype=np.int64))
+
+    @cached_property
+    def _ends_of_words(self) -> dict[tuple[int, ...], set[int]]:
+        """The last tokens of longer bad words, by the tokens before them."""
+        ends: dict[tuple[int, ...], set[int]] = {}
+        for word in self.bad_words:
+            if len(word) > 1:
+                ends.setdefault(word[:-1], set()).add(word[-1])
+        return ends
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return sorted({len(start) for start in self._ends_of_words})
+
+    def banned_after(self, output: Sequence[int]) -> set[int]:
+        """Return the tokens that would complete a bad word of several tokens: one look-up for each length of these."""
+        banned: set[int] = set()
+        for length in self._lengths:
+            if length > len(output):
+                break
+            banned |= self._ends_of_words.get(tuple(output[-length:]), banned)
+        return banned
+
+
+@dataclass(eq=False)
 class SamplingState:
     """One sequence as the sampler sees it.
 
@@ -35,12 +89,14 @@ class SamplingState:
     eos_token_ids: Sequence[int] = ()
     bad_words: Sequence[tuple[int, ...]] = ()
     constraint: TokenConstraint | None = None
+    shared: TokenLists | None = None  # of another completion of the same request
     generator: torch.Generator | None = field(init=False, default=None)
     _table: PenaltyTable | None = field(init=False, default=None, repr=False)
     _uniforms: list[float] = field(init=False, default_factory=list, repr=False)  # drawn ahead, the next one last
     _given: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_MOST_TAKEN_BACK), repr=False)
 
     def __post_init__(self) -> None:
+        self.lists = self.shared or TokenLists(self.params, self.eos_token_ids, self.bad_words)
         if self.params.seed is not None:
             self.generator = torch.Generator().manual_seed(int(self.params.seed))
 
@@ -110,7 +166,7 @@ class SamplingState:
         output = [*self.output_token_ids, *token_ids]
         constraint = None if self.constraint is None else self.constraint.after(token_ids)
         other = SamplingState(
-            self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words, constraint
+            self.params, self.prompt_token_ids, output, self.eos_token_ids, self.bad_words, constraint, self.lists
         )
         other.generator, other._uniforms, other._given = self.generator, self._uniforms, self._given
         if self.penalized:
@@ -125,32 +181,16 @@ class SamplingState:
         followed = self.penalized or self.bad_words or p.min_tokens or p.logits_processors
         return bool(followed) or self.constraint is not None
 
-    @cached_property
+    @property
     def stopping_ids(self) -> frozenset[int]:
         """Return the tokens that `min_tokens` holds back: end of sequence and stop tokens."""
-        return frozenset(self.eos_token_ids) | frozenset(self.params.stop_token_ids or ())
-
-    @cached_property
-    def allowed_ids(self) -> NDArray[np.int64] | None:
-        allowed = self.params.allowed_token_ids
-        return None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
-
-    @cached_property
-    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, each once, and what is added to their logits."""
-        bias = self.params.logit_bias
-        if not bias:
-            return None
-        return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+        return self.lists.stopping
 
     def banned_ids(self) -> set[int]:
-        """Return the tokens that may not come next: stopping ones before `min_tokens`, and ends of bad words."""
-        output = self.output_token_ids
-        banned = set(self.stopping_ids) if self.awaits_min_tokens else set()
-        for *start, last in self.bad_words:
-            if not start or output[-len(start) :] == start:
-                banned.add(last)
-        return banned
+        """Return the tokens that may not come next, besides bad words of one token: stopping ones before `min_tokens`,
+        and ends of longer bad words."""
+        banned = self.lists.banned_after(self.output_token_ids)
+        return banned | self.stopping_ids if self.awaits_min_tokens else banned
 
     def penalty_table(self) -> PenaltyTable:
         """Return the tokens under a penalty."""

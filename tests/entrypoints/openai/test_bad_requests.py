@@ -109,6 +109,29 @@ BAD: list[tuple[str, bytes, int, str, str | None]] = [
         "takes text alone",
         "messages",
     ),
+    (
+        "/v1/messages",
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a", f"own_{i}": 1} for i in range(129)], "max_tokens": 1}
+        ).encode(),
+        400,
+        "there are more than 128 unknown fields",
+        "messages[128]",
+    ),
+    (
+        COMPLETIONS,
+        prompt(n=512, allowed_token_ids=list(range(1000)), temperature=1.0),
+        400,
+        "allowed_token_ids and its like have 1000 entries for 512 completions",
+        "allowed_token_ids",
+    ),
+    (
+        COMPLETIONS,
+        prompt(prompt=["a"] * 512, logit_bias={str(token): 1 for token in range(1000)}),
+        400,
+        "logit_bias and its like have 1000 entries for 512 completions",
+        "logit_bias",
+    ),
     (CHAT, chat(blend={"mode": "on"}), 400, "blend.mode='on' is unknown", "blend"),
     (CHAT, chat(blend={"selector": "nope"}), 400, "blend.selector: blend_selector='nope' is unknown", "blend"),
     (

@@ -112,6 +112,13 @@ TAGS = {"structures": [{"begin": "<f=1>", "schema": {"type": "boolean"}, "end": 
         ({"json": {"properties": {"a": {}}}, "disable_additional_properties": True}, '{"b": 1}', False),
         ({"json": {"properties": {"a": {}}}}, '{"b": 1}', True),
         ({"regex": "a*"}, "", True),
+        ({"choice": ["a", "ab", "abcd"]}, "a", True),
+        ({"choice": ["a", "ab", "abcd"]}, "ab", True),
+        ({"choice": ["a", "ab", "abcd"]}, "abc", False),
+        ({"choice": ["", "ab"]}, "", True),
+        ({"choice": [""]}, "", True),
+        ({"choice": [f"choice {i}" for i in range(20_000)]}, "choice 19999", True),
+        ({"choice": [f"choice {i}" for i in range(20_000)]}, "choice 20000", False),
         ({"regex": "a*</s>"}, "aa</s>", True),  # as text, not as the special token
     ],
 )
@@ -138,12 +145,13 @@ def test_what_takes_too_long_is_refused_and_the_next_form_is_not(regex: str) -> 
 
 def test_a_process_that_ends_is_started_again(compiler: GrammarCompiler) -> None:
     compiler.matcher(Params(regex="first"))
-    assert compiler._trials is not None and compiler._trials._process is not None
-    ended = compiler._trials._process
+    [trial] = compiler._idle
+    ended = trial._process
+    assert ended is not None
     os.kill(ended.pid, signal.SIGKILL)
     ended.wait()
     compiler.matcher(Params(regex="second"))
-    assert compiler._trials._process is not ended
+    assert compiler._idle == [trial] and trial._process is not ended
 
 
 def test_a_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +191,24 @@ def test_a_known_form_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
     go_on.set()
     other.join()
     assert compiler.num_compiled == 2
+
+
+def test_two_forms_are_compiled_at_a_time_and_one_that_several_need_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, both, tried = compiler_for(compile_seconds=120.0), threading.Barrier(2, timeout=60), list[str]()
+
+    def trial(self: trials.Trials, grammar: str, is_source: bool) -> tuple[str, str]:
+        tried.append(grammar)
+        both.wait()  # neither ends before the other one has begun
+        return grammar, ""
+
+    monkeypatch.setattr(trials.Trials, "try_out", trial)
+    asked = [Params(regex=regex) for regex in ("a", "b", "a", "b", "a")]
+    threads = [threading.Thread(target=compiler.matcher, args=(form,)) for form in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(tried) == 2 == compiler.num_compiled == len(compiler._idle)
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_blend.config import EngineConfig
-from vllm_blend.engine.errors import EngineDeadError, ShuttingDownError
+from vllm_blend.engine.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from vllm_blend.engine.process.calls import check_call
 from vllm_blend.engine.process.heartbeat import Pulse
 from vllm_blend.engine.process.launch import EngineProcess
@@ -219,7 +219,10 @@ class EngineClient:
                 if self._pulse is not None:
                     self._pulse.enter(message)
             case Refused():
-                self._listener.refused(message.number, raisable(message.error))
+                error = raisable(message.error)
+                if message.retry_after is not None:
+                    error = QueueFullError(message.error.message.removeprefix("QueueFullError: "), message.retry_after)
+                self._listener.refused(message.number, error)
             case Ready():
                 with self._lock:
                     if not self._closing.is_set():

@@ -17,14 +17,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import torch
 import zmq
 
-from vllm_blend.engine.errors import EngineDeadError
+from vllm_blend.engine.errors import EngineDeadError, QueueFullError
 from vllm_blend.engine.llm_engine import LLMEngine
 from vllm_blend.engine.process.calls import run_call
 from vllm_blend.engine.process.deltas import DeltaReporter
@@ -45,6 +45,7 @@ from vllm_blend.engine.process.messages import (
     describe_error,
     new_encoder,
 )
+from vllm_blend.engine.process.preparation import Preparation
 from vllm_blend.engine.request_builder import NewRequest
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
@@ -68,9 +69,7 @@ class EngineLoop:
         self._ids: dict[int, str] = {}  # of the requests that are unfinished, by number
         self._waiting: set[int] = set()  # calls
         self._answers: deque[tuple[int, Future[Any]]] = deque()
-        self._preparing: dict[int, Add] = {}  # requests whose preparation takes long, by number
-        self._prepared: deque[Add] = deque()
-        self._preparation = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        self._preparation = Preparation(engine.prepare)
         self._failed_steps = 0
         self.num_turns = 0  # of the loop
         self.stopping = False
@@ -79,7 +78,8 @@ class EngineLoop:
         """Run until told to stop. Raises the error of a step that keeps failing."""
         while not self.stopping:
             self._receive()
-            self._add_prepared()
+            for new in self._preparation.take_done():
+                self._add(new)
             if not self.engine.is_idle:
                 self._step()
             self._report()
@@ -91,8 +91,8 @@ class EngineLoop:
     def _receive(self) -> None:
         """Do what is asked, the rest of much after the next step; wait for something to be asked if there is no step to
         run."""
-        if self.engine.is_idle and not self._answers and not self._prepared:
-            seconds = ANSWER_SECONDS if self._waiting or self._preparing else IDLE_SECONDS
+        if self.engine.is_idle and not self._answers and not self._preparation.done:
+            seconds = ANSWER_SECONDS if self._waiting or len(self._preparation) else IDLE_SECONDS
             if not self._receiver.poll(int(1000 * seconds)):
                 self.engine.check_workers()
                 return
@@ -119,7 +119,7 @@ class EngineLoop:
                     self._add(message)
             case Abort():
                 for number in message.numbers:
-                    self._preparing.pop(number, None)
+                    self._preparation.drop(number)
                 ids = [self._ids.pop(number, None) for number in message.numbers]
                 known = [request_id for request_id in ids if request_id is not None]
                 self.engine.abort_request(known)
@@ -131,16 +131,11 @@ class EngineLoop:
                 self._call(message)
 
     def _prepare(self, new: Add) -> None:
-        """Prepare a request in another thread, while steps go on, and add it then."""
-        self._preparing[new.number] = new
-        future = self._preparation.submit(self.engine.prepare, new.params)
-        future.add_done_callback(lambda _: self._prepared.append(new))  # an error is raised again where it is added
-
-    def _add_prepared(self) -> None:
-        while self._prepared:
-            new = self._prepared.popleft()
-            if self._preparing.pop(new.number, None) is not None:
-                self._add(new)
+        """Prepare a request in another thread, while steps go on; it is added then."""
+        try:
+            self._preparation.add(new)
+        except QueueFullError as error:
+            self.send(Refused(new.number, describe_error(error), error.retry_after))
 
     def _add(self, new: Add) -> None:
         watch = self._reporter.watch(new.number, new.parsed, new.params.n)
@@ -154,6 +149,8 @@ class EngineLoop:
                     new.arrival_time,
                     priority=new.priority,
                     on_advance=watch,
+                    tenant=new.tenant,
+                    call=new.call,
                 )
             )
         except Exception as error:

@@ -27,6 +27,8 @@ class Add(msgspec.Struct, array_like=True, tag=True):
     params: SamplingParams
     arrival_time: float
     priority: int
+    tenant: str = ""
+    call: str = ""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
@@ -107,6 +109,7 @@ class Refused(msgspec.Struct, array_like=True, tag=True):
 
     number: int
     error: Error
+    retry_after: float | None = None  # seconds, if it may be sent again: too many wait
 
 
 class Answer(msgspec.Struct, array_like=True, tag=True):

@@ -41,7 +41,7 @@ class ChatCall:
 def prepare_chat(server: Server, body: ChatCompletionRequest, tenant: Tenant) -> ChatCall:
     """Render and tokenize a conversation, and check its settings. Raises ValueError, TypeError or APIError."""
     check_format(server)
-    check_num_completions(1, body.n, server)
+    check_num_completions(1, body, server)
     messages = parse_messages(body.messages)
     choice = parse_tool_choice(body.tool_choice, parse_tools(body.tools), body.parallel_tool_calls)
     template = make_template(

@@ -55,7 +55,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         raise bad_request(
             f"prompt has {len(prompts)} prompts: send at most {server.options.max_prompts} in one request", "prompt"
         )
-    check_num_completions(len(prompts), body.n, server)
+    check_num_completions(len(prompts), body, server)
     salt = tenant_of(request).combined_salt(body.cache_salt)
     jobs = await server.prepare(_prepare, body, server, prompts, salt)
     parsed = [prompt for prompt, _ in jobs]

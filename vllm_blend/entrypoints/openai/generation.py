@@ -16,7 +16,7 @@ from fastapi import Request
 from vllm_blend.engine.async_llm import AsyncLLM
 from vllm_blend.entrypoints.openai.errors import APIError, bad_request
 from vllm_blend.entrypoints.openai.metrics import ServerMetrics
-from vllm_blend.entrypoints.openai.server import note, server_of
+from vllm_blend.entrypoints.openai.server import note, server_of, tenant_of
 from vllm_blend.entrypoints.openai.tracing import RequestSpan, trace_headers
 from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.layers.sampler import NO_TOKEN_LEFT
@@ -42,6 +42,7 @@ class Generation:
     jobs: Sequence[tuple[ParsedPrompt, SamplingParams]]
     priority: int = 0
     deadline: float | None = None
+    tenant: str = ""
     arrival_time: float = field(default_factory=time.time)
     new_span: Callable[[SamplingParams], RequestSpan] | None = None  # where requests are traced
 
@@ -63,7 +64,8 @@ class Generation:
             new_span = partial(
                 server.tracing.request, request_id, server.model_name, arrival_time, trace_headers(request.headers)
             )
-        return cls(server.engine, server.metrics, request_id, jobs, priority or 0, deadline, arrival_time, new_span)
+        observed = (server.engine, server.metrics, request_id, jobs, priority or 0, deadline)
+        return cls(*observed, tenant_of(request).name, arrival_time, new_span)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (number of the prompt, output) as outputs come. Closing the generator aborts what still runs.
@@ -119,6 +121,8 @@ class Generation:
                     priority=self.priority,
                     arrival_time=self.arrival_time,
                     deadline=self.deadline,
+                    tenant=self.tenant,
+                    call=self.request_id,
                 )
                 async with aclosing(outputs):
                     async for output in outputs:

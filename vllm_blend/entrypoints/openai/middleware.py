@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_blend.entrypoints.openai.errors import APIError, error_response
+from vllm_blend.entrypoints.openai.protocol.common import UNKNOWN_FIELDS
 from vllm_blend.entrypoints.openai.tenancy import ANYONE, Tenants
 from vllm_blend.log_lines import REQUEST_ID, log_request
 
@@ -54,6 +55,7 @@ class RequestContext:
             scope["root_path"] = self.root_path
         state["path"] = path = path_of(scope)
         REQUEST_ID.set(request_id)  # not reset: what follows in this task is about this request, errors included
+        UNKNOWN_FIELDS.set(set())
         state["tenant"] = ANYONE
         begun, status, num_bytes = time.perf_counter(), 0, 0
 

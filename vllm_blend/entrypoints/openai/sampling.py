@@ -15,6 +15,7 @@ from vllm_blend.inputs import ParsedPrompt
 from vllm_blend.sampling_params import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 1 << 18  # in one answer
+MAX_NAMED_TOKENS = 1 << 18  # in the lists of a request, counted for each of its completions
 
 _NOT_COPIED = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}  # endpoints give them other meanings
 _COPIED = sorted({field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys() - _NOT_COPIED)
@@ -58,11 +59,22 @@ def _check_token_lists(body: SamplingFields, vocab_size: int) -> None:
             )
 
 
-def check_num_completions(num_prompts: int, n: int | None, server: Server) -> None:
-    """Raise APIError (400) for more completions than a request may have."""
-    limit = server.options.max_prompts
-    if n is not None and n > 1 and num_prompts * n > limit:
+def check_num_completions(num_prompts: int, body: SamplingFields, server: Server) -> None:
+    """Raise APIError (400) for more completions than a request may have, or for more tokens that are named to all of
+    them: every step goes through the tokens of every completion that runs."""
+    limit, n = server.options.max_prompts, 1 if body.n is None else body.n
+    if n > 1 and num_prompts * n > limit:
         raise bad_request(f"n={n} for {num_prompts} prompts: a request may have at most {limit} completions", "n")
+    count = max(1, num_prompts * n)
+    named = {name: len(getattr(body, name) or ()) for name in ("allowed_token_ids", "logit_bias", "bad_words")}
+    total = sum(named.values())
+    if count > 1 and total * count > MAX_NAMED_TOKENS:
+        field = max(named, key=lambda name: named[name])
+        raise bad_request(
+            f"{field} and its like have {total} entries for {count} completions: the product may be at most "
+            f"{MAX_NAMED_TOKENS}; send fewer prompts in one request, ask for fewer completions, or name fewer tokens",
+            field,
+        )
 
 
 def check_prompt_logprobs(jobs: Sequence[tuple[ParsedPrompt, SamplingParams]], vocab_size: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm_blend.features.structured.trials import Trials
 from vllm_blend.features.structured.vocabulary import Vocabulary
 from vllm_blend.structured_outputs import StructuredOutputsParams
 
+KEPT_PROCESSES = 2  # in which forms are tried, while none is
 SHOWN = 300  # characters of what the library says of a grammar: it may quote all of it
 
 
@@ -34,7 +35,7 @@ class GrammarCompiler:
     """Compiled forms, the least recently used ones forgotten. `get_vocabulary` returns the same object
     as long as the tokenizer stays the same.
 
-    Any thread may use it. A thread that compiles holds up those that compile, too, but none that finds what it needs.
+    Any thread may use it, and several compile at a time; those that need the same form wait for the first of them.
     """
 
     config: StructuredOutputsConfig
@@ -43,8 +44,9 @@ class GrammarCompiler:
     num_found: int = 0
     _kept: OrderedDict[tuple[Vocabulary, str], _Compiled] = field(default_factory=OrderedDict, repr=False)
     _keeping: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _compiling: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _trials: Trials | None = field(default=None, repr=False)
+    _compiling: dict[tuple[Vocabulary, str], threading.Event] = field(default_factory=dict, repr=False)
+    _making: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _idle: list[Trials] = field(default_factory=list, repr=False)
 
     def is_known(self, params: StructuredOutputsParams) -> bool:
         """Return at once whether a form has been compiled or refused."""
@@ -67,13 +69,23 @@ class GrammarCompiler:
         """
         llguidance()
         vocabulary, key = self.get_vocabulary(), _key(params)
-        found = self._find(vocabulary, key)
-        if found is None:
-            with self._compiling:
-                found = self._find(vocabulary, key)  # another thread may just have compiled it
-                if found is None:
-                    found = self._compile(vocabulary, params)
-                    self._keep(vocabulary, key, found)
+        while (found := self._find(vocabulary, key)) is None:
+            with self._keeping:
+                compiled = self._compiling.get((vocabulary, key))
+                is_first = compiled is None
+                if compiled is None:
+                    compiled = self._compiling[vocabulary, key] = threading.Event()
+            if not is_first:
+                compiled.wait()
+                continue
+            try:
+                found = self._compile(vocabulary, params)
+                self._keep(vocabulary, key, found)
+                break
+            finally:
+                with self._keeping:
+                    del self._compiling[vocabulary, key]
+                compiled.set()
         if found.error is not None:
             raise ValueError(found.error)
         return found.matcher.deep_copy(), vocabulary
@@ -94,21 +106,41 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
 
     def _compile(self, vocabulary: Vocabulary, params: StructuredOutputsParams) -> _Compiled:
-        if self._trials is None or self._trials.vocabulary is not vocabulary:
-            self._trials = Trials(vocabulary, self.config.compile_seconds)
         try:
             text = grammar_text(params, self.config)
         except ValueError as error:
             return _Compiled(None, _shorten(str(error)))
         # Elsewhere first: what hangs or crashes there never gets here.
-        grammar, wrong = self._trials.try_out(text, is_source=params.form == "grammar")
+        with self._borrowed_trials(vocabulary) as trials:
+            grammar, wrong = trials.try_out(text, is_source=params.form == "grammar")
         if not wrong:
-            matcher = trial.compile_grammar(llguidance(), vocabulary.tokens, grammar)
+            with self._making:
+                tokens = vocabulary.tokens  # made once
+            matcher = trial.compile_grammar(llguidance(), tokens, grammar)
             matcher.compute_bitmask()  # what this finds out is known to the copies
             if not matcher.is_error():
                 return _Compiled(matcher, None)
             wrong = matcher.get_error()
         return _Compiled(None, f"structured_outputs.{params.form} is refused: {_shorten(wrong)}")
+
+    @contextmanager
+    def _borrowed_trials(self, vocabulary: Vocabulary) -> Iterator[Trials]:
+        """Lend a process to one thread. Processes are kept for the next forms, as long as the vocabulary stays."""
+        with self._keeping:
+            other = [each for each in self._idle if each.vocabulary is not vocabulary]
+            self._idle = [each for each in self._idle if each.vocabulary is vocabulary]
+            trials = self._idle.pop() if self._idle else Trials(vocabulary, self.config.compile_seconds)
+        for each in other:
+            each.close()
+        try:
+            yield trials
+        finally:
+            with self._keeping:
+                is_kept = len(self._idle) < KEPT_PROCESSES
+                if is_kept:
+                    self._idle.append(trials)
+            if not is_kept:
+                trials.close()
 
 
 def _key(params: StructuredOutputsParams) -> str:

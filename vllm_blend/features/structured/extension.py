@@ -51,10 +51,11 @@ class StructuredOutputs(Extension):
         if params.structured_outputs is None:
             return
         self.num_requests += len(requests)
-        for request in requests:
+        matcher, vocabulary = self.compiler.matcher(params.structured_outputs)
+        for index, request in enumerate(requests):
             assert request.sampling is not None
-            matcher, vocabulary = self.compiler.matcher(params.structured_outputs)
-            answer = FollowedAnswer(matcher, vocabulary, request.output_token_ids)
+            own = matcher.deep_copy() if index else matcher
+            answer = FollowedAnswer(own, vocabulary, request.output_token_ids)
             request.sampling.constraint = GrammarConstraint(answer, self._executor)
 
     def gauges(self) -> list[Metric]:

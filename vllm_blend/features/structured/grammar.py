@@ -76,7 +76,10 @@ def _choice(choice: list[str]) -> str:
             not any("\ud800" <= character <= "\udfff" for character in text),
             f"structured_outputs.choice[{index}] has half of a character (a lone surrogate): remove it",
         )
-    return "start: " + " | ".join(json.dumps(text) for text in choice)
+    # As one lexeme: the library compiles that in a tenth of the time of alternatives in a rule, and takes more of them.
+    texts = " | ".join(json.dumps(text) for text in choice if text)
+    rules = [rule for rule, is_there in (("CHOICE", bool(texts)), ('""', "" in choice)) if is_there]
+    return "start: " + " | ".join(rules) + (f"\nCHOICE: {texts}" if texts else "")
 
 
 def _structural_tag(given: Any) -> str:

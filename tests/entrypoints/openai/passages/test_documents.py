@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from tests.chunks.test_chat import CHATML_LIKE, LLAMA3_LIKE
 from tests.chunks.test_chat_prompt import LISTS, parts
 from tests.entrypoints.openai.passages.prompts import FINDER, PASSAGES, chat, chunk_texts
+from vllm_blend.checks import closest
 from vllm_blend.entrypoints.openai.passages import PassageFinder, parse_documents
+from vllm_blend.entrypoints.openai.passages.documents import _is_misspelt
 from vllm_blend.entrypoints.openai.passages.stored import StoredPassage
 
 SYSTEM = {"role": "system", "content": "Answer."}
@@ -179,3 +182,14 @@ def test_fields_without_a_text_of_their_own_and_stored_passages() -> None:
     stored = StoredPassage("chunk-1", None, "Its text\n", "Its title", 2, (), 0, 0)
     [document] = parse_documents([{"id": "chunk-1", "score": 2}], {"chunk-1": stored}.__getitem__)
     assert (document.text, document.title) == ("Its text", "Its title")
+
+
+def test_keys_that_are_nearly_title_are_those_that_look_alike() -> None:
+    """The quick test of a key finds the same ones as comparing it with "title" does."""
+    rng = random.Random(0)
+    edited = ["title"[:i] + "title"[i + 1 :] for i in range(5)] + ["title"[:i] + "x" + "title"[i:] for i in range(6)]
+    random_keys = ["".join(rng.choices("titleTx_", k=rng.randint(1, 8))) for _ in range(3000)]
+    for key in {*edited, *random_keys, "tilte", "TITEL", "titel", "tiitle"} - {"title"}:
+        low = key.lower()
+        alike = closest(low, ["title"], 0.88) is not None or low in ("ittle", "ttile", "tilte", "titel")
+        assert _is_misspelt(key) == (key[0].isalpha() and alike), key

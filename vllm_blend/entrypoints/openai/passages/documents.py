@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_blend.checks import a_type, closest, is_whole
+from vllm_blend.checks import a_type, is_whole
 from vllm_blend.entrypoints.openai.passages.stored import ID_PREFIX, StoredPassage
 
 _TEXT_KEYS = (
@@ -15,8 +15,7 @@ _TEXT_KEYS = (
     "content",
     "page_content",
 )  # of an object's fields, what a passage is most often called
-_MISSPELT = 0.88  # the similarity from which on a key is taken for a misspelt one
-_LONG_KEY = 10  # characters: too many for one of those keys
+_TITLE = "title"
 _READS_EVERY_KEY = ("items", "tojson")  # what a template has that shows all of a document
 
 
@@ -118,15 +117,26 @@ def _check_keys(document: Document, name: str, template: str) -> None:
     if document.title is not None:
         return
     for key in document.fields:
-        if len(key) >= _LONG_KEY or not key[:1].isalpha() or key == "title" or key in template:
-            continue
-        if closest(key.lower(), ["title"], _MISSPELT) or _has_swapped_letters(key.lower(), "title"):
+        if key != _TITLE and _is_misspelt(key) and key not in template:
             raise ValueError(f"{name} has the key {key!r}, which nothing reads: did you mean 'title'?")
 
 
-def _has_swapped_letters(key: str, known: str) -> bool:
-    """Return whether two neighbouring letters of a known key are swapped in `key` ("titel")."""
-    return known in {f"{key[:i]}{key[i + 1]}{key[i]}{key[i + 2 :]}" for i in range(len(key) - 1)}
+def _is_misspelt(key: str) -> bool:
+    """Return whether a key is "title" but for one letter that is missing or too much, or for two that are swapped. A
+    document may have a hundred thousand keys, so each costs little."""
+    if not len(_TITLE) - 1 <= len(key) <= len(_TITLE) + 1 or not key[0].isalpha():
+        return False
+    key = key.lower()
+    if len(key) < len(_TITLE):
+        return key in _shortened(_TITLE)
+    if len(key) > len(_TITLE):
+        return _TITLE in _shortened(key)
+    swapped = {f"{key[:i]}{key[i + 1]}{key[i]}{key[i + 2 :]}" for i in range(len(key) - 1)}
+    return key == _TITLE or _TITLE in swapped
+
+
+def _shortened(word: str) -> set[str]:
+    return {word[:i] + word[i + 1 :] for i in range(len(word))}
 
 
 def _check_text(text: Any, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -24,10 +25,13 @@ logger = logging.getLogger(__name__)
 
 MAX_STRINGS = 1024  # in `stop` and `bad_words`: each is looked for in every token
 MAX_STRING_CHARACTERS = 1 << 14  # of all of them
-MAX_UNKNOWN_FIELDS = 128  # of one object: each is compared with the known ones, and logged
+MAX_UNKNOWN_FIELDS = 128  # of one request, by name: each is compared with the known ones, and logged
 MAX_ENTRIES = 1024  # of objects whose entries are settings
 _SLICE = 1 << 16
 _MISSPELT = 0.88  # the similarity from which on an unknown field is taken for a misspelt one
+
+# The unknown fields of the request that is being read: (its object's model, its name). None outside of a server.
+UNKNOWN_FIELDS: ContextVar[set[tuple[type, str]] | None] = ContextVar("unknown fields", default=None)
 
 
 def _whole(value: Any) -> Any:
@@ -92,10 +96,15 @@ class RequestModel(BaseModel):
         extra = self.model_extra or {}
         if len(extra) > MAX_UNKNOWN_FIELDS:
             raise ValueError(f"there are {len(extra)} fields that are unknown: leave them out")
+        known = UNKNOWN_FIELDS.get()
+        seen = set[tuple[type, str]]() if known is None else known
         for name, value in extra.items():
             if name in self.refused:
                 self.refused[name].check(name, value)
-            elif name not in self.ignored:
+            elif name not in self.ignored and (type(self), name) not in seen:
+                seen.add((type(self), name))
+                if len(seen) > MAX_UNKNOWN_FIELDS:
+                    raise ValueError(f"there are more than {MAX_UNKNOWN_FIELDS} unknown fields: leave them out")
                 _refuse_misspelt(name, type(self))
                 logger.warning("the field %.100r of a request is unknown and ignored", name)
         return self
