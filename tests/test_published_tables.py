@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?:\.\./)?benchmarks/results/([\w.]+)\.(?:md|json)\)")
-INTERVAL = re.compile(r"(\d+(?:\.\d+)?) \((-?\d+(?:\.\d+)?) to (-?\d+(?:\.\d+)?)\)")
+INTERVAL = re.compile(r"(-?\d+(?:\.\d+)?) \((-?\d+(?:\.\d+)?) to (-?\d+(?:\.\d+)?)\)")
 SPEED = re.compile(r"(\d[\d.]*) times(?:, at (\d+)%)?")  # beside another engine, of prompts at once
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+(?![\w.])")
 Table = tuple[str, list[str], list[str]]  # page, names of linked results, rows below the head
@@ -76,8 +76,14 @@ def unsupported(linked: list[str], row: str) -> list[str]:
         found = [r for r in measured if name in (r["rule"], r["setting"]) and ratio in (None, r["ratio"])]
         figures |= {f"{100 * value:.1f}" for r in found for value in r.values() if isinstance(value, float)}
         figures |= {f"{100 * r['f1'] / full[r['dataset']]:.1f}" for r in found}  # what is kept
+        figures |= {f"{r['kl']:.3f}" for r in found}
         own += found
-    triples = {tuple(f"{100 * r[key]:.1f}" for key in ("f1", "f1_low", "f1_high")) for r in own}
+    triples = {
+        tuple(f"{100 * r[f'{key}{end}']:.1f}" for end in ("", "_low", "_high"))
+        for r in own
+        for key in ("f1", "f1_gain", "agreement")
+        if key in r
+    }
     if not own:  # results of another kind, or a row that is no rule's: anywhere in what is linked
         results = [ROOT / "benchmarks" / "results" / f"{each}.md" for each in linked]
         text = "".join(path.read_text(encoding="utf-8") for path in results if path.is_file())

@@ -112,8 +112,9 @@ class ChatTemplate:
                 lost = self._num_lost(messages, formats())
                 least, chosen[kind] = (lost, chosen[kind]) if lost < least else (least, before)
         if least == math.inf:  # several contents are not what the template takes
-            every: tuple[ContentFormat, ...] = tuple("string" for _ in messages)
-            return every if self._num_lost(messages, every) < math.inf else formats()
+            alike: tuple[ContentFormat, ...] = ("string", lists)
+            every = [tuple(each for _ in messages) for each in alike]
+            return next((each for each in every if self._num_lost(messages, each) < math.inf), formats())
         return formats()
 
     def _num_lost(self, messages: Sequence[Message], formats: Sequence[ContentFormat]) -> float:

@@ -88,7 +88,8 @@ class LLMEngine(ChunkedEngine):
         self.eos_token_ids = eos_token_ids(generation, self.hf_config, self.tokenizer)
         blend = config.blend
         check_settings(blend, self.hf_config.num_hidden_layers)  # a mistake costs no loading
-        encoding = make_encoding_context(blend.encoding_context, self.tokenizer, self.hf_config.vocab_size)
+        vocab_size = self.hf_config.vocab_size if blend.enable_blending else None
+        encoding = make_encoding_context(blend.encoding_context, self.tokenizer, vocab_size)
         settings = WorkerSettings(config, self.hf_config, dtype, device, self.max_model_len)
         self.model_executor = executor = setup.make_executor(config, settings)
         worker = executor.driver_worker

@@ -33,12 +33,12 @@ def resolve_name(name: str | None, has_tokenizer: bool) -> str:
 
 
 def make_encoding_context(
-    name: str | None, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    name: str | None, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
 ) -> EncodingContext:
     """Return the encoding context called `name` (None: the default), or "filler(3)" with as many filler passages.
 
     Raises ValueError as `check_encoding_context` does, and if the context needs a tokenizer and there is none, or one
-    with more tokens than the model.
+    with more tokens than the model's `vocab_size` (None: not looked at).
     """
     check_encoding_context(name)
     name = resolve_name(name, tokenizer is not None)
@@ -58,7 +58,7 @@ def make_encoding_context(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     found = AfterFiller(encode, COUNT if count is None else count)
-    if (largest := max(found.company(is_alone=False))) >= vocab_size:
+    if vocab_size is not None and (largest := max(found.company(is_alone=False))) >= vocab_size:
         raise ValueError(
             f"blend_encoding_context={name!r}: the tokenizer gives the filler passages token {largest}, and the model "
             f"has {vocab_size}: give the tokenizer of this model, or use 'page' or 'prefix'"
