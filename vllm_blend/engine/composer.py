@@ -300,7 +300,14 @@ class ChunkComposer:
                 plan = self.planner.plan_after(segments, [*before, *piece.id.token_ids])
         ids = [*before, *piece.id.token_ids]
         metrics = RequestMetrics(arrival_time=time.time())
-        return Request(piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before))
+        request = Request(
+            piece.id.key, ids, None, metrics, salt=pending.parsed.salt, blend=plan, collect_from=len(before)
+        )
+        asking = next(iter(pending.requests), None)
+        # What no request waits for was asked for by /v1/chunks: tenants have salts of their own.
+        request.tenant = pending.parsed.salt.hex() if asking is None else asking.tenant
+        request.call = "" if asking is None else asking.call
+        return request
 
     def _finish(self, pending: PendingBlend) -> None:
         if not pending.requests:
