@@ -187,9 +187,10 @@ class ChunkComposer:
     def start(self, pending: PendingBlend) -> list[Request]:
         """Take what is in memory, and see to the rest. Return encodings to run: when these are done, nothing is
         missing of the blend."""
+        owner = next((request.tenant for request in pending.requests), "")
         for piece, seconds in zip(pending.chunks, pending.parsed.retention, strict=False):
             if seconds:
-                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds)
+                self.store.retain(piece.id.key, RETENTION_LEVEL, seconds, owner)
         for piece in pending.pieces:
             kv = self.stored.find_in_memory(piece.id)
             pending.take(piece, kv, memory_of(kv))

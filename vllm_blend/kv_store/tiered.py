@@ -135,10 +135,11 @@ class TieredChunkStore:
             tier.writer.put(key, chunk)
         return chunk
 
-    def retain(self, key: str, level: int, seconds: float) -> None:
-        """Have a chunk leave the memory after those of lower levels, for so many seconds; no other tier changes."""
+    def retain(self, key: str, level: int, seconds: float, owner: str = "") -> None:
+        """Have a chunk leave the memory after those of lower levels, for so many seconds, within the quota of
+        `owner`; no other tier changes."""
         with self._lock:
-            self.memory.retain(key, level, seconds)
+            self.memory.retain(key, level, seconds, owner)
 
     def pin(self, key: str) -> None:
         """Keep a chunk in memory once it is there."""
